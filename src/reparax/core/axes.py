@@ -110,15 +110,15 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
     """
-
-    def numbers(axis: Axis) -> list[int]:
+    numbers = list[int]()
+    for axis in _as_tuple(axes):
         if isinstance(axis, int):
-            return [axis]
-        if names is None or names.count(axis) > 1 or axis in WORDS:
-            return [int(number) for number in _as_tuple(number_axes(axis, names))]
-        return [i for i, name in enumerate(names) if name == axis]
-
-    return tuple(sorted(number for axis in _as_tuple(axes) for number in numbers(axis)))
+            numbers.append(axis)
+        elif names is None or names.count(axis) > 1 or axis in WORDS:
+            number_axes(axis, names)  # raises the error
+        else:
+            numbers += [i for i, name in enumerate(names) if name == axis]
+    return tuple(sorted(numbers))
 
 
 def require_axes(who: object, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
@@ -191,6 +191,7 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
     """
 
     def number(axis: Axis) -> int:
+        """One axis as a number."""
         if isinstance(axis, int):
             return axis
         _refuse_word(axis)
@@ -220,21 +221,20 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     """Why an array has no such axes: out of bounds, one of them twice, or no axis given for more than a matrix."""
     if axes is None or axes == EACH:
         return None
-    if axes == LAST:
-        if w.ndim > 1:
-            return (
-                f"expected a vector, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
-                f"or the one that you mean."
-            )
-        axes = last_to_number(axes)
-    if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
-        if len(set(count_from_front(axes, w))) == len(list_axes(axes)):
-            return None
+    if axes == LAST and w.ndim > 1:
+        return (
+            f"expected a vector, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
+            f"or the one that you mean."
+        )
+    numbers = list_axes(last_to_number(axes))
+    if not all(-w.ndim <= axis < w.ndim for axis in numbers):
+        return (
+            f"{field}={last_to_number(axes)} is out of bounds for an array of shape {w.shape}. "
+            f"Leave it out with `where`, or use a separate stage for it."
+        )
+    if len(set(count_from_front(axes, w))) < len(numbers):
         return f"{field}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
-    return (
-        f"{field}={axes} is out of bounds for an array of shape {w.shape}. "
-        f"Leave it out with `where`, or use a separate stage for it."
-    )
+    return None
 
 
 def last_to_number(axes: Axes | None) -> Any:
@@ -297,6 +297,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         mapped_formula = jax.vmap(mapped_formula)
 
     def map_over_stack(*args: Any) -> Any:
+        """The result with stacked axes in their places; what the formula returns unchanged is the same array."""
         fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
@@ -349,7 +350,5 @@ def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
-    positions: list[int] = []
-    for n_left, place in zip(range(ndim, 0, -1), reversed(stacked), strict=False):
-        positions.insert(0, min(place, n_left - 1))
-    return tuple(positions)
+    last_free = range(ndim - len(stacked), ndim)  # for each stacked axis, the last one that leaves room for the others
+    return tuple(min(place, last) for place, last in zip(stacked, last_free, strict=True))

@@ -74,8 +74,7 @@ def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
         return [None]
     convention = leaf.convention
     stacked = find_axes(stage.stacked, stage.names_at(leaf))
-    n_axes = len(convention.axes) or 2
-    sizes = tuple(2 if size is None else size for size in convention.sizes) or (2,) * n_axes
+    sizes = tuple(2 if size is None else size for size in convention.sizes) or (2,) * (len(convention.axes) or 2)
     stack_counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
     return [jax.ShapeDtypeStruct((2,) * count + sizes, jnp.float32) for count in stack_counts]
 

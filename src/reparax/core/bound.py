@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,10 @@ class Bound:
         return placed or {node: {}}
 
 
+Waiting = dict[Names, tuple[Bound, Array]]
+"""For the place of each array whose noise is not added yet, the binding of that noise, and its draw."""
+
+
 def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
     """The array at a key path; a fixed value passes no gradient."""
     x = jnp.asarray(arrays[place])
@@ -180,7 +184,7 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
 
     Noise waits until another stage touches its array, so that neighbouring noises draw once.
     """
-    waiting: dict[Names, tuple[Bound, Array]] = {}
+    waiting = Waiting()
     for i, stage in enumerate(stages):
         bounds = stage.bind("apply", tree.before(stages[i + 1 :]))
         acting = list[Bound]()
@@ -203,7 +207,7 @@ def _apply_bound(
     bounds: Sequence[Bound],
     tree: Flat,
     keys: Keys,
-    waiting: dict[Names, tuple[Bound, Array]],
+    waiting: Waiting,
     merged_paths: Sequence[str] = (),
 ) -> Flat:
     """The tree after one stage, whose noise waits; an earlier stage draws the noise at ``merged_paths``."""
@@ -221,7 +225,7 @@ def _apply_bound(
     return tree.swap(swaps)
 
 
-def _add_noise(tree: Flat, waiting: dict[Names, tuple[Bound, Array]], places: Sequence[Names]) -> Flat:
+def _add_noise(tree: Flat, waiting: Waiting, places: Sequence[Names]) -> Flat:
     """The tree with the noise that waits at these places."""
     arrays = dict(tree.arrays)
     for place in places:
@@ -232,7 +236,7 @@ def _add_noise(tree: Flat, waiting: dict[Names, tuple[Bound, Array]], places: Se
     return tree.with_arrays(arrays)
 
 
-def _merge_noise(bound: Bound, waiting: dict[Names, tuple[Bound, Array]]) -> bool:
+def _merge_noise(bound: Bound, waiting: Waiting) -> bool:
     """Whether the noise that waits at an array is now that of ``bound`` too; if not, each needs a draw of its own.
 
     A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
@@ -260,13 +264,22 @@ def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
         return jax.eval_shape(lambda arrays: bound.stage._apply_at(mean, mean.read(arrays), None), arrays)
 
 
-def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[Bound], Flat, Flat]]:
-    """Each stage without randomness, what it is bound to, and the trees before and after it."""
+class Step(NamedTuple):
+    """A stage without randomness, what it is bound to, and the trees before and after it."""
+
+    stage: Any
+    bounds: list[Bound]
+    before: Flat
+    after: Flat
+
+
+def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[Step]:
+    """The step of each stage through the tree, without randomness."""
     stages = mean_stages(stages)
     for i, stage in enumerate(stages):
         bounds = stage.bind(method, tree.before(stages[i + 1 :]))
         after = _apply_bound(stage.kind, bounds, tree, Keys(None), {})
-        yield stage, bounds, tree, after
+        yield Step(stage, bounds, before=tree, after=after)
         tree = after
 
 
@@ -275,9 +288,10 @@ def require_made_by(p: Any, method: str, raw: PyTree) -> None:
 
     def effective(raw: PyTree) -> PyTree:
         tree = flatten(raw)
-        last = [tree, *(after for *_, after in _walk(method, tuple(p), tree))][-1]
-        require_no_markers(p, last)
-        return nest(last)
+        for step in _walk(method, tuple(p), tree):
+            tree = step.after
+        require_no_markers(p, tree)
+        return nest(tree)
 
     types_of_result(effective, raw)
 
@@ -286,7 +300,8 @@ def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTre
     """The raw tree after one training step, of which the fixed values know."""
 
     def values_of_stage(i: int, bounds: Sequence[Bound], effective: Flat) -> Iterator[RawValues]:
-        takes_grad, takes_key = ("grad" in stages[i].update_reads), ("key" in stages[i].update_reads)
+        """The new values of each binding; none if the stage takes a gradient or a key that is not given."""
+        takes_grad, takes_key = (name in stages[i].update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and not keys.has_key):
             return
         slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if takes_grad else {}
@@ -379,10 +394,13 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
 
 def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
     """The gradient of an effective array, in its dtype; an error if it has another shape, or is complex alone."""
-    if not is_array(grad):
-        raise _shape_of_grad_error(who, path, w, "none" if grad is None else repr(grad))
-    if grad.shape != w.shape:
-        raise _shape_of_grad_error(who, path, w, f"one of shape {grad.shape}")
+    if not is_array(grad) or grad.shape != w.shape:
+        text = f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
+        found = "none" if grad is None else text
+        raise ValueError(
+            f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {found}. Pass the whole tree of "
+            f"`jax.grad(loss)(p.fold(raw))`."
+        )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(w):
         raise ValueError(
             f"{who} expected a real gradient at {path!r}, got one of dtype {grad.dtype}. Take its real part."
@@ -390,17 +408,9 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
     return jnp.asarray(grad).astype(w.dtype)
 
 
-def _shape_of_grad_error(who: object, path: str, w: Any, found: str) -> ValueError:
-    """The error for a gradient that has not the shape of the effective array ``w``."""
-    return ValueError(
-        f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {found}. Pass the whole tree of "
-        f"`jax.grad(loss)(p.fold(raw))`."
-    )
-
-
 def total_penalty(stages: Stages, tree: Flat) -> Array:
     """The sum of the penalties."""
-    return add_up([_total("penalty", bounds, before) for _, bounds, before, _ in _walk("penalty", stages, tree)])
+    return add_up([_total("penalty", step.bounds, step.before) for step in _walk("penalty", stages, tree)])
 
 
 def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
@@ -418,17 +428,16 @@ def total_log_det(stages: Stages, tree: Flat) -> Array:
     producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
     trained = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
     free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
-    for stage, bounds, before, after in _walk("log_det", stages, tree):
-        _require_bijection(stage)
-        free_bounds = [bound for bound in bounds if not free_places.isdisjoint(bound.arrays.values())]
+    for step in _walk("log_det", stages, tree):
+        _require_bijection(step.stage)
+        free_bounds = [bound for bound in step.bounds if not free_places.isdisjoint(bound.arrays.values())]
         for bound in free_bounds:
-            values = bound.free_values
             with locate_errors(bound.who):
-                _require_free(values, free_places, producers)
-            n_values = _count_numbers(before, values.values())
-            if bound.stage.overcomplete or n_values < _count_numbers(after, bound.arrays.values()):
-                producers |= dict.fromkeys(bound.arrays.values(), stage)
-        log_dets.append(_total("log_det", free_bounds, before))
+                _require_free(bound.free_values, free_places, producers)
+            n_values = _count_numbers(step.before, bound.free_values.values())
+            if bound.stage.overcomplete or n_values < _count_numbers(step.after, bound.arrays.values()):
+                producers |= dict.fromkeys(bound.arrays.values(), step.stage)
+        log_dets.append(_total("log_det", free_bounds, step.before))
     return add_up(log_dets)
 
 

@@ -54,20 +54,26 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
     entries = {path: _name_each_axis(box) for path, box in boxes.items() if _stated_entries(box) is not None}
     entries_of_raw = inherit_entries(follow, params, entries) if entries else {}
 
-    def around_each(path: Names, box: Any) -> PyTree:
+    def spread(path: Names, box: Any) -> PyTree:
+        """The marker dict in a box, with a box around each of its values, which names the axes of the value."""
         if not jax.tree.leaves(box):
             return jax.tree.map(lambda _: box.replace(()), value_in(box), is_leaf=is_empty)
-        ends, values, inside = flatten_with_names(value_in(box))
-        if _stated_entries(box) is None:
-            return inside.unflatten([box.replace(value) for value in values])
-        names = [PartNames(entries_of_raw[*path, *end]) for end in ends]
-        for part in names:
-            part.whole = _stated_entries(box)
-        return inside.unflatten([_rebox(box, *part) for part in zip(values, names, strict=True)])
+        paths_below, values, treedef_below = flatten_with_names(value_in(box))
+        stated = _stated_entries(box)
+        if stated is None:
+            return treedef_below.unflatten([box.replace(value) for value in values])
+        names = [_part_names(entries_of_raw[*path, *path_below], stated) for path_below in paths_below]
+        return treedef_below.unflatten([_rebox(box, *part) for part in zip(values, names, strict=True)])
 
-    return treedef.unflatten(
-        [around_each(path, node) if _holds_values(node) else node for path, node in zip(paths, nodes, strict=True)]
-    )
+    pairs = zip(paths, nodes, strict=True)
+    return treedef.unflatten([spread(path, node) if _holds_values(node) else node for path, node in pairs])
+
+
+def _part_names(entries: tuple[Any, ...], whole: Any) -> PartNames:
+    """The axis names of a raw value; ``whole`` are those of its parameter."""
+    names = PartNames(entries)
+    names.whole = whole
+    return names
 
 
 def gather_boxes(raw: PyTree) -> PyTree:
@@ -88,10 +94,13 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
     contents = [value_in(part) if _is_part(part) else part for part in parts]
     values = treedef.unflatten([{} if isinstance(x, tuple) else x for x in contents])
-    for box in filter(_is_part, parts):
-        if _is_unnamed_variable(box) or _is_hollow(box):
+    for box, content in zip(parts, contents, strict=True):
+        if not _is_part(box):
+            continue
+        if _is_unnamed_variable(box) or isinstance(content, tuple):  # of a place without a value of its own
             return box.replace(values)
-        if isinstance(names := _stated_entries(box), PartNames):
+        names = _stated_entries(box)
+        if isinstance(names, PartNames):
             return _rebox(box, values, names.whole)
     return values
 
@@ -109,11 +118,6 @@ def _is_unnamed_variable(box: Any) -> bool:
 def _holds_values(x: Any) -> bool:
     """Whether ``x`` is a box around a marker dict; one of linen counts only if the dict holds arrays."""
     return _is_part(x) and holds_markers(value_in(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
-
-
-def _is_hollow(box: Any) -> bool:
-    """Whether a box holds the empty node of a place without a value of its own."""
-    return isinstance(value_in(box), tuple)
 
 
 def value_in(box: Any) -> Any:

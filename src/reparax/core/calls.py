@@ -93,9 +93,6 @@ def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callabl
     return call
 
 
-# ---- calls of chains
-
-
 def is_stage(x: object) -> bool:
     """Whether ``x`` is a stage or a chain."""
     return hasattr(type(x), "_parts")
@@ -216,8 +213,9 @@ OTHERS = {"rshift": ">>", "lshift": "<<", "add": "+", "or": "|", "matmul": "@", 
 def refuse_other_operators(cls: type) -> None:
     """Lets ``a + b`` and the like say what to write; a type checker, which sees no such method, says so before."""
     for name, symbol in OTHERS.items():
-        for prefix in ("r",) if name == "rshift" else ("", "r"):
-            setattr(cls, f"__{prefix}{name}__", _make_refusal(symbol, is_reflected=prefix == "r"))
+        setattr(cls, f"__r{name}__", _make_refusal(symbol, is_reflected=True))
+        if name != "rshift":
+            setattr(cls, f"__{name}__", _make_refusal(symbol, is_reflected=False))
 
 
 def _make_refusal(symbol: str, *, is_reflected: bool) -> Any:

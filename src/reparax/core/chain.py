@@ -6,6 +6,7 @@ import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
@@ -89,6 +90,7 @@ class Parametrization(Static, ABC):
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a class without ``bind``, and one that defines a method of chains in place of its formula."""
         if cls.bind is Parametrization.bind and "_parts" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
@@ -139,8 +141,7 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
-        start: Any = checked_key(self, method, jax.random.key(0) if key is None else key)
-        return start
+        return checked_key(self, method, jax.random.key(0) if key is None else key)
 
     @verb
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
@@ -355,14 +356,17 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
-        owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
-        for _, bounds in reversed(provenance_of(self, raw).bindings):
-            sources = {path: source for bound in bounds for path, source in bound.copies.items()}
-            for path in owners:
-                while owners[path] in sources:
-                    owners[path] = sources[owners[path]]
-        return owners
+        bindings = provenance_of(self, raw).bindings
+        sources_of_stages = [dict(chain(*(bound.copies.items() for bound in bounds))) for _, bounds in bindings]
+
+        def owner(path: str) -> str:
+            for sources in reversed(sources_of_stages):
+                while path in sources:
+                    path = sources[path]
+            return path
+
+        return {leaf.path: owner(leaf.path) for leaf in flatten(params).leaves() if leaf.is_there}
 
     @verb
     def with_axes(self, roles: PyTree) -> Parametrization:
@@ -444,22 +448,18 @@ class Parametrization(Static, ABC):
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
         """The values that change in one training step."""
-        del bound, values, grads, key
         return {}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         """RawValues of the same arrays, relative to a base at the current point."""
-        del bound
         return values
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> jax.Array:
         """The penalty or the log-determinant."""
-        del bound, formula, values
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
-        del verb
         return False
 
     def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
@@ -468,12 +468,10 @@ class Parametrization(Static, ABC):
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
-        del tree, roles
         return [self]
 
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
         """Where axes of the stage are not those that it means in that network."""
-        del tree, roles
         return ()
 
     if not TYPE_CHECKING:  # to type checkers, a chain is no function
@@ -509,8 +507,8 @@ class Parametrization(Static, ABC):
     @verb
     def to_json(self) -> str:
         """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        of_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
-        return dump_stages((self,) if of_one else self._parts)
+        is_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
+        return dump_stages((self,) if is_one else self._parts)
 
     @verb
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
@@ -615,6 +613,7 @@ class Chain(Parametrization):
     random_init: ClassVar[Any] = property(lambda self: any(stage.random_init for stage in self.stages))
 
     def __post_init__(self) -> None:
+        """Requires stages, and puts the stages of a chain in place of the chain."""
         stages: Any = self.stages
         if not isinstance(stages, tuple):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
@@ -710,6 +709,7 @@ class Mean(Parametrization):
     _unwrapped: ClassVar[Any] = _ask_stage("_unwrapped")
 
     def __post_init__(self) -> None:
+        """Requires a random stage, whose kind is that of its mean."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
@@ -719,5 +719,6 @@ class Mean(Parametrization):
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        """What the stage is bound to, but for the mean."""
         bounds = self._unwrapped.bind("fold" if method == "apply" else method, tree)
         return [replace(bound, mean=True) for bound in bounds]

@@ -48,7 +48,7 @@ def as_python(value: Any) -> Any:
 def _scalar_as_python(value: Any) -> Any:
     """A known scalar as a Python number, bool or string; all else as it is."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
-        value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
+        value = next((convert(value) for kind, convert in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
     # Tuples with NaN are equal only if it is the same object, so all NaN become this one.
     return math.nan if type(value) is float and math.isnan(value) else value
 
@@ -284,16 +284,11 @@ def _parse(text: str) -> list[Any]:
     with suppress(ValueError, TypeError):
         match json.loads(text):
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
-                if all(map(_names_class, entries)):
+                if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
                     return entries
             case _:
                 pass
     raise ValueError(f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}.")
-
-
-def _names_class(entry: Any) -> bool:
-    """Whether an entry of a text is a dict with the name of a class."""
-    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
@@ -313,10 +308,10 @@ def kind_of_class(cls: type) -> str:
     It must be a valid name that no other class has; a class may be defined again, as in a notebook. An abstract class
     may have a name that is taken.
     """
-    if "kind" not in cls.__dict__ and is_base(cls):
-        return _derive_kind(cls)
-    kind: Any = cls.__dict__["kind"] if "kind" in cls.__dict__ else _derive_kind(cls)
-    if reason := _why_no_kind(cls, kind):
+    is_given = "kind" in cls.__dict__
+    kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
+    reason = _why_no_kind(cls, kind) if is_given or not is_base(cls) else None
+    if reason is not None:
         raise ValueError(
             f"{class_name(cls)} would have the marker {f'@{kind}'!r} in raw trees, but {kind!r} {reason}. Set another "
             f'kind in the class, `kind = "..."`.'

@@ -121,10 +121,10 @@ class Constraint(Reparametrization):
                 f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
                 f"`stage.for_array(path, w)`."
             )
-        for_one = replace(self, stacked=()) if self.stacked_axes else self
-        if why := for_one._axes_error(one_stacked(w, self.stacked_axes)):
-            raise ValueError(f"{CallName(for_one, method)}: {why}")
-        return self._map_stacked(functools.partial(formula, for_one._for_merged))(w, *further)
+        stage_for_one = replace(self, stacked=()) if self.stacked_axes else self
+        if reason := stage_for_one._axes_error(one_stacked(w, self.stacked_axes)):
+            raise ValueError(f"{CallName(stage_for_one, method)}: {reason}")
+        return self._map_stacked(functools.partial(formula, stage_for_one._for_merged))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
@@ -132,7 +132,6 @@ class Constraint(Reparametrization):
         Default: none. The result is boolean, in the shape of ``w`` or one that broadcasts to it, such as one entry for
         each row: ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
         """
-        del w
         return jnp.zeros((), bool)
 
     def project(self, w: Array) -> Array:
@@ -196,16 +195,19 @@ class Constraint(Reparametrization):
         return self.project_leaf(jax.random.normal(key, shape, dtype))
 
     def _why_refused(self, w: Array) -> str | None:
-        why = super()._why_refused(w) or why_infinite(w)
-        if why is not None or self.outside == "unchecked" or not is_known(w):
-            return why
+        """Why the stage cannot start at ``w``, or None; known numbers must be finite, and as ``outside`` says."""
+        reason = super()._why_refused(w) or why_infinite(w)
+        if reason is not None or self.outside == "unchecked" or not is_known(w):
+            return reason
         with jax.ensure_compile_time_eval():
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
         """Why ``init`` refuses a known point outside of the image, or None."""
-        # With a traced bound, the answer is not known.
-        if self.outside != "raise" or not is_known(inside := self.contains_leaf(w)) or inside:
+        if self.outside != "raise":
+            return None
+        is_inside = self.contains_leaf(w)
+        if not is_known(is_inside) or is_inside:  # with a traced bound, the answer is not known
             return None
         return (
             "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "

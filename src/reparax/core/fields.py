@@ -332,7 +332,6 @@ class ByPath:
 
     def at(self, path: str, array: Any) -> Any:
         """The number for the array at ``path``, which one expression matches."""
-        del array
         return self.numbers[self.matching(path)[0]]
 
 
@@ -367,6 +366,7 @@ def by_array(check: Check) -> Check:
     """A check that also takes a number for each array, as described at :class:`Perturbation`."""
 
     def check_each(value: Any, who: str, name: str) -> Any:
+        """The number, or the numbers by path or by a function of path and array, each of which ``check`` takes."""
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):

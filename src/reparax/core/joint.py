@@ -116,12 +116,10 @@ class Joint(Leafwise):
 
     def update_leaves(self, values: checks.Leaves) -> checks.Leaves:
         """For each name the fixed values that change in one training step."""
-        del values
         return {}
 
     def penalty_leaves(self, values: checks.Leaves) -> Array:
         """The penalty: a scalar."""
-        del values
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
@@ -167,11 +165,10 @@ class Joint(Leafwise):
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the arrays of one group start."""
-        del key
         formulas = ("init_leaves", "apply_leaves")
-        init, apply = (map_stacked(self.stacked_axes, getattr(self, formula)) for formula in formulas)
+        apply = map_stacked(self.stacked_axes, self.apply_leaves)
         try:
-            values = init(dict(arrays))
+            values = map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
             checks.require_start(self, apply, formulas, values, arrays, is_shared=self.arrays is not None)
         except KeyError as error:
             raise ValueError(
@@ -181,7 +178,6 @@ class Joint(Leafwise):
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The arrays of one group, from the raw values of all of them."""
-        del key
         effective = map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
         if not self.changes_type:
             self._require_start(values, effective)
@@ -197,7 +193,6 @@ class Joint(Leafwise):
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The fixed values of the arrays that ``update_leaves`` changes."""
-        del grads, key
 
         def update(values: checks.Leaves) -> checks.Leaves:
             new_values = self.update_leaves(values)
@@ -231,7 +226,6 @@ class Joint(Leafwise):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
-        del tree, roles
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:

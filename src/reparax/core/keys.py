@@ -172,9 +172,9 @@ def draw_for_bounds(
     for number in sorted(groups_of_number):
         groups = list(groups_of_number[number].values())
         batch = keys.of_arrays(kind, number, [bounds[i].draw_path for group in groups for i in group])
+        assert batch is not None
         starts = accumulate(map(len, groups), initial=0)
         for start, group in zip(starts, groups, strict=False):
-            assert batch is not None
             group_keys = _part(batch, start, len(group), is_traced=keys.is_traced)
             drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
             draws |= zip(group, drawn, strict=True)
@@ -200,8 +200,9 @@ def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
         return i
     array = jnp.asarray(arrays[bound.value_places[0]])
     sharding = jax.typeof(array).sharding
+    is_large = any(map(export.is_symbolic_dim, array.shape)) or array.size > LOOPED
     # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
-    if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:
+    if is_large or AxisType.Auto in sharding.mesh.axis_types:
         return i
     return type(bound.stage), bound.stage.shared, array.shape, array.dtype, sharding
 
@@ -211,8 +212,3 @@ def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
     if is_traced:
         return jax.lax.slice_in_dim(batch, start, start + size)
     return jax.lax.dynamic_slice_in_dim(batch, start, size)
-
-
-def _is_large(w: Array) -> bool:
-    """Whether an array draws alone: it has more than ``LOOPED`` numbers, or nobody knows how many."""
-    return any(map(export.is_symbolic_dim, w.shape)) or w.size > LOOPED

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -122,24 +123,23 @@ def convention_by_name(name: str) -> Convention:
 
 def conventions_by_class(treedef: Any) -> dict[int, Convention]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
-    by_leaf: dict[int, Convention] = {}
+    conventions = dict[int, Convention]()
 
     def visit(node: Any, start: int, holder: type | None) -> None:
-        data = node.node_data()
-        if data is None:
-            if holder is not None:
-                why = f"no class that reparax knows holds it, but {holder.__name__}"
-                by_leaf.setdefault(start, Convention(why=why))
-            return
-        if _is_module(data[0]):
-            holder = data[0]
-            by_leaf.update(_arrays_of_layer(data[0], node.unflatten(range(start, start + node.num_leaves))))
+        """Adds what is known of the leaves of a node, from the number ``start`` on; ``holder`` is the module around."""
+        cls = node.node_data()[0] if node.node_data() else None
+        if cls is None and holder is not None:
+            why = f"no class that reparax knows holds it, but {holder.__name__}"
+            conventions.setdefault(start, Convention(why=why))
+        if cls is not None and _is_module(cls):
+            holder = cls
+            conventions.update(_arrays_of_layer(cls, node.unflatten(range(start, start + node.num_leaves))))
         for child in node.children():
             visit(child, start, holder)
             start += child.num_leaves
 
     visit(treedef, 0, None)
-    return by_leaf
+    return conventions
 
 
 @functools.cache
@@ -164,14 +164,14 @@ def _arrays_of_layer(cls: type, module: Any) -> dict[int, Convention]:
     if (layer := _layer_of(cls)) is None:
         return {}
     name, arrays_of = layer
-    specs: dict[int, tuple[str, tuple[int | None, ...]]] = {}
+    conventions = dict[int, Convention]()
     for attribute, (letters, *sizes) in arrays_of(module).items():
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
-        for leaf in jax.tree.leaves(getattr(module, attribute, None)):
-            specs[leaf] = axes, tuple(size for group in groups for size in group)
-    beside = tuple((leaf, len(axes)) for leaf, (axes, _) in specs.items())
+        convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
+        conventions |= dict.fromkeys(jax.tree.leaves(getattr(module, attribute, None)), convention)
+    counts = [(leaf, len(convention.axes)) for leaf, convention in conventions.items()]
     return {
-        leaf: Convention(axes, sizes, name, is_class=True, beside=tuple(other for other in beside if other[0] != leaf))
-        for leaf, (axes, sizes) in specs.items()
+        leaf: replace(convention, beside=tuple(count for count in counts if count[0] != leaf))
+        for leaf, convention in conventions.items()
     }

@@ -106,7 +106,8 @@ class Perturbation(Leafwise):
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
         """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
-        return call_once_per_type(_perturb, self, w, drawn, inline=True)
+        stage_class: Any = type(self)
+        return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
 
     def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         return tree, keep_origins(tree)
@@ -211,7 +212,6 @@ class Reparametrization(Leafwise):
         Raises:
           TypeError: If a stochastic class does not define it.
         """
-        del values
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
@@ -219,7 +219,6 @@ class Reparametrization(Leafwise):
 
         The result is one number.
         """
-        del values
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
@@ -261,7 +260,6 @@ class Reparametrization(Leafwise):
           >>> bool(jnp.allclose(p.log_det(raw), jnp.log(0.75)))  # the derivative of tanh where it is 0.5
           True
         """
-        del values
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -274,7 +272,6 @@ class Reparametrization(Leafwise):
         effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
         these to ``update``.
         """
-        del args, kwargs
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
@@ -384,12 +381,12 @@ class Reparametrization(Leafwise):
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         """What ``penalty_leaf`` or ``log_det_leaf`` returns for the array, of values in float32 or wider."""
-        method = f"{formula}_leaf"
+        formula_leaf = self.penalty_leaf if formula == "penalty" else self.log_det_leaf
         wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
-            number = getattr(self, method)(values_of_one)
-            checks.require_number(method, number)
+            number = formula_leaf(values_of_one)
+            checks.require_number(f"{formula}_leaf", number)
             return number
 
         return self._map_stacked(number_of_one)(wide_values)
@@ -515,7 +512,6 @@ def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline:
 
 def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
     """``function(stage, *arrays)``, to be traced once for equal arguments, among them ``text``."""
-    del text
     return mark_same(partial(function, stage), *arrays)
 
 
@@ -529,7 +525,7 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """The raw values of an array."""
+    """The raw values at which an array starts; a random start without a key is one of those that it may have."""
     start = stage._map_stacked(stage.init_leaf)
     if stage._init_draws:
         values = start(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
@@ -552,8 +548,3 @@ def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
     effective = stage._map_stacked(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)
     return effective
-
-
-def _perturb(stage: Any, w: Array, drawn: Array) -> Array:
-    """An array with noise."""
-    return stage.perturb(w, drawn)

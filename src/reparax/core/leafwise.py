@@ -101,7 +101,6 @@ class Leafwise(Parametrization):
 
     def refuse_leaf(self, w: Array) -> str | None:
         """Why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
-        del w
         return None
 
     def _why_refused(self, w: Array) -> str | None:
@@ -339,6 +338,7 @@ class OwnNodes:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
+        """Reads the types of all values; requires a marker dict of the stage's kind."""
         self._stage = stage
         self._who = CallName(stage, method)
         self._readings = dict[Any, NodeReading]()

@@ -110,26 +110,25 @@ class MatrixAxes(Reparametrization):
         )
 
     def _share(self, ndim: int) -> bool:
-        """Whether each axis of an array is either a row or a column axis."""
+        """Whether each axis of an array is either a row or a column axis; if one of them is None, it has the others."""
         groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
-        numbers = [axis + ndim * (axis < 0) for axes in groups for axis in axes]
-        once = len(set(numbers)) == len(numbers) and set(numbers) <= set(range(ndim))
-        return not groups or (
-            all(groups) and once and (len(numbers) == ndim if len(groups) == 2 else 0 < len(numbers) < ndim)
-        )
+        axes = [axis + ndim if axis < 0 else axis for group in groups for axis in group]
+        are_different_axes = len(set(axes)) == len(axes) and set(axes) <= set(range(ndim))
+        if not all(groups) or not are_different_axes:
+            return False
+        return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
         """The row axes and the column axes of an array."""
-        groups = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
-        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in groups)
-        if rows is None and columns is None:
+        if self.rows is None and self.columns is None:
             return (0,), (1,)
-        one_group = rows if rows is not None else columns
-        other_group = tuple(axis for axis in range(ndim) if axis not in (one_group or ()))
-        return (other_group if rows is None else rows), (other_group if columns is None else columns)
+        groups = [() if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (tuple(axis % ndim for axis in group) for group in groups)
+        other_axes = tuple(axis for axis in range(ndim) if axis not in (*rows, *columns))
+        return other_axes if self.rows is None else rows, other_axes if self.columns is None else columns
 
 
 class RowsAndColumns(MatrixAxes):
@@ -155,6 +154,7 @@ class RowsAndColumns(MatrixAxes):
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
+        """What is wrong with ``w`` as a matrix, or with several axes of it whose sizes no raw values tell; or None."""
         if why := super()._matrix_error(w):
             return why
         rows, columns = self.axes_of(w.ndim)
@@ -170,27 +170,32 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        def of_merged(x: Any, *arguments: Any) -> Any:
-            arrays = x if (is_raw := isinstance(x, Mapping)) else {ARRAY: x}
+        """The formula on arrays, whose axes it merges to those of matrices; it splits those of the results."""
+
+        def on_arrays(x: Any, *arguments: Any) -> Any:
+            is_raw = isinstance(x, Mapping)
+            arrays = x if is_raw else {ARRAY: x}
             layout = self._layout(arrays)
-            merged = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
-            result = formula(merged if is_raw else merged[ARRAY], *arguments)
-            results: Mapping[str, Any] = result if isinstance(result, Mapping) else {ARRAY: result}
-            if is_raw and (shape := getattr(results.get(ARRAY), "shape", ())) and len(shape) != 2:
+            matrices = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
+            result = formula(matrices if is_raw else matrices[ARRAY], *arguments)
+            if isinstance(result, Mapping):
+                return {name: self._split(layout, name, matrix, arrays, matrices) for name, matrix in result.items()}
+            shape = getattr(result, "shape", ())
+            if is_raw and shape and len(shape) != 2:
                 raise ValueError(f"expected the values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
+            return self._split(layout, ARRAY, result, arrays, matrices)
 
-            def split(name: str, matrix: Array) -> Array:
-                """A result with its own axes; what the formula returns unchanged is the same array."""
-                axes = self._axes_of_value(name)
-                for operand, merged_operand in merged.items():
-                    if merged_operand is matrix and layout.merges_alike(self._axes_of_value(operand), axes):
-                        return arrays[operand]
-                return layout.split(axes, matrix)
+        return on_arrays
 
-            arrays_split = {name: split(name, matrix) for name, matrix in results.items()}
-            return arrays_split if isinstance(result, Mapping) else arrays_split[ARRAY]
-
-        return of_merged
+    def _split(
+        self, layout: Layout, name: str, matrix: Array, arrays: Mapping[str, Array], matrices: Mapping[str, Array]
+    ) -> Array:
+        """A result with its own axes; what the formula returns unchanged of ``matrices`` is the same of ``arrays``."""
+        axes = self._axes_of_value(name)
+        for operand, merged_operand in matrices.items():
+            if merged_operand is matrix and layout.merges_alike(self._axes_of_value(operand), axes):
+                return arrays[operand]
+        return layout.split(axes, matrix)
 
     def _axes_of_value(self, name: str) -> ValueAxes:
         """The declared axes of a raw value, none for a number; those of the array, for it and for a base, are None."""
@@ -199,16 +204,18 @@ class RowsAndColumns(MatrixAxes):
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
         """The layout of an array, from itself or from its raw values."""
-        own: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
-        rows, columns = self.axes_of(self._count_axes(arrays) if own is None else own.ndim)
+        aligned: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
+        rows, columns = self.axes_of(self._count_axes(arrays) if aligned is None else aligned.ndim)
         sizes = dict[str, tuple[int, ...]]()
-        if own is not None:
-            sizes = {"rows": tuple(own.shape[i] for i in rows), "columns": tuple(own.shape[i] for i in columns)}
+        if aligned is not None:
+            sizes = {"rows": tuple(aligned.shape[i] for i in rows), "columns": tuple(aligned.shape[i] for i in columns)}
         layout = Layout(rows, columns, sizes)
         for name, x in arrays.items():
-            if not (axes := self._axes_of_value(name)):
+            axes = self._axes_of_value(name)
+            if not axes:
                 continue
-            if x.ndim != (ndim := sum(map(layout.count, axes))):
+            ndim = sum(map(layout.count, axes))
+            if x.ndim != ndim:
                 raise ValueError(f"expected {name} of {ndim} axes, got one of shape {x.shape}: {OTHER_CHAIN}")
             for axis, size in zip(axes, layout.sizes_of(axes, x), strict=True):
                 if sizes.setdefault(axis, size) != size:
@@ -217,15 +224,16 @@ class RowsAndColumns(MatrixAxes):
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
         """The number of axes of the array, from raw values with rows or columns."""
-        axes_of_group = {"rows": self.rows, "columns": self.columns}
-        count_of_group = {group: len(list_axes(axes)) for group, axes in axes_of_group.items() if axes is not None}
-        for name, declaration in self.raw_values.items():
-            missing = [axis for axis in declaration.axes if axis in axes_of_group and axis not in count_of_group]
-            if count_of_group and name in values and len(missing) == 1:
-                count_of_others = sum(count_of_group.get(axis, 1) for axis in declaration.axes if axis not in missing)
-                count_of_group[missing[0]] = values[name].ndim - count_of_others
-        default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
-        return sum(count_of_group.get(group, default) for group in axes_of_group)
+        given_axes = {"rows": self.rows, "columns": self.columns}
+        counts = {group: len(list_axes(axes)) for group, axes in given_axes.items() if axes is not None}
+        declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
+        for name, axes in declared_axes.items():
+            unknown = [axis for axis in axes if axis in given_axes and axis not in counts]
+            if counts and len(unknown) == 1:
+                n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
+                counts[unknown[0]] = values[name].ndim - n_known
+        default = next(iter(counts.values()), 1)  # a square matrix has equally many of both
+        return sum(counts.get(group, default) for group in given_axes)
 
 
 def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:

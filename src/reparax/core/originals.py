@@ -35,28 +35,36 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     values, types = bound.read(tree.arrays), types_of(bound, tree)
     if bound.stage._is_layout:
         return bound.stage._apply_at(bound, values, None)
-    unchanged = dict[str, list[str]]()
+    unchanged_names = _unchanged_names(bound, types)
+    return {array: values[array][_name_of_original(bound, array, names)] for array, names in unchanged_names.items()}
+
+
+def _unchanged_names(bound: Bound, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
+    """For each array the names of the raw values that are the array itself after ``init``."""
+    names = dict[str, list[str]]()
 
     def start(arrays: Mapping[str, Any]) -> Any:
         raw_values = bound.stage._init_at(bound, arrays, None)
         for array, w in arrays.items():
-            unchanged[array] = [name for name, x in raw_values[array].items() if x is w]
+            names[array] = [name for name, x in raw_values[array].items() if x is w]
         return raw_values
 
     with locate_errors(bound.who):
         jax.eval_shape(start, dict(types))
-    arrays_before = dict[str, Any]()
-    for array, names in unchanged.items():
-        free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
-        alone = [name for name in names if name not in free or free == [name]]
-        if not alone:
-            names = ", ".join(map(repr, bound.values[array])) or "none"
-            raise ValueError(
-                f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
-                f"{names}. `p.fold(raw)` gives the weights without their parametrization."
-            )
-        arrays_before[array] = values[array][alone[0]]
-    return arrays_before
+    return names
+
+
+def _name_of_original(bound: Bound, array: str, unchanged_names: list[str]) -> str:
+    """The name of the raw value that is still the array that ``init`` got: it is fixed, or nothing else trains."""
+    free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
+    names = [name for name in unchanged_names if name not in free or free == [name]]
+    if not names:
+        raise ValueError(
+            f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
+            f"{', '.join(map(repr, bound.values[array])) or 'none'}. `p.fold(raw)` gives the weights without their "
+            f"parametrization."
+        )
+    return names[0]
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
@@ -70,39 +78,48 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
     effective, w = flatten(types), jnp.asarray(w)
     if w.shape != effective.arrays[place].shape:
         raise _type_error(who, path, effective.arrays[place], w)
-    own = effective.with_arrays({place: w})
+    changed = effective.with_arrays({place: w})
     for stage in reversed(p._parts):
-        bounds, types = _bound_by_types(stage, types, own, key)
-        touching = [bound for bound in bounds if own.arrays.keys() & set(bound.arrays.values())]
+        bounds, types = _bound_by_types(stage, types, changed, key)
+        touching = [bound for bound in bounds if changed.arrays.keys() & set(bound.arrays.values())]
         for bound in touching:
-            if others := {*bound.arrays.values(), *bound.reads.values()} - own.arrays.keys():
-                raise ValueError(
-                    f"{who} cannot set {path!r} alone: {stage!r} makes it together with "
-                    f"{', '.join(sorted(repr(path_text(at)) for at in others))}. Set the source of a tied array, or "
-                    f"start again with `p.init(params)`."
-                )
-        own = init_bound(touching, own, Keys(key))
-    for at, x in own.arrays.items():
-        if describe(x) != describe(flat.arrays[at]):
-            raise _type_error(who, path_text(at), flat.arrays[at], x)
-    return nest(flat.with_arrays({at: own.arrays.get(at, x) for at, x in flat.arrays.items()}))
+            _require_alone(who, path, stage, bound, changed)
+        changed = init_bound(touching, changed, Keys(key))
+    for place, x in changed.arrays.items():
+        if describe(x) != describe(flat.arrays[place]):
+            raise _type_error(who, path_text(place), flat.arrays[place], x)
+    return nest(_with_changed(flat, changed))
 
 
-def _type_error(who: object, path: str, want: Any, got: Any) -> ValueError:
+def _with_changed(tree: Flat, changed: Flat) -> Flat:
+    """A tree with the arrays of another one, where this one has them."""
+    return tree.with_arrays({place: changed.arrays.get(place, x) for place, x in tree.arrays.items()})
+
+
+def _require_alone(who: object, path: str, stage: Any, bound: Bound, changed: Flat) -> None:
+    """Requires that a stage makes what is to change of no other arrays than those."""
+    if others := {*bound.arrays.values(), *bound.reads.values()} - changed.arrays.keys():
+        raise ValueError(
+            f"{who} cannot set {path!r} alone: {stage!r} makes it together with "
+            f"{', '.join(sorted(repr(path_text(place)) for place in others))}. Set the source of a tied array, or "
+            f"start again with `p.init(params)`."
+        )
+
+
+def _type_error(who: object, path: str, expected: Any, found: Any) -> ValueError:
     """The error for an array of another type."""
     return ValueError(
-        f"{who} expected {describe(want)} at {path!r}, got {describe(got)}. Pass an array of the model's shape and "
-        f"dtype."
+        f"{who} expected {describe(expected)} at {path!r}, got {describe(found)}. Pass an array of the model's shape "
+        f"and dtype."
     )
 
 
-def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array | None) -> tuple[list[Bound], PyTree]:
-    """What ``init`` of a stage is bound to, and the types that it makes; only the arrays ``own`` have numbers."""
+def _bound_by_types(stage: Any, types: PyTree, changed: Flat, key: jax.Array | None) -> tuple[list[Bound], PyTree]:
+    """What ``init`` of a stage is bound to, and the types that it makes; only the ``changed`` arrays have numbers."""
     bounds = list[Bound]()
 
     def start(types: PyTree) -> PyTree:
-        tree = flatten(types)
-        tree = tree.with_arrays({at: own.arrays.get(at, x) for at, x in tree.arrays.items()})
+        tree = _with_changed(flatten(types), changed)
         bounds.extend(stage.bind("init", tree))
         return nest(init_bound(bounds, tree, Keys(key)))
 
@@ -113,13 +130,12 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
     """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
     now = flatten(raw).arrays
+    fixed_arrays = {place: x for place, x in flatten(since).arrays.items() if FIXED in place and is_array(x)}
     lines = list[str]()
-    for place, old in flatten(since).arrays.items():
-        if FIXED not in place or not is_array(old):
-            continue
-        mark = place[max(i for i, name in enumerate(place) if name == FIXED) - 1]
-        if kind_of(mark) not in advanced and (how := _moved(old, now.get(place))):
-            lines.append(f"{path_text(place)}: {how}")
+    for place, old in fixed_arrays.items():
+        last_fixed = max(i for i, name in enumerate(place) if name == FIXED)
+        if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_move(old, now.get(place))):
+            lines.append(f"{path_text(place)}: {difference}")
     if lines:
         raise ValueError(
             f"{who} found fixed values that are not those of `since`:\n  "
@@ -129,7 +145,7 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
         )
 
 
-def _moved(old: Any, new: Any) -> str:
+def _describe_move(old: Any, new: Any) -> str:
     """How a value differs from an old one; empty if it does not, to the bit."""
     if new is None:
         return "missing"

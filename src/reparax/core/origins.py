@@ -30,22 +30,16 @@ Shapes = dict[Names, tuple[int, ...]]
 def inherit_entries(
     follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
 ) -> dict[Names, tuple[Any, ...]]:
-    """For each raw array of ``params``, the entries of the parameter axes that its axes follow.
+    """For each raw array of ``params``, the entries of the parameter axes that its axes follow; None for those of none.
 
-    Args:
-      follow: Returns the shapes of the raw tree, and the origins of its arrays.
-      params: The parameters, or their shapes and dtypes.
-      entries: For the path of a parameter, one entry for each of its axes.
-
-    Returns:
-      For the path of each raw array, an entry for each axis; None if an axis follows none.
+    ``entries`` has for the path of a parameter one entry for each of its axes.
     """
 
-    def of(source: Names, places: FollowedAxes) -> tuple[Any, ...]:
+    def inherit(source: Names, axes: FollowedAxes) -> tuple[Any, ...]:
         axis_entries = entries.get(path_text(source))
-        return tuple(None if axis_entries is None or place is None else axis_entries[place] for place in places)
+        return tuple(None if axis_entries is None or axis is None else axis_entries[axis] for axis in axes)
 
-    return {path: of(*origin) for path, origin in follow(params)[1].items()}
+    return {path: inherit(*origin) for path, origin in follow(params)[1].items()}
 
 
 def keep_origins(tree: PyTree) -> Origins:
@@ -56,28 +50,28 @@ def keep_origins(tree: PyTree) -> Origins:
 def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     """The origins of arrays through two steps: their sources have the origins ``earlier``."""
 
-    def of(source: Names, places: FollowedAxes) -> tuple[Names, FollowedAxes]:
+    def compose(source: Names, axes: FollowedAxes) -> tuple[Names, FollowedAxes]:
         if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
-            return source, (None,) * len(places)
-        root, axes = earlier[source]
-        return root, tuple(None if place is None else axes[place] for place in places)
+            return source, (None,) * len(axes)
+        root, root_axes = earlier[source]
+        return root, tuple(None if axis is None else root_axes[axis] for axis in axes)
 
-    return {path: of(*origin) for path, origin in origins.items()}
+    return {path: compose(*origin) for path, origin in origins.items()}
 
 
 def probe_origins(init: Init, tree: PyTree) -> Origins:
     """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
-    traces = list(_trace_doublings(init, tree))
-    param_shapes, raw_shapes = ([trace[i] for trace in traces] for i in range(2))
+    param_shapes, raw_shapes = zip(*_trace_doublings(init, tree), strict=True)
     growths = {path: _growth_of_axes(param_shapes, path) for path in param_shapes[0]}
-    main = {parameter_path(path): path for path in reversed(growths)}
+    first_of_parameter = {parameter_path(path): path for path in reversed(growths)}
 
-    def of(path: Names) -> tuple[Names, FollowedAxes]:
-        within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in growths]
-        source = within[0] if within else main.get(parameter_path(path), ())
+    def origin(path: Names) -> tuple[Names, FollowedAxes]:
+        """The array around the raw array, or the first of its parameter, and the axes of that."""
+        around = [path[:i] for i in range(len(path), 0, -1) if path[:i] in growths]
+        source = around[0] if around else first_of_parameter.get(parameter_path(path), ())
         return source, _match_growths(growths.get(source, []), _growth_of_axes(raw_shapes, path))
 
-    return {path: of(path) for path in raw_shapes[0]}
+    return {path: origin(path) for path in raw_shapes[0]}
 
 
 def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
@@ -86,15 +80,15 @@ def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, 
     return [tuple(n / x[0] for n in x) if x[-1] > x[0] else x[:1] for x in lengths_of_axes]
 
 
-def _match_growths(param_growths: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
-    """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
-    places: list[int | None] = []
-    for axis, growth in enumerate(axes):
-        matches = [place for place, param_growth in enumerate(param_growths) if param_growth == growth != (1,)]
-        if len(param_growths) == len(axes) and axis in matches:
+def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence[tuple[float, ...]]) -> FollowedAxes:
+    """For the growth of each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
+    followed = list[int | None]()
+    for axis, growth in enumerate(growths):
+        matches = [i for i, param_growth in enumerate(param_growths) if growth != (1,) and param_growth == growth]
+        if len(param_growths) == len(growths) and axis in matches:
             matches = [axis]
-        places.append(matches[0] if len(matches) == 1 and matches[0] not in places else None)
-    return tuple(places)
+        followed.append(matches[0] if len(matches) == 1 and matches[0] not in followed else None)
+    return tuple(followed)
 
 
 def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
@@ -105,17 +99,21 @@ def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shape
         grown = treedef.unflatten([_double(x, lengths) if is_array(x) else x for x in leaves])
         return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
 
+    def trace_if_possible(lengths: Collection[Length]) -> tuple[Shapes, Shapes] | None:
+        try:
+            shapes = trace(lengths)
+        except Exception:  # a stage may refuse such a shape with any exception
+            return None
+        return shapes if _ranks(shapes) == _ranks(original) else None
+
     original = trace(())
     yield original
-    working: list[Length] = []
-    waiting: list[Length] = []
+    working = list[Length]()
+    waiting = list[Length]()  # those that were refused: a square matrix takes two lengths together
     for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
         for together in ([*waiting, length], [length]) if waiting else ([length],):
-            try:
-                shapes = trace([*working, *together])
-            except Exception:  # a stage may refuse such a shape with any exception
-                continue
-            if _ranks(shapes) == _ranks(original):
+            shapes = trace_if_possible([*working, *together])
+            if shapes is not None:
                 yield shapes
                 working += together
                 waiting = [candidate for candidate in waiting if candidate not in together]

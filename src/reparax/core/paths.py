@@ -196,13 +196,13 @@ def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]
 
 def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
     """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
-    places: dict[int, Any] = {}
+    first_keypaths = dict[int, Any]()
     for keypath, box in boxes:
-        first_place = places.setdefault(id(box), keypath)
-        if first_place != keypath and has_ancestor(box, "Variable"):
-            at, second = (keystr(place, simple=True, separator="/") for place in (first_place, keypath))
+        first_keypath = first_keypaths.setdefault(id(box), keypath)
+        if first_keypath != keypath and has_ancestor(box, "Variable"):
+            first, second = (keystr(keys, simple=True, separator="/") for keys in (first_keypath, keypath))
             raise ValueError(
-                f"The tree holds one nnx variable at {at!r} and at {second!r}; the copies would diverge. Split the "
+                f"The tree holds one nnx variable at {first!r} and at {second!r}; the copies would diverge. Split the "
                 f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
             )
 

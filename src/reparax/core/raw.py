@@ -226,11 +226,6 @@ class MarkedValue(NamedTuple):
     declared: Value
     has_base: bool
 
-    @property
-    def has_own_path(self) -> bool:
-        """Whether stages select it under the array's path with its name."""
-        return self.declared.part or not self.declared.main
-
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
     """The value under each marker of a key path, the outermost first: of ``(..., "@weight_norm", "v")``, ``v``.
@@ -269,31 +264,32 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
     """
     values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
     main_names = _main_names(itertools.chain(*values_of_place.values()))
-
-    def leaf_at(place: Names) -> Leaf:
-        values = values_of_place[place]
-        path = draw_path = parameter_path(place)
-        for value in values:
-            if value.has_own_path:
-                path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
-            elif len(main_names[value.node]) > 1:
-                draw_path = f"{draw_path}/{value.name}"
-        return Leaf(
-            place=place,
-            path=path,
-            draw_path=draw_path,
-            main=all(value.declared.main for value in values),
-            visible=all(value.declared.main or not value.declared.fixed for value in values),
-            added=any(value.has_base and not value.declared.main for value in values),
-            decays=all(value.declared.decays for value in values),
-        )
-
     leaves = dict[str, Leaf]()
-    for leaf in map(leaf_at, places):
+    for place in places:
+        leaf = _leaf_at(place, values_of_place[place], main_names)
         if leaf.draw_path in leaves:
             raise same_path_error(leaf.draw_path)
         leaves[leaf.draw_path] = leaf
     return list(leaves.values())
+
+
+def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
+    """The leaf at a place, which names these values; ``main_names`` are those of the main values of each marker."""
+    path = draw_path = parameter_path(place)
+    for value in values:
+        if value.declared.part or not value.declared.main:
+            path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
+        elif len(main_names[value.node]) > 1:
+            draw_path = f"{draw_path}/{value.name}"
+    return Leaf(
+        place=place,
+        path=path,
+        draw_path=draw_path,
+        main=all(value.declared.main for value in values),
+        visible=all(value.declared.main or not value.declared.fixed for value in values),
+        added=any(value.has_base and not value.declared.main for value in values),
+        decays=all(value.declared.decays for value in values),
+    )
 
 
 def _main_names(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
@@ -462,8 +458,6 @@ class Flat:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
         marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
         nodes = {place: Node(place, mark, below=[]) for place, mark in marks.items()}
-        if not nodes:
-            return {}
         for place in self.arrays:
             for n in range(len(place)):
                 if place[:n] in nodes:
@@ -487,11 +481,7 @@ class Flat:
     def values_of(self, node: Node) -> dict[str, Any]:
         """The values under a marker, by their names; an error for anything else under it or beside it."""
         depth = len(node.place)
-        if (
-            node.is_alone
-            and [len(place) for place in node.inside] == [depth + 1]
-            and is_empty(self.arrays[node.inside[0]])
-        ):
+        if node.is_alone and node.inside == [(*node.place, node.mark)] and is_empty(self.arrays[node.inside[0]]):
             return {}
 
         def is_value(place: Names) -> bool:

@@ -58,6 +58,7 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
         places_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
     line_at_row: dict[int, Line] = {}
     for numbers in map(sorted, places_of_key.values()):
+        # Along a run of consecutive numbers, the number less its place in the list stays the same.
         for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0]):
             rows = [row for _, (_, row) in run]
             line_at_row[min(rows)] = _join_run(i, [lines[row] for row in rows])

@@ -81,18 +81,18 @@ class Role:
             return ""
         return "; ".join(f"inputs {use.inputs} and outputs {use.outputs} in {use.line}" for use in self.uses)
 
-    def of_value(self, places: Sequence[int | None], shape: Numbers, dtype: Any) -> Role:
-        """The role of a raw value whose axes follow these axes of the array.
+    def of_value(self, followed: Sequence[int | None], shape: Numbers, dtype: Any) -> Role:
+        """The role of a raw value whose axes follow the axes ``followed`` of the array.
 
         An axis of a factor that follows none, such as a rank, is between the two factors: an output of the one with
         inputs, and an input of the one with outputs.
         """
 
-        def follow(axes: Numbers) -> Numbers:
-            return tuple(i for i, place in enumerate(places) if place is not None and place in axes)
+        def followers(axes: Numbers) -> Numbers:
+            return tuple(i for i, axis in enumerate(followed) if axis is not None and axis in axes)
 
-        inputs, outputs, stacked = follow(self.inputs), follow(self.outputs), follow(self.stacked)
-        between = tuple(i for i, place in enumerate(places) if place is None)
+        inputs, outputs, stacked = followers(self.inputs), followers(self.outputs), followers(self.stacked)
+        between = tuple(i for i, axis in enumerate(followed) if axis is None)
         if inputs and not outputs:
             outputs = between
         elif outputs and not inputs:

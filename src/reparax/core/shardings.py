@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from reparax.core.origins import Follow, Init, inherit_entries
-from reparax.core.paths import PyTree, describe, flatten_with_names, items, path_text, types_of_result
+from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED
 from reparax.numerics.arithmetic import is_array
 
@@ -31,13 +31,13 @@ def shardings_of_raw(
     }
     entries_of_raw = inherit_entries(follow, params, cuts)
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
-    shardings = list[NamedSharding]()
-    for path, x in zip(paths, leaves, strict=True):
+
+    def sharding_of(path: Names, x: Any) -> NamedSharding:
         pairs = zip(entries_of_raw[path], x.shape, strict=True)
-        even = [None if n % _count_parts(entry, mesh) else entry for entry, n in pairs]
-        kind = memory_kind if FIXED in path else None
-        shardings.append(NamedSharding(mesh, PartitionSpec(*even), memory_kind=kind))
-    return treedef.unflatten(shardings)
+        even_entries = [None if n % _count_parts(entry, mesh) else entry for entry, n in pairs]
+        return NamedSharding(mesh, PartitionSpec(*even_entries), memory_kind=memory_kind if FIXED in path else None)
+
+    return treedef.unflatten(map(sharding_of, paths, leaves))
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
             f"{who} got the raw tree as `like`: it holds {raw_path!r}. Pass the model's parameters, or their shapes."
         )
     for path in sorted(arrays.keys() ^ spec_of.keys()):
-        holder, lacker = ("parameters", "specs") if path in arrays else ("specs", "parameters")
+        with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
-            f"{who}: the {holder} hold {path!r}, the {lacker} do not. Give one PartitionSpec for each array; "
+            f"{who}: the {with_path} hold {path!r}, the {without_path} do not. Give one PartitionSpec for each array; "
             f"PartitionSpec() replicates it on every device."
         )
     return spec_of
@@ -67,8 +67,10 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
 
 def _spec_of(x: Any) -> PartitionSpec | None:
     """The spec that ``x`` is or carries."""
+    if isinstance(x, PartitionSpec):
+        return x
     sharding = getattr(x, "sharding", x)
-    return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
@@ -81,14 +83,7 @@ def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any
         )
     if len(spec) > x.ndim:
         raise ValueError(f"{who}: {spec} has {len(spec)} entries, but {describe(x)} has {x.ndim} axes. Shorten it.")
-    mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
-    for name in mesh_axes:
-        if name not in mesh.shape:
-            raise ValueError(
-                f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
-            )
-        if mesh_axes.count(name) > 1:
-            raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
+    _require_mesh_axes(who, spec, mesh)
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _count_parts(entry, mesh):
             raise ValueError(
@@ -98,9 +93,23 @@ def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
+def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
+    """Requires a spec that names axes of the mesh, each once."""
+    mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
+    for name in mesh_axes:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
+            )
+        if mesh_axes.count(name) > 1:
+            raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
+
+
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes in one entry of a spec: several, one, or none."""
-    return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
 
 
 def _count_parts(entry: Any, mesh: AnyMesh) -> int:

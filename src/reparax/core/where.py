@@ -42,7 +42,6 @@ class Selected:
         return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
-        del array
         return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
@@ -57,6 +56,7 @@ class AllBut:
     patterns: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        """Requires at least one regular expression."""
         patterns: Any = self.patterns
         if not isinstance(patterns, tuple):
             raise TypeError(f"AllBut takes a tuple of expressions, but got {patterns!r}. Make it with `rpx.all_but`.")
@@ -259,17 +259,13 @@ def choose(
     by_default: Callable[[Leaf], bool],
     array_at: Callable[[Leaf], Any],
 ) -> list[Leaf]:
-    """The leaves that a stage acts on.
+    """The leaves that a stage acts on: those that ``where`` takes, or without it those that it takes ``by_default``.
 
-    Args:
-      who: How errors name the stage.
-      where: Its selection.
-      leaves: All leaves of a tree.
-      by_default: Whether the stage takes a leaf if no ``where`` is given.
-      array_at: What a predicate gets of a leaf: the array, or its type.
+    ``array_at`` gives what a predicate gets of a leaf: the array, or its type.
     """
 
     def is_chosen(leaf: Leaf) -> bool:
+        """Whether the selection takes a leaf that it sees."""
         if where is None:
             return leaf.main and by_default(leaf)
         if isinstance(where, AllBut):

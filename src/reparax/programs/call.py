@@ -74,13 +74,12 @@ class Arguments:
         """Traces the function, once: its program gives the leaves of the result that are traced."""
         results: list[_Result] = []
 
-        def of_arrays(*arrays: Any) -> list[Any]:
+        def traced_leaves(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
             results.append(_Result(treedef, {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}))
             return [x for x in outs if isinstance(x, Tracer)]
 
-        program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
-
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(traced_leaves)(*self.arrays))
         is_chosen = [*(False for _ in consts), *self.is_chosen]
         return Traced(program, [*consts, *self.arrays], is_chosen, results[-1].restored)
 
@@ -142,13 +141,18 @@ def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = F
         )
     # Not the function's repr, which may hold arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
+    _require_positions(who, argnums)
+    return who
+
+
+def _require_positions(who: str, argnums: Any) -> None:
+    """Requires that ``argnums`` is the position of an argument, a tuple of positions, or None."""
     positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
             f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
             f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
         )
-    return who
 
 
 _CONTAINERS = (dict, list, tuple)
@@ -178,8 +182,10 @@ def is_keys(arg: Any) -> bool:
     """Whether an argument consists of PRNG keys, typed or legacy."""
 
     def is_key(x: Any) -> bool:
-        is_typed_key = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return is_typed_key or (is_traceable(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4))
+        if not is_traceable(x):
+            return False
+        is_legacy_key = x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4)
+        return is_legacy_key or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
     leaves = jax.tree.leaves(arg)
     return bool(leaves) and all(map(is_key, leaves))

@@ -40,16 +40,17 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None
     segments = [list(eqns) for _, eqns in groupby(jaxpr.eqns, lambda eqn: functions[id(eqn)])]
     uses = [variables(v for eqn in eqns for v in eqn.invars) for eqns in segments] + [variables(jaxpr.outvars)]
     for i, eqns in enumerate(segments):
-        read_later = {v for use in uses[i + 1 :] for v in use}
-        outvars = [v for eqn in eqns for v in eqn.outvars if v in read_later]
-        program = part(jaxpr, eqns, outvars)
         function = functions[id(eqns[0])]
         if function is None:
-            env.update(zip(outvars, jaxprs.evaluate(program, values(env, program.invars)), strict=True))
+            read_later = {v for use in uses[i + 1 :] for v in use}
+            outvars = [v for eqn in eqns for v in eqn.outvars if v in read_later]
+            program = part(jaxpr, eqns, outvars)
+            outs = jaxprs.evaluate(program, values(env, program.invars))
         else:
+            outvars = eqns[0].outvars
             with jaxprs.as_written_by(eqns[0]):
                 outs = function(*values(env, eqns[0].invars))
-            env.update(zip(eqns[0].outvars, outs, strict=True))
+        env.update(zip(outvars, outs, strict=True))
     return values(env, jaxpr.outvars)
 
 
@@ -243,8 +244,9 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
         else:
             late.append(eqn)
             late_vars.update(eqn.outvars)
-    late_half, outvars = part(jaxpr, late, jaxpr.outvars), {v for eqn in early for v in eqn.outvars}
-    return part(jaxpr, early, [v for v in late_half.invars if v in outvars]), late_half
+    late_half = part(jaxpr, late, jaxpr.outvars)
+    early_vars = {v for eqn in early for v in eqn.outvars}
+    return part(jaxpr, early, [v for v in late_half.invars if v in early_vars]), late_half
 
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
@@ -254,13 +256,11 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
     for eqn in reversed(jaxpr.eqns):
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):
-            to_run = (
-                [eqn]
-                if all(are_known(is_known, eqn.invars))
-                else without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
-            )
-            eqns += reversed(to_run)
-            needed.update(v for eqn_to_run in to_run for v in variables(eqn_to_run.invars) if is_known[v])
+            known_eqns = [eqn]
+            if not all(are_known(is_known, eqn.invars)):
+                known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
+            eqns += reversed(known_eqns)
+            needed.update(v for v in jaxprs.read_by(known_eqns) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
 
 
@@ -271,15 +271,15 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
     """``known_inputs``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
-    read_by_apply, behind = set[Any](), set[Any]()
+    read_by_apply, needed_by_apply = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         inputs = _inputs_of_apply(eqn)
         read_by_apply.update(inputs)
-        behind.update(inputs)
-        if any(v in behind for v in eqn.outvars):
-            behind.update(jaxprs.variables(eqn.invars))
+        needed_by_apply.update(inputs)
+        if any(v in needed_by_apply for v in eqn.outvars):
+            needed_by_apply.update(variables(eqn.invars))
     return [
-        is_known or v in read_by_apply or (v in behind and _is_key_or_number(v))
+        is_known or v in read_by_apply or (v in needed_by_apply and _is_key_or_number(v))
         for v, is_known in zip(jaxpr.invars, known_inputs, strict=True)
     ]
 
@@ -289,19 +289,19 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     if not jaxprs.inner(eqn):
         return []
     if is_apply(eqn):
-        return jaxprs.variables(eqn.invars)
+        return variables(eqn.invars)
     if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
     read_by_apply = with_inputs_of_apply(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
-    return jaxprs.variables(v for v, is_read in zip(eqn.invars, read_by_apply, strict=True) if is_read)
+    return variables(v for v, is_read in zip(eqn.invars, read_by_apply, strict=True) if is_read)
 
 
 def _is_key_or_number(v: Any) -> bool:
     """Whether a variable may be a key, typed or legacy, or is a single number."""
     dtype, shape = v.aval.dtype, v.aval.shape
-    legacy = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
-    return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
+    is_legacy_key = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
+    return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def holds_apply(eqn: JaxprEqn) -> bool:

@@ -83,13 +83,10 @@ class Setting(Generic[T]):
 
 
 class Dot(View, names=("dot_general",)):
-    """A ``jax.lax.dot_general``.
-
-    Attributes:
-      precision: The precision of both operands, or an algorithm.
-    """
+    """A ``jax.lax.dot_general``."""
 
     precision = Setting[Any]()
+    """The precision of both operands, or an algorithm."""
 
     @property
     def contracting(self) -> Axes:
@@ -106,15 +103,14 @@ class RaggedDot(View, names=("ragged_dot_general",)):
     """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
 
     The third operand holds how many entries each group has. Entries beyond all groups give zeros.
-
-    Attributes:
-      precision: The precision of both operands, or an algorithm.
     """
 
     precision = Setting[Any]()
+    """The precision of both operands, or an algorithm."""
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
+        """Which axes are summed, stay, and form groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
@@ -149,25 +145,22 @@ class RaggedDot(View, names=("ragged_dot_general",)):
         if self.operands[2].aval.ndim == 1:
             return ()
         contracting, batch = self.contracting[0], self.batch[0]
-        ndim = self.operands[0].aval.ndim
-        kind = contracting if self.group is None else [i for i in range(ndim) if i not in (*contracting, *batch)]
-        return *batch, *kind[: list(kind).index(self.ragged)]
+        free = [i for i in range(self.operands[0].aval.ndim) if i not in (*contracting, *batch)]
+        row_axes = list(contracting if self.group is None else free)
+        return *batch, *row_axes[: row_axes.index(self.ragged)]
 
 
 class Conv(View, names=("conv_general_dilated",)):
-    """A ``jax.lax.conv_general_dilated``.
-
-    Attributes:
-      dimension_numbers: Where batch, features and places stand in the data, the kernel and the output.
-      feature_group_count: The number of groups of input features, each with its own kernels.
-      batch_group_count: The number of groups of examples, each with its own kernels.
-      precision: The precision of both operands.
-    """
+    """A ``jax.lax.conv_general_dilated``."""
 
     dimension_numbers = Setting[lax.ConvDimensionNumbers]()
+    """Where batch, features and places stand in the data, the kernel and the output."""
     feature_group_count = Setting[int]()
+    """The number of groups of input features, each with its own kernels."""
     batch_group_count = Setting[int]()
+    """The number of groups of examples, each with its own kernels."""
     precision = Setting[Any]()
+    """The precision of both operands."""
 
     @property
     def window(self) -> dict[str, Any]:
@@ -176,19 +169,16 @@ class Conv(View, names=("conv_general_dilated",)):
 
 
 class Gather(View, names=("gather",)):
-    """A ``jax.lax.gather``: slices of the first operand, at the places in the second.
-
-    Attributes:
-      dimension_numbers: Where the axes of the operands stand in the output.
-      mode: What happens beyond the operand.
-      fill_value: What stands beyond the operand; None for the default of the dtype.
-      slice_sizes: The size of a slice along each axis of the operand.
-    """
+    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
 
     dimension_numbers = Setting[lax.GatherDimensionNumbers]()
+    """Where the axes of the operands stand in the output."""
     mode = Setting[lax.GatherScatterMode]()
+    """What happens beyond the operand."""
     fill_value = Setting[Any]()
+    """What stands beyond the operand; None for the default of the dtype."""
     slice_sizes = Setting[Sequence[int]]()
+    """The size of a slice along each axis of the operand."""
 
     @property
     def hints(self) -> dict[str, bool]:
@@ -211,9 +201,10 @@ class Gather(View, names=("gather",)):
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
         numbers = self.dimension_numbers
-        axis = self.row and self.row[0]
-        is_gone = tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
-        return axis if is_gone else None
+        if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
+            return None
+        axis, _ = self.row
+        return axis if tuple(numbers.start_index_map) == (axis,) else None
 
     @property
     def row(self) -> tuple[int, int] | None:
@@ -221,29 +212,27 @@ class Gather(View, names=("gather",)):
 
         None if slices are not whole along all other axes.
         """
-        numbers = self.dimension_numbers
         shape = self.operands[0].aval.shape
-        axes = tuple(numbers.start_index_map)
-        parts = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
-        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or self.slice_sizes[parts[0]] != 1:
+        axes = tuple(self.dimension_numbers.start_index_map)
+        cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]
+        if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
         # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
-        return parts[0], axes.index(parts[0])
+        (axis,) = cut_axes
+        return (axis, axes.index(axis)) if axis in axes and self.slice_sizes[axis] == 1 else None
 
 
 # ---- reductions along axes
 
 
 class Reduce(View, names=("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")):
-    """A reduction along axes: of one of these kinds if it is no sum.
-
-    Attributes:
-      axes: The axes that go.
-    """
+    """A reduction along axes: of one of these kinds if it is no sum."""
 
     axes = Setting[Sequence[int]]()
+    """The axes that go."""
 
 
 class ReduceSum(Reduce, names=("reduce_sum",)):
@@ -263,28 +252,22 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
         params = self.eqn.params
         pads = params["padding"]
         dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
-        settings = zip(params["window_dimensions"], params["window_strides"], pads, dilations, strict=True)
-        return [size == stride == dilation == 1 and tuple(pad) == (0, 0) for size, stride, pad, dilation in settings]
+        numbers = zip(params["window_dimensions"], params["window_strides"], dilations, strict=True)
+        return [{*ones} == {1} and tuple(pad) == (0, 0) for ones, pad in zip(numbers, pads, strict=True)]
 
 
 class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):
-    """A reduction of all entries up to each along an axis.
-
-    Attributes:
-      axis: The axis along which it goes.
-    """
+    """A reduction of all entries up to each along an axis."""
 
     axis = Setting[int]()
+    """The axis along which it goes."""
 
 
 class Sort(View, names=("sort",)):
-    """A ``jax.lax.sort``: all operands in the order of the first ones.
-
-    Attributes:
-      axis: The axis along which it sorts.
-    """
+    """A ``jax.lax.sort``: all operands in the order of the first ones."""
 
     axis = Setting[int]("dimension")
+    """The axis along which it sorts."""
 
 
 class TopK(View, names=("top_k",)):
@@ -301,23 +284,17 @@ class TopK(View, names=("top_k",)):
 
 
 class Transpose(View, names=("transpose",)):
-    """A ``jax.lax.transpose``.
-
-    Attributes:
-      permutation: For each axis of the output, that of the operand.
-    """
+    """A ``jax.lax.transpose``."""
 
     permutation = Setting[Sequence[int]]()
+    """For each axis of the output, that of the operand."""
 
 
 class Reshape(View, names=("reshape",)):
-    """A ``jax.lax.reshape``.
-
-    Attributes:
-      new_sizes: The new shape.
-    """
+    """A ``jax.lax.reshape``."""
 
     new_sizes = Setting[Sequence[int]]()
+    """The new shape."""
 
     @property
     def dimensions(self) -> Sequence[int] | None:
@@ -335,15 +312,12 @@ class Squeeze(View, names=("squeeze",)):
 
 
 class Broadcast(View, names=("broadcast_in_dim",)):
-    """A ``jax.lax.broadcast_in_dim``.
-
-    Attributes:
-      shape: The new shape.
-      broadcast_dimensions: For each axis of the operand, that of the output.
-    """
+    """A ``jax.lax.broadcast_in_dim``."""
 
     shape = Setting[Sequence[int]]()
+    """The new shape."""
     broadcast_dimensions = Setting[Sequence[int]]()
+    """For each axis of the operand, that of the output."""
 
 
 class Slice(View, names=("slice",)):
@@ -357,23 +331,17 @@ class Slice(View, names=("slice",)):
 
 
 class DynamicSlice(View, names=("dynamic_slice",)):
-    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts.
-
-    Attributes:
-      slice_sizes: The size along each axis.
-    """
+    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts."""
 
     slice_sizes = Setting[Sequence[int]]()
+    """The size along each axis."""
 
 
 class SplitAxis(View, names=("split",)):
-    """A ``jax.lax.split``.
-
-    Attributes:
-      axis: The axis that is split.
-    """
+    """A ``jax.lax.split``."""
 
     axis = Setting[int]()
+    """The axis that is split."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -382,13 +350,10 @@ class SplitAxis(View, names=("split",)):
 
 
 class Reverse(View, names=("rev",)):
-    """A ``jax.lax.rev``.
-
-    Attributes:
-      dimensions: The axes whose entries change their order.
-    """
+    """A ``jax.lax.rev``."""
 
     dimensions = Setting[Sequence[int]]()
+    """The axes whose entries change their order."""
 
 
 class ReadInStep(View, names=("reparax_read",)):
@@ -396,65 +361,47 @@ class ReadInStep(View, names=("reparax_read",)):
 
 
 class Vary(View, names=("pvary",)):
-    """An array marked as varying over the shards of a ``jax.shard_map``.
-
-    Attributes:
-      axes: The mesh axes.
-    """
+    """An array marked as varying over the shards of a ``jax.shard_map``."""
 
     axes = Setting[Sequence[str]]()
+    """The mesh axes."""
 
 
 class Iota(View, names=("iota",)):
-    """A ``jax.lax.broadcasted_iota``.
-
-    Attributes:
-      shape: The shape.
-      dimension: The axis along which it counts.
-    """
+    """A ``jax.lax.broadcasted_iota``."""
 
     shape = Setting[Sequence[int]]()
+    """The shape."""
     dimension = Setting[int]()
+    """The axis along which it counts."""
 
 
 class Concatenate(View, names=("concatenate",)):
-    """A ``jax.lax.concatenate``.
-
-    Attributes:
-      dimension: The axis along which the operands follow each other.
-    """
+    """A ``jax.lax.concatenate``."""
 
     dimension = Setting[int]()
+    """The axis along which the operands follow each other."""
 
 
 class Stack(View, names=("stack",)):
-    """Arrays along a new axis.
-
-    Attributes:
-      axis: The new axis.
-    """
+    """Arrays along a new axis."""
 
     axis = Setting[int]()
+    """The new axis."""
 
 
 class Unstack(View, names=("unstack",)):
-    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this.
-
-    Attributes:
-      axis: The axis that goes.
-    """
+    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
 
     axis = Setting[int]()
+    """The axis that goes."""
 
 
 class Pad(View, names=("pad",)):
-    """A ``jax.lax.pad``.
-
-    Attributes:
-      padding: For each axis how many entries are added before, behind and between.
-    """
+    """A ``jax.lax.pad``."""
 
     padding = Setting[Sequence[tuple[int, int, int]]]("padding_config")
+    """For each axis how many entries are added before, behind and between."""
 
 
 class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
@@ -466,13 +413,10 @@ class Barrier(View, names=("optimization_barrier",)):
 
 
 class Named(View, names=("name",)):
-    """A ``jax.ad_checkpoint.checkpoint_name``.
-
-    Attributes:
-      name: The name of the value.
-    """
+    """A ``jax.ad_checkpoint.checkpoint_name``."""
 
     name = Setting[str]()
+    """The name of the value."""
 
 
 # ---- each entry from the same entries of the operands
@@ -524,13 +468,10 @@ class Select(Pointwise, names=("select_n",)):
 
 
 class ConvertType(Pointwise, names=("convert_element_type",)):
-    """A ``jax.lax.convert_element_type``.
-
-    Attributes:
-      new_dtype: The dtype of the output.
-    """
+    """A ``jax.lax.convert_element_type``."""
 
     new_dtype = Setting[Any]()
+    """The dtype of the output."""
 
 
 class Bitcast(Pointwise, names=("bitcast_convert_type",)):
@@ -549,13 +490,10 @@ class Copy(Pointwise, names=("copy",)):
 
 
 class Jit(View, names=("jit",)):
-    """A call of ``jax.jit``.
-
-    Attributes:
-      name: The name of the function.
-    """
+    """A call of ``jax.jit``."""
 
     name = Setting[str]()
+    """The name of the function."""
 
 
 class CustomJvp(View, names=("custom_jvp_call",)):
@@ -563,27 +501,21 @@ class CustomJvp(View, names=("custom_jvp_call",)):
 
 
 class Checkpoint(View, names=("remat2",)):
-    """A call of ``jax.checkpoint``.
-
-    Attributes:
-      policy: What may be stored.
-      prevent_cse: Whether the compiler must compute again what was computed before.
-    """
+    """A call of ``jax.checkpoint``."""
 
     policy = Setting[Any]()
+    """What may be stored."""
     prevent_cse = Setting[Any]()
+    """Whether the compiler must compute again what was computed before."""
 
 
 class Scan(View, names=("scan",)):
-    """A ``jax.lax.scan``.
-
-    Attributes:
-      length: The number of steps.
-      reverse: Whether the last slices are taken first.
-    """
+    """A ``jax.lax.scan``."""
 
     length = Setting[int]()
+    """The number of steps."""
     reverse = Setting[bool]()
+    """Whether the last slices are taken first."""
 
 
 class While(View, names=("while",)):
@@ -600,13 +532,10 @@ class Cond(View, names=("cond",)):
 
 
 class ShardMap(View, names=("shard_map",)):
-    """A ``jax.shard_map``.
-
-    Attributes:
-      in_specs: The partition spec of each operand.
-    """
+    """A ``jax.shard_map``."""
 
     in_specs = Setting[Sequence[Any]]()
+    """The partition spec of each operand."""
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:

@@ -82,10 +82,10 @@ def check_this_jax(works: Callable[[], bool]) -> None:
     if is_tested():
         return
     try:
-        well = works()
+        is_readable = works()
     except Exception as error:
         raise unreadable("a small network") from error
-    if not well:
+    if not is_readable:
         raise unreadable("a small network")
 
 
@@ -170,34 +170,42 @@ def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jax
 
     None if one body stands in two places, as its values need other names in each.
     """
-    visited = set[int]()
-    invars = list[Var]()
-    constants = list[Any]()
-    eqns = list[JaxprEqn]()
+    opened = _OpenedCalls(is_opened)
+    names: Env = {}
+    if not opened.add(jaxpr, names):
+        return None
+    outvars = _substitute(jaxpr.outvars, names)
+    return jaxpr.replace(invars=[*opened.invars, *jaxpr.invars], outvars=outvars, eqns=opened.eqns), opened.constants
 
-    def opened_in(program: Jaxpr, names: Env) -> bool:
+
+class _OpenedCalls:
+    """The equations of programs with the bodies of some calls in their place, and what is a constant in these."""
+
+    def __init__(self, is_opened: Callable[[JaxprEqn], bool]) -> None:
+        """Takes what says whether a call is opened."""
+        self._is_opened = is_opened
+        self._bodies = set[int]()
+        self.invars, self.constants, self.eqns = list[Var](), list[Any](), list[JaxprEqn]()
+
+    def add(self, program: Jaxpr, names: Env) -> bool:
+        """Adds a program whose variables have these names here; False if one body stands in two places."""
         for eqn in program.eqns:
             operands = _substitute(eqn.invars, names)
-            if not is_opened(eqn):
-                eqns.append(_with_operands(eqn, operands))
+            if not self._is_opened(eqn):
+                self.eqns.append(_with_operands(eqn, operands))
                 continue
             inner_jaxpr, consts = body(eqn)
-            if id(_programs_in(eqn)[0]) in visited:
-                return False
-            visited.add(id(_programs_in(eqn)[0]))
-            invars.extend(inner_jaxpr.invars[: len(consts)])
-            constants.extend(consts)
+            number = id(_programs_in(eqn)[0])
             inner_names: Env = dict(zip(inner_jaxpr.invars[len(consts) :], operands, strict=True))
-            if not opened_in(inner_jaxpr, inner_names):
+            if number in self._bodies:
+                return False
+            self._bodies.add(number)
+            self.invars += inner_jaxpr.invars[: len(consts)]
+            self.constants += consts
+            if not self.add(inner_jaxpr, inner_names):
                 return False
             names.update(zip(eqn.outvars, _substitute(inner_jaxpr.outvars, inner_names), strict=True))
         return True
-
-    names: Env = {}
-    if not opened_in(jaxpr, names):
-        return None
-    outvars = _substitute(jaxpr.outvars, names)
-    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), constants
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
@@ -243,10 +251,10 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    reads = [variables(eqn.invars) for eqn in jaxpr.eqns]
-    last_reader = {v: eqn for eqn, invars in zip(jaxpr.eqns, reads, strict=True) for v in invars}
+    pairs = [(eqn, variables(eqn.invars)) for eqn in jaxpr.eqns]
+    last_reader = {v: eqn for eqn, invars in pairs for v in invars}
     outvars = set(variables(jaxpr.outvars))
-    for eqn, invars in zip(jaxpr.eqns, reads, strict=True):
+    for eqn, invars in pairs:
         env.update(zip(eqn.outvars, _evaluate_equation(jaxpr, eqn, [env[v] for v in invars]), strict=True))
         for v in invars:
             if last_reader[v] is eqn and v not in outvars:
@@ -266,10 +274,10 @@ def _is_linearized(x: Any) -> bool:
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
     """Whether a value has no numbers yet, beside being differentiated."""
-    values = list(args)
-    while any(map(_is_linearized, values)):
-        values = [x.primal if _is_linearized(x) else x for x in values]
-    return any(isinstance(x, Tracer) for x in values)
+    primals = list(args)
+    while any(map(_is_linearized, primals)):
+        primals = [x.primal if _is_linearized(x) else x for x in primals]
+    return any(isinstance(x, Tracer) for x in primals)
 
 
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -305,16 +313,16 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     ]
     key = (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
     try:
-        function = _SHARED.get(key)
+        if key in _SHARED:
+            return _SHARED[key]
     except TypeError:
         return None
-    if function is None:
-        # Without the lines that wrote it, and without the rest of the program.
-        alone = part(program, [eqn.replace(source_info=source_info_util.new_source_info())], eqn.outvars)
-        if len(_SHARED) == MOST_SHARED:
-            _SHARED.clear()
-        function = _SHARED[key] = inlined(_as_function(alone))
-    return function
+    if len(_SHARED) == MOST_SHARED:
+        _SHARED.clear()
+    # Without the lines that wrote it, and without the rest of the program.
+    eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
+    _SHARED[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
+    return _SHARED[key]
 
 
 _SHARED: dict[tuple[Any, ...], Body] = {}
@@ -406,18 +414,17 @@ def tells_shards(type_: Any) -> bool:
 
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
-    stack, visited = [jaxpr], {id(jaxpr)}
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
+    stack, visited = [jaxpr], {id(jaxpr)}
     while stack:
-        for eqn in stack.pop().eqns:
-            if _any_is_ref(eqn.outvars):
-                return True
-            inner_programs = [
-                program for program in inner(eqn) if id(program) not in visited and not _any_is_ref(program.invars)
-            ]
-            visited.update(map(id, inner_programs))
-            stack += inner_programs
+        eqns = stack.pop().eqns
+        if any(_any_is_ref(eqn.outvars) for eqn in eqns):
+            return True
+        for program in (program for eqn in eqns for program in inner(eqn)):
+            if id(program) not in visited and not _any_is_ref(program.invars):
+                visited.add(id(program))
+                stack.append(program)
     return False
 
 
@@ -572,8 +579,7 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> d
 
 
 def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
-    # The other parameters affect compilation only.
-    """Runs a ``jit`` with another body: inline, unless it gives shardings."""
+    """Runs a ``jit`` with another body: inline, unless it gives shardings. Its other parameters are for compilation."""
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
         return body(state, *args)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,8 @@ from jax import lax
 
 from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
-from reparax.programs.sums import (
-    Circle,
-    Factor,
-    Label,
-    Product,
-    Segments,
-    Sum,
-    count_entries,
-    fourier_cost,
-    fourier_transform,
-    inverse_fourier,
-)
+from reparax.programs import sums
+from reparax.programs.sums import Circle, Factor, Label, Product, Segments, Sum, count_entries
 
 Labels = frozenset[Label]
 
@@ -41,31 +31,39 @@ class How:
 def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
     for circle, other in ((a, b), (b, a)):
-        if not isinstance(circle.array, Circle):
-            continue
-        labels = frozenset(circle.labels)
-        if (label := fourier_label(frozenset(circle.labels[-2:]), labels, frozenset(other.labels), keep)) is not None:
+        label = _label_of_circle(circle, other, keep)
+        if label is not None:
             return _multiply_circulant(circle, other, label, keep, how)
-    a, b = (sum_except(x, keep.union(y.labels)) for x, y in ((a, b), (b, a)))
+    a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(how.dtype), b.dense.astype(how.dtype)
-    common = [label for label in a.labels if label in b.labels]
-    contracting = [label for label in common if label not in keep]
-    free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
+    pair = _Pair.of(a, b, keep)
     still = a.still and b.still
-    if not contracting and not all(free):
+    if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
         return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, still)
-    batch = [label for label in common if label in keep]
+    numbers = dot_numbers(a.labels, b.labels, pair.contracting, pair.batch)
+    array = jax.lax.dot_general(x, y, numbers, precision=how.precision, preferred_element_type=how.result)
+    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), still)
 
-    array = jax.lax.dot_general(
-        x,
-        y,
-        dot_numbers(a.labels, b.labels, contracting, batch),
-        precision=how.precision,
-        preferred_element_type=how.result,
-    )
-    return Factor(array, (*batch, *free[0], *free[1]), still)
+
+class _Pair(NamedTuple):
+    """The labels of two factors: those that both have, and that are summed or stay, and those that one has."""
+
+    contracting: list[Label]
+    batch: list[Label]
+    free_a: list[Label]
+    free_b: list[Label]
+
+    @classmethod
+    def of(cls, a: Factor, b: Factor, keep: Labels) -> "_Pair":
+        """The labels of two factors of which those in ``keep`` stay."""
+        return cls(
+            contracting=[label for label in a.labels if label in b.labels and label not in keep],
+            batch=[label for label in a.labels if label in b.labels and label in keep],
+            free_a=[label for label in a.labels if label not in b.labels],
+            free_b=[label for label in b.labels if label not in a.labels],
+        )
 
 
 def dot_numbers(
@@ -86,18 +84,25 @@ def fourier_label(circle: Labels, labels: Labels, other_labels: Labels, keep: La
     return next(iter(contracting)) if is_circulant and labels - circle <= keep else None
 
 
+def _label_of_circle(circle: Factor, other: Factor, keep: Labels) -> Label | None:
+    """The label along which Fourier transforms multiply a factor with another; None if it is no circulant matrix."""
+    if not isinstance(circle.array, Circle):
+        return None
+    return fourier_label(frozenset(circle.labels[-2:]), frozenset(circle.labels), frozenset(other.labels), keep)
+
+
 def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
     """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
     other = sum_except(other, keep.union(circle.labels))
     *batch, row, column = circle.labels
     free = tuple(x for x in other.labels if x is not label)
-    x = fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
+    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
-    array = inverse_fourier(x * spectrum, label.size, how.result)
+    array = sums.inverse_fourier(x * spectrum, label.size, how.result)
     return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
 
 
@@ -155,21 +160,17 @@ class Link:
 
 def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    segment_factors = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not segment_factors:
+    segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
+    if segments is None:
         return list(factors), None
-    (segments,) = segment_factors
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
         return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None
     # Without a factor that has the rows no pair would bring rows and groups together.
-    return (
-        (other_factors, segments)
-        if rows in other_labels and (rows in out_labels) != (group in out_labels)
-        else (list(factors), None)
-    )
+    is_split_off = rows in other_labels and (rows in out_labels) != (group in out_labels)
+    return (other_factors, segments) if is_split_off else (list(factors), None)
 
 
 def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels) -> Factor:
@@ -188,30 +189,23 @@ def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: F
 def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
     """The product of rows with the parts of their groups."""
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
-    common = [label for label in a.labels if label in b.labels]
-    contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
+    pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
-    if not contracting or not set(batch_labels) <= set(a.labels):
+    if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
-    outer_labels = [label for label in batch_labels if label not in batch]
-    inner_labels = [label for label in a.labels if label not in (*common, *outer_labels, link.rows)]
-    labels = (*batch, *outer_labels, link.rows, *inner_labels, *contracting)
+    outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
+    row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
+    labels = (*row_labels, *pair.contracting)
     sizes = segments.array.sizes
     if batch_labels:
-        size_labels = (*batch, *outer_labels, link.group)
+        size_labels = (*outer_labels, link.group)
         sizes = lay_along(sizes, (*batch_labels, link.group), size_labels)
         sizes = jnp.broadcast_to(sizes, [label.size for label in size_labels])
-    array = _ragged_dot(
-        lay_along(a.dense, a.labels, labels),
-        b.dense,
-        sizes,
-        how,
-        lax.RaggedDotDimensionNumbers(
-            dot_numbers(labels, b.labels, contracting, batch), [labels.index(link.rows)], [b.labels.index(link.group)]
-        ),
-    )
-    b_labels = (label for label in b.labels if label not in (*common, link.group))
-    return Factor(array, (*batch, *outer_labels, link.rows, *inner_labels, *b_labels), a.still and b.still)
+    dot = dot_numbers(labels, b.labels, pair.contracting, pair.batch)
+    numbers = lax.RaggedDotDimensionNumbers(dot, [labels.index(link.rows)], [b.labels.index(link.group)])
+    array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, how, numbers)
+    free_b = [label for label in pair.free_b if label is not link.group]
+    return Factor(array, (*row_labels, *free_b), a.still and b.still)
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, how: How) -> Factor:
@@ -233,26 +227,18 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segmen
         dense = replace(segments, array=segments.dense)
         return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), how), other, keep, how)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
-    common = [label for label in a.labels if label in b.labels]
-    contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
-    contracting = [link.rows, *(label for label in contracting if label is not link.rows)]
-    dot = dot_numbers(a.labels, b.labels, contracting, batch)
+    pair = _Pair.of(a, b, keep)
+    contracting = [link.rows, *(label for label in pair.contracting if label is not link.rows)]
+    dot = dot_numbers(a.labels, b.labels, contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
     array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
-    free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
-    return Factor(array, (link.group, *batch, *free[0], *free[1]), a.still and b.still)
+    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.still and b.still)
 
 
 def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
     """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
-    return lax.ragged_dot_general(
-        x.astype(how.dtype),
-        y.astype(how.dtype),
-        sizes,
-        numbers,
-        precision=how.precision,
-        preferred_element_type=how.result,
-    )
+    x, y = x.astype(how.dtype), y.astype(how.dtype)
+    return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
 
 
 ENTRY = 16
@@ -286,19 +272,20 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     out_labels = frozenset(order)
     factors, segments = split_off_segments(product.factors, out_labels)
     link = segments and Link.of(segments, out_labels)
-    for i, j in cheapest_order(tuple(map(_cost_kind, factors)), out_labels, link)[1]:
+
+    def first_place(factor: Factor) -> int:
+        return min((order.get(label, len(order)) for label in factor.labels), default=0)
+
+    for pair in cheapest_order(tuple(map(_cost_kind, factors)), out_labels, link)[1]:
         # The operands' order sets the order of the result's axes.
-        a, b = sorted(
-            (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
-        )
-        other_factors = [factor for k, factor in enumerate(factors) if k not in (i, j)]
+        a, b = sorted((factors[i] for i in pair), key=first_place)
+        other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
-        factors = [
-            *other_factors,
-            multiply_pair(a, b, keep, how)
-            if segments is None
-            else multiply_in_groups(a, b, keep, how, segments, out_labels),
-        ]
+        if segments is None:
+            result = multiply_pair(a, b, keep, how)
+        else:
+            result = multiply_in_groups(a, b, keep, how, segments, out_labels)
+        factors = [*other_factors, result]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
 
@@ -371,13 +358,14 @@ def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: 
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     moving = [factor for factor in (a, b) if not factor.still]
     for circle, factor in ((a, b), (b, a)):
-        if (label := fourier_label(circle.circle, circle.labels, factor.labels, result_labels)) is not None:
+        label = fourier_label(circle.circle, circle.labels, factor.labels, result_labels)
+        if label is not None:
             rows = _entries_along((factor.labels | circle.labels) - circle.circle)
-            return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
-    contracting = (a.labels & b.labels) - result_labels
-    total = (2.0 * n if contracting else 0.0) + ENTRY * n_written
-    for x in moving:
-        total += (2.0 * n if contracting or x.labels != loop_labels else 0.0) + ENTRY * _entries_along(x.labels)
+            return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
+    has_sums = bool((a.labels & b.labels) - result_labels)
+    total = 2.0 * n * has_sums + ENTRY * n_written
+    for factor in moving:
+        total += 2.0 * n * (has_sums or factor.labels != loop_labels) + ENTRY * _entries_along(factor.labels)
     return total
 
 

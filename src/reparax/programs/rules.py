@@ -1,9 +1,10 @@
 """What equations do to sums of products: they move, slice or cast them, take matrices from them, or make them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -32,11 +33,11 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     view = equations.view_of(eqn)
     if isinstance(view, equations.SplitAxis):
         return _split_sum(view, x)
-    moved = _moved(view, x, others)
-    return None if moved is None else [moved]
+    output = _output_of_move(view, x, others)
+    return None if output is None else [output]
 
 
-def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
+def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """The output of an equation that moves, slices or casts a sum; None if this must be formed.
 
     What says how its output lies on devices must be, and a reshape that would split an axis across its labels, and a
@@ -65,18 +66,24 @@ def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
         case equations.Gather():
             return look_up_matrices(view, x, others)
         case equations.Slice():
-            parts = enumerate(view.bounds)
-            changes = [(i, _slicer(*bounds)) for i, bounds in parts if bounds != (0, x.shape[i], 1)]
+            slices = enumerate(view.bounds)
+            changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
+            return _change_axes(x, view.type.shape, changes)
         case equations.DynamicSlice():
-            parts = enumerate(zip(others, view.slice_sizes, strict=True))
-            changes = [(i, _dynamic_slicer(start, n)) for i, (start, n) in parts if n != x.shape[i]]
+            slices = enumerate(zip(others, view.slice_sizes, strict=True))
+            changes = {i: _dynamic_slicer(start, n) for i, (start, n) in slices if n != x.shape[i]}
+            return _change_axes(x, view.type.shape, changes)
         case equations.Reverse():
-            changes = [(i, _reverse) for i in view.dimensions]
+            return _change_axes(x, x.shape, dict.fromkeys(view.dimensions, _reverse))
         case _:
             return None
+
+
+def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]) -> Sum | None:
+    """``x`` of another shape, with some axes changed; None if one of them is merged or on a diagonal."""
     result: Sum | None = x
-    for axis, change in changes:
-        result = result and _change_axis(result, axis, view.type.shape[axis], change)
+    for axis, change in changes.items():
+        result = result and _change_axis(result, axis, shape[axis], change)
     return result
 
 
@@ -113,12 +120,8 @@ def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
-    outs = list[Sum | None]()
-    start = 0
-    for n in view.sizes:
-        outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
-        start += n
-    return sums.all_or_none(outs)
+    stops = zip(accumulate(view.sizes), view.sizes, strict=True)
+    return sums.all_or_none(_change_axis(x, view.axis, n, _slicer(stop - n, stop, 1)) for stop, n in stops)
 
 
 def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
@@ -151,21 +154,21 @@ def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None
 
 def change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
     """``product`` with one axis changed to another size, in all factors that have it."""
-    group = product.axes[axis]
-    if not group:  # of size 1
+    labels_of_axis = product.axes[axis]
+    if not labels_of_axis:  # of size 1
         return product if size == 1 else None
-    label, new_label = group[0], Label(size)
-    if len(group) > 1 or sum(label in member for member in product.axes) > 1:
+    label, new_label = labels_of_axis[0], Label(size)
+    if len(labels_of_axis) > 1 or sum(label in labels for labels in product.axes) > 1:
         return None
 
-    def of_factor(factor: Factor) -> Factor:
+    def change_factor(factor: Factor) -> Factor:
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new_label if own is label else own for own in factor.labels))
+        return replace(factor, array=array, labels=tuple(new_label if x is label else x for x in factor.labels))
 
-    axes = tuple(_axis_of(new_label) if i == axis else member for i, member in enumerate(product.axes))
-    return Product(tuple(map(of_factor, product.factors)), axes)
+    axes = tuple(_axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
+    return Product(tuple(map(change_factor, product.factors)), axes)
 
 
 # ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
@@ -185,15 +188,13 @@ def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) ->
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
-        product_of_rows = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
-        if product_of_rows is None:
+        rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
+        if rows_of_product is None:
             return None
-        axes = {k: () if i == axis else product_of_rows.axes[i] for k, i in zip(offset, kept_axes, strict=True)}
-        row_labels = iter(rows)
-        return replace(
-            product_of_rows,
-            axes=tuple(axes[k] if k in axes else _axis_of(next(row_labels)) for k in range(view.type.ndim)),
-        )
+        axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
+        row_axes = map(_axis_of, rows)
+        new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
+        return replace(rows_of_product, axes=new_axes)
 
     return x.map_products(take, view.type.shape)
 
@@ -211,18 +212,24 @@ def _fills_all(view: equations.Gather) -> bool:
 
 def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
-    group, factors = product.axes[axis], list(product.factors)
-    if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
+    labels, factors = product.axes[axis], product.factors
+    if len(labels) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in labels) > 1:
         return None
     if view.mode != lax.GatherScatterMode.CLIP:
         # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
-        numbers = [i for i, factor in enumerate(factors) if jnp.issubdtype(factor.array.dtype, jnp.inexact)]
-        if not group or not numbers:
+        have_numbers = [jnp.issubdtype(factor.array.dtype, jnp.inexact) for factor in factors]
+        if not labels or not any(have_numbers):
             return None
-        apart = [i for i, factor in enumerate(factors) if group[0] not in factor.labels]
-        for i in apart if set(numbers) <= set(apart) else [i for i in apart if not factors[i].still]:
-            factors[i] = _repeat(factors[i], group[0])
-    return replace(product, factors=tuple(_take_from_factor(view, factor, group, rows, places) for factor in factors))
+        factors = _with_label(factors, have_numbers, labels[0])
+    return replace(product, factors=tuple(_take_from_factor(view, factor, labels, rows, places) for factor in factors))
+
+
+def _with_label(factors: Sequence[Factor], have_numbers: Sequence[bool], label: Label) -> tuple[Factor, ...]:
+    """The factors that lack a label, repeated along it: those with gradients, or all if no floating numbers have it."""
+    pairs = zip(factors, have_numbers, strict=True)
+    repeats_all = not any(label in factor.labels for factor, has_numbers in pairs if has_numbers)
+    are_repeated = [label not in factor.labels and (repeats_all or not factor.still) for factor in factors]
+    return tuple(_repeat(x, label) if is_repeated else x for x, is_repeated in zip(factors, are_repeated, strict=True))
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
@@ -235,39 +242,26 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
-    at = factor.labels.index(along[0])
-    array = jnp.moveaxis(factor.dense, at, 0)
-    behind = range(len(rows), len(rows) + array.ndim - 1)
-    numbers = lax.GatherDimensionNumbers(offset_dims=tuple(behind), collapsed_slice_dims=(0,), start_index_map=(0,))
-    array = lax.gather(
-        array,
-        places,
-        numbers,
-        (1, *array.shape[1:]),
-        mode=view.mode,
-        fill_value=view.fill_value if jnp.issubdtype(array.dtype, jnp.inexact) else None,
-    )
-    return replace(factor, array=array, labels=(*rows, *factor.labels[:at], *factor.labels[at + 1 :]))
+    i = factor.labels.index(along[0])
+    array = jnp.moveaxis(factor.dense, i, 0)
+    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))
+    numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
+    fill = None if _holds_integers(array.dtype) else view.fill_value
+    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=view.mode, fill_value=fill)
+    return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]))
 
 
 # ---- weights that are made: products, multiples and sums of known values
 
 
-_MAKERS = {
-    equations.Dot,
-    equations.Multiply,
-    equations.Divide,
-    equations.Broadcast,
-    equations.ConvertType,
-    equations.Add,
-    equations.Subtract,
-}
+_PRODUCTS = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
+_MAKERS = {*_PRODUCTS, equations.Add, equations.Subtract}
 
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
     kind = equations.view_class_of(eqn)
-    if kind not in _MAKERS - {equations.Add, equations.Subtract}:
+    if kind not in _PRODUCTS:
         return False
     output = type_of(eqn.outvars[0])
     if output.ndim < 2 or not sums.has_range(output.dtype):
@@ -281,12 +275,9 @@ def may_make_sum(eqn: JaxprEqn) -> bool:
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
-    made_sum = make_sum(eqn, args, facts)
-    return (
-        made_sum
-        if made_sum is not None and all(product.is_smaller_in_factors for product in made_sum.products)
-        else None
-    )
+    x = make_sum(eqn, args, facts)
+    is_smaller = x is not None and all(product.is_smaller_in_factors for product in x.products)
+    return x if is_smaller else None
 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
@@ -295,7 +286,7 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
     operands = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]
-    return _made(view, operands[0], operands[-1])
+    return _output_of_maker(view, operands[0], operands[-1])
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
@@ -308,8 +299,8 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
         x = case if isinstance(case, Sum) else _as_sum(case, still=False)
         mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
         products += [sums.multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
-    terms = sums.all_or_none(products)
-    return None if terms is None else Sum(tuple(terms), cases[0].shape, cases[0].dtype, None, None)
+    masked = sums.all_or_none(products)
+    return None if masked is None else Sum(tuple(masked), cases[0].shape, cases[0].dtype, None, None)
 
 
 def _as_sum(x: Any, *, still: bool) -> Sum:
@@ -327,8 +318,8 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     return ENTRY * sums.count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
 
-def _made(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """What an equation makes of two sums, or of one that stands for both."""
+def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
+    """The output of an equation of two sums, or of one that stands for both; None if it must be an array."""
     match view:
         case equations.Dot() if sums.keeps_range(view.precision):
             precision = x.precision or y.precision or view.precision

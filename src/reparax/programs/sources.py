@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +43,22 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
     if eqn is None:
         return "it is returned, or carried"
     line, view = line_of_output(eqn, 0, lines), view_of(eqn)
-    grouped = isinstance(view, Conv) and view.feature_group_count > 1
-    return f"{'a grouped ' if grouped else ''}{eqn.primitive.name} {does}" + (f": {line}" if line else "")
+    prefix = "a grouped " if isinstance(view, Conv) and view.feature_group_count > 1 else ""
+    return f"{prefix}{eqn.primitive.name} {does}" + (f": {line}" if line else "")
 
 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
     """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
-    for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
-        v = program.outvars[i]
-        for inner_eqn in program.eqns:
-            if v in inner_eqn.outvars and (line := line_of_output(inner_eqn, inner_eqn.outvars.index(v), lines)):
-                return line
-    return line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
+    line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
+    return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
+
+
+def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
+    """The line inside a call that made its ``i``-th output; empty if it is not known."""
+    (program,) = jaxprs.inner(call)
+    v: Any = program.outvars[i]
+    maker = next((eqn for eqn in program.eqns if v in eqn.outvars), None)
+    return "" if maker is None else line_of_output(maker, maker.outvars.index(v), lines)
 
 
 def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:

@@ -4,7 +4,8 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar
 
 import jax
@@ -47,10 +48,10 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
     return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
 
-def narrows(dtype: Any, new: Any) -> bool:
+def narrows(dtype: Any, new_dtype: Any) -> bool:
     """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
-    floats = jnp.issubdtype(new, jnp.inexact) and covers(new, dtype)
-    return floats and jnp.finfo(new).nmant <= jnp.finfo(dtype).nmant
+    keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
+    return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
 
 def product_dtype(dtype: Any, result: Any) -> Any:
@@ -266,31 +267,32 @@ class Product:
         labels = [label for group in self.axes for label in group]
         if len(set(labels)) < len(labels):
             return None
-        cut = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
-        if cut is None:
+        refinement = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
+        if refinement is None:
             return None
-        parts, sizes = cut
-        product = self
-        for label, part in zip(labels, parts, strict=True):
-            product = product.split_label(label, part)
-        flat = iter([label for group in product.axes for label in group])
-        axes = iter([tuple(next(flat) for _ in part) for part in sizes])
+        sizes_of_labels, sizes_of_axes = refinement
+        product = self.split_labels(labels, sizes_of_labels)
+        new_labels = iter([label for group in product.axes for label in group])
+        axes = iter([tuple(islice(new_labels, len(sizes))) for sizes in sizes_of_axes])
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
-    def split_label(self, label: Label, sizes: Shape) -> "Product":
-        """This product with several labels instead of one."""
-        if len(sizes) == 1:
-            return self
-        new = {label: tuple(Label(n) for n in sizes)}
-        return self._change_labels(lambda factor: _split_labels(factor, new), new)
+    def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
+        """This product with several labels of these sizes instead of each."""
+        product = self
+        for label, sizes_of_label in zip(labels, sizes, strict=True):
+            if len(sizes_of_label) > 1:
+                parts = {label: tuple(map(Label, sizes_of_label))}
+                product = product._change_labels(partial(_split_labels, parts=parts), parts)
+        return product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        new = {old: (label,) for old, label in names.items()}
-        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), new)
+        """This product with other labels instead of some."""
+        parts = {label: (new_label,) for label, new_label in names.items()}
+        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
-    def _change_labels(self, change: Callable[[Factor], Factor], labels_for: dict[Label, Merged]) -> "Product":
-        """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""
-        axes = tuple(tuple(x for label in group for x in labels_for.get(label, (label,))) for group in self.axes)
+    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
+        """This product with each factor changed, and with the parts of each label on its axes."""
+        axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
 
@@ -341,20 +343,23 @@ def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tu
     """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
     b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
     for i, j in pairs:
-        a_labels, b_labels = a.axes[i], b.axes[j]
-        if not a_labels or not b_labels:
-            continue
-        cut = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
-        if cut is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
+        aligned = _align_axes(a, b, i, j) if a.axes[i] and b.axes[j] else (a, b)
+        if aligned is None:
             return None
-        for label, sizes in zip(a_labels, cut[0], strict=True):
-            a = a.split_label(label, sizes)
-        for label, sizes in zip(b_labels, cut[1], strict=True):
-            b = b.split_label(label, sizes)
-        names = dict(zip(b.axes[j], a.axes[i], strict=True))
-        a, b = a.rename_labels(names), b.rename_labels(names)
-    twice = any(len(set(factor.labels)) < len(factor.labels) for product in (a, b) for factor in product.factors)
-    return None if twice else (a, b)
+        a, b = aligned
+    factors = (*a.factors, *b.factors)
+    return None if any(len(set(factor.labels)) < len(factor.labels) for factor in factors) else (a, b)
+
+
+def _align_axes(a: Product, b: Product, i: int, j: int) -> tuple[Product, Product] | None:
+    """Two products whose axes ``i`` and ``j`` have the same labels."""
+    a_labels, b_labels = a.axes[i], b.axes[j]
+    refinement = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
+    if refinement is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
+        return None
+    a, b = a.split_labels(a_labels, refinement[0]), b.split_labels(b_labels, refinement[1])
+    names = dict(zip(b.axes[j], a.axes[i], strict=True))
+    return a.rename_labels(names), b.rename_labels(names)
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
@@ -372,10 +377,10 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
     assert contraction is not None
     lhs, rhs = contraction.operands[:2]
     if isinstance(view, RaggedDot):
-        in_groups = _in_groups(view, a, sizes)
-        if in_groups is None:
+        rows_in_groups = _in_groups(view, a, sizes)
+        if rows_in_groups is None:
             return None
-        a = in_groups
+        a = rows_in_groups
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
     if pair is None:
@@ -400,10 +405,10 @@ def contract_with_data(
 def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
-    which = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
-    places = dict(zip((*view.before, view.ragged, len(a.axes)), which.axes, strict=True))
-    axes = tuple(places.get(i, ()) for i in range(len(a.axes) + 1))
-    return multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
+    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
+    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
+    axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
+    return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
 def _new_axis(n: int) -> Merged:
@@ -411,11 +416,11 @@ def _new_axis(n: int) -> Merged:
     return (Label(n),) if n != 1 else ()
 
 
-def _split_labels(factor: Factor, parts_of: dict[Label, Merged]) -> Factor:
-    """A factor with several labels instead of one, as ``new`` says, and reshaped alike."""
-    if not any(label in parts_of for label in factor.labels):
+def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
+    """A factor with the parts of its labels, and reshaped alike."""
+    if not any(label in parts for label in factor.labels):
         return factor
-    labels = tuple(x for label in factor.labels for x in parts_of.get(label, (label,)))
+    labels = tuple(x for label in factor.labels for x in parts.get(label, (label,)))
     return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
 
 
