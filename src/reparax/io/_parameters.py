@@ -100,6 +100,8 @@ def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple
 
 Index = tuple[int, ...]
 Stage = TypeVar("Stage", bound=Parametrization)
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -197,16 +199,12 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
         by_rule = layout_rules[path][0] if path in layout_rules else None
         is_by_role = path in role_of and by_rule is None and path not in module_layouts
         layout, is_known = layout_of(role_of[path], count) if is_by_role else None, True
+        shape = tuple(x.shape[count:])
         if layout is None:
-            shape = tuple(x.shape[count:])
             layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))
-        entry = Entry(
-            path, tensor, tuple(x.shape[count:]), x.dtype, layout, is_known, path in module_layouts, rule=rule
-        )
-        entries += [
-            replace(entry, tensor=_number_name(tensor, index), index=index)
-            for index in product(*map(range, x.shape[:count]))
-        ]
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
+        indices = product(*map(range, x.shape[:count]))
+        entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
     _require_different_names(entries)
     return entries
 
@@ -258,15 +256,21 @@ def names_by_layer(path: str) -> str:
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
 
+def group_keys(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
+    """For each value, all keys that have it."""
+    keys_of: dict[Value, list[Key]] = {}
+    for key, value in values.items():
+        keys_of.setdefault(value, []).append(key)
+    return keys_of
+
+
 _ANY_NAME = "[^/]+"
 
 
 def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
     """An expression for ``where`` that selects exactly these paths of those that are known."""
-    by_length: dict[int, list[str]] = {}
-    for path in sorted(paths):
-        by_length.setdefault(path.count("/"), []).append(path)
-    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in by_length.values())
+    paths_by_length = group_keys({path: path.count("/") for path in sorted(paths)})
+    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in paths_by_length.values())
 
 
 def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:

@@ -478,8 +478,7 @@ class Quantized(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         self._require_dtypes({name: x.dtype for name, x in values.items()})
-        q = values["q"]
-        codes = unpack(q, self._format.numbers.bits, self._block_axis(q))
+        codes = unpack(values["q"], self._format.numbers.bits, self._block_axis(values["q"]))
         return self._decode(codes, values)
 
     def _require_dtypes(self, dtypes: dict[str, Any]) -> None:
