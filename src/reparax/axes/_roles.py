@@ -92,12 +92,8 @@ def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[
     contracted = frozenset[int]().union(*(atoms_of(product.inputs) for product in products))
     member_axes = frozenset(axis for axis in reading.members.found if not atoms_of(frozenset([axis])) & contracted)
     return [
-        replace(
-            product,
-            outputs=product.outputs - member_axes,
-            stacked=product.stacked | (product.outputs & member_axes),
-        )
-        for product in products
+        replace(each, outputs=each.outputs - member_axes, stacked=each.stacked | (each.outputs & member_axes))
+        for each in products
     ]
 
 

@@ -13,11 +13,10 @@ from reparax.programs.jaxprs import type_of
 
 
 class Side(NamedTuple):
-    """The axes of one weight in a product: those that it contracts, those that stay, and those that it keeps apart."""
+    """The axes of one weight in a product with another: those that it contracts, and those that stay."""
 
     contracted: Origins
     free: Origins
-    stacked: Origins
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,11 @@ class Uses(list[DataProduct | Between | OtherRead]):
         if type(view) is View:  # what it does to axes is not known
             for value in operands:
                 self._add_other_read(value, line)
-        if isinstance(view, Dot):
-            axes = [self._axes_of_weights(view, operands, axes[0], line)]
+        dot = contraction_of(view) if isinstance(view, Dot) else None
+        if dot is not None and all(value.kind is Source.WEIGHT for value in operands):
+            self.append(_between(dot, operands[0], operands[1], line))
+        elif dot is not None:
+            axes = [_axes_in_new_basis(dot, operands, axes[0])]
         stacked = Origins().union(*(value.stacked for value in operands))
         if_rows = self._if_rows(view, operands, line)
         outs = [Labelled(axes_of_out, Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
@@ -118,42 +120,42 @@ class Uses(list[DataProduct | Between | OtherRead]):
         parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
-    def _axes_of_weights(self, view: Dot, operands: Sequence[Labelled], axes: Axes, line: str) -> Axes:
-        """The axes of a product of weights with weights, which is added, or with a constant."""
-        dot = contraction_of(view)
-        assert dot is not None
-        kinds = [value.kind for value in operands]
-        if Source.CONSTANT not in kinds:
-            left, right = (
-                Side(
-                    contracted=value.origins_of(dot.contracted(i)),
-                    free=value.origins_of(dot.kept(i)),
-                    stacked=value.origins_of(dot.batch(i)) | value.stacked,
-                )
-                for i, value in enumerate(operands)
-            )
-            self.append(Between(left, right, left.stacked | right.stacked, line))
-            return axes
-        # A constant matrix changes the basis: its other axes stand for those that it contracts.
-        constant = kinds.index(Source.CONSTANT)
-        labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
-        contracted = operands[1 - constant].origins_of(dot.contracted(1 - constant))
-        return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
+
+def _between(dot: Contraction, left: Labelled, right: Labelled, line: str) -> Between:
+    """A product of two weights, with the axes of each that it contracts, keeps, and keeps apart."""
+    stacked = left.origins_of(dot.batch(0)) | left.stacked | right.origins_of(dot.batch(1)) | right.stacked
+    left_side, right_side = (
+        Side(contracted=value.origins_of(dot.contracted(i)), free=value.origins_of(dot.kept(i)))
+        for i, value in enumerate((left, right))
+    )
+    return Between(left_side, right_side, stacked, line)
+
+
+def _axes_in_new_basis(dot: Contraction, operands: Sequence[Labelled], axes: Axes) -> Axes:
+    """The axes of a product of weights with a constant matrix: its other axes stand for those that it contracts."""
+    constant = [value.kind for value in operands].index(Source.CONSTANT)
+    labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
+    contracted = operands[1 - constant].origins_of(dot.contracted(1 - constant))
+    return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
 
 
 def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:
     """What the outputs of an equation are computed from."""
-    if isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT:
-        if isinstance(view, Gather):  # data choose vectors, or whole arrays: of a layer, or those of an expert
-            is_table = operands[1].kind is Source.DATA and _gives_vectors(view)
-            return Source.DATA if is_table else Source.WEIGHT
-        long = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
-        if len(long) > 1 and all(long):
-            return Source.WEIGHT
+    is_of_weight = bool(operands) and operands[0].kind is Source.WEIGHT
+    if is_of_weight and isinstance(view, Gather):  # data choose vectors, or whole arrays: of a layer, or an expert
+        return Source.DATA if operands[1].kind is Source.DATA and _gives_vectors(view) else Source.WEIGHT
+    if is_of_weight and isinstance(view, DynamicSlice) and _gives_whole_arrays(view):
+        return Source.WEIGHT
     if isinstance(view, equations.Multiply | equations.Divide):
         # A multiple of weights by a number that is data is one of weights.
         operands = [value for value in operands if any(map(value.varies, range(len(value.axes))))] or operands
     return max((value.kind for value in operands), default=Source.CONSTANT)
+
+
+def _gives_whole_arrays(view: DynamicSlice) -> bool:
+    """Whether a slice is whole along all axes of which it has more than one index, and these are several."""
+    are_whole = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
+    return len(are_whole) > 1 and all(are_whole)
 
 
 def _selects(view: Gather, indices: Labelled) -> bool:

@@ -100,6 +100,8 @@ def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple
 
 Index = tuple[int, ...]
 Stage = TypeVar("Stage", bound=Parametrization)
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -186,36 +188,41 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
     _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
-    of_classes = layouts_by_module(tree)
-    of_roles = {} if roles is None else roles_of("roles", roles)
-    of_roles = {path_text(path): role for path, role in of_roles.items()}
+    module_layouts = layouts_by_module(tree)
+    role_of = {} if roles is None else {path_text(path): role for path, role in roles_of("roles", roles).items()}
     entries: list[Entry] = []
-    owners: dict[str, str] = {}
     for path, x in arrays.items():
-        tensor = default_name(path)
-        count = 0
-        rule = None
-        layout = None
+        tensor, count, rule = default_name(path), 0, None
         if path in name_rules:
             name, match, rule = name_rules[path]
             tensor, count = _expand_name(path, tuple(x.shape), match, name)
-        shape = tuple(x.shape[count:])
         by_rule = layout_rules[path][0] if path in layout_rules else None
-        if path in of_roles and by_rule is None and path not in of_classes:
-            layout = layout_of(of_roles[path], count)
-        layout, is_known = (
-            (layout, True) if layout else find_layout(path.split("/")[-1], shape, by_rule, of_classes.get(path))
-        )
-        for index in product(*map(range, x.shape[:count])):
-            numbered = tensor
-            for counter, number in zip(_COUNTERS, index, strict=False):
-                numbered = numbered.replace(f"{{{counter}}}", str(number))
-            if owners.setdefault(numbered, path) != path:
-                raise ValueError(
-                    f"{owners[numbered]!r} and {path!r} are both called {numbered!r}. Give different `names`."
-                )
-            entries.append(Entry(path, numbered, shape, x.dtype, layout, is_known, path in of_classes, index, rule))
+        is_by_role = path in role_of and by_rule is None and path not in module_layouts
+        layout, is_known = layout_of(role_of[path], count) if is_by_role else None, True
+        shape = tuple(x.shape[count:])
+        if layout is None:
+            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
+        indices = product(*map(range, x.shape[:count]))
+        entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
+    _require_different_names(entries)
     return entries
+
+
+def _number_name(name: str, index: Index) -> str:
+    """The name with an index in the place of its counters."""
+    for counter, number in zip(_COUNTERS, index, strict=False):
+        name = name.replace(f"{{{counter}}}", str(number))
+    return name
+
+
+def _require_different_names(entries: Iterable[Entry]) -> None:
+    """Refuses names that two parameters have."""
+    owners: dict[str, str] = {}
+    for entry in entries:
+        owner = owners.setdefault(entry.tensor, entry.path)
+        if owner != entry.path:
+            raise ValueError(f"{owner!r} and {entry.path!r} are both called {entry.tensor!r}. Give different `names`.")
 
 
 def require_known(entries: Iterable[Entry]) -> None:
@@ -249,15 +256,21 @@ def names_by_layer(path: str) -> str:
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
 
+def group_keys(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
+    """For each value, all keys that have it."""
+    keys_of: dict[Value, list[Key]] = {}
+    for key, value in values.items():
+        keys_of.setdefault(value, []).append(key)
+    return keys_of
+
+
 _ANY_NAME = "[^/]+"
 
 
 def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
     """An expression for ``where`` that selects exactly these paths of those that are known."""
-    by_length: dict[int, list[str]] = {}
-    for path in sorted(paths):
-        by_length.setdefault(path.count("/"), []).append(path)
-    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in by_length.values())
+    paths_by_length = group_keys({path: path.count("/") for path in sorted(paths)})
+    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in paths_by_length.values())
 
 
 def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
@@ -266,15 +279,15 @@ def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
 
-    def exact(pattern: str) -> bool:
+    def is_exact(pattern: str) -> bool:
         return {path for path in known_paths if re.fullmatch(pattern, path)} == set(paths)
 
-    if not exact("/".join(names)):
+    if not is_exact("/".join(names)):
         return "|".join(map(re.escape, paths))
     for i, column in enumerate(columns):
         wider = [*names[:i], _ANY_NAME, *names[i + 1 :]]
-        names = wider if len(column) > 1 and exact("/".join(wider)) else names
-    plain = "/".join(names)
-    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
-    inside = any(re.fullmatch(short, f"{path}/g") for path in paths)  # a value of another stage, such as a length
-    return short if exact(short) and not inside else plain
+        names = wider if len(column) > 1 and is_exact("/".join(wider)) else names
+    pattern = "/".join(names)
+    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", pattern)
+    selects_values = any(re.fullmatch(short, f"{path}/g") for path in paths)  # of another stage, such as a length
+    return short if is_exact(short) and not selects_values else pattern

@@ -519,13 +519,9 @@ def _write_oft(node: StageNode) -> Written:
     has_identity = jnp.array_equal(base, identity(base))
     if is_series and (stage.degree < 3 or not has_identity):
         raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
-    flags = {
-        "oft_block_size": target.shape[target.input_axes[0]] // rotated.num_blocks,
-        "r": rotated.num_blocks,
-        "block_share": rotated.block_share,
-        "num_cayley_neumann_terms": stage.degree + 1 if is_series else 5,
-        "use_cayley_neumann": is_series,
-    }
+    flags = {"oft_block_size": target.shape[target.input_axes[0]] // rotated.num_blocks, "r": rotated.num_blocks}
+    flags |= {"block_share": rotated.block_share, "use_cayley_neumann": is_series}
+    flags |= {"num_cayley_neumann_terms": stage.degree + 1 if is_series else 5}
     numbers = x if is_series else _skew_numbers(stage, x, None if has_identity else base)
     return Written({"oft_R.weight": numbers}, flags=flags)
 

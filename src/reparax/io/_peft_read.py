@@ -26,7 +26,7 @@ from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
-from reparax.io._parameters import Index, Rules, pattern_of, require_known, stack_parts
+from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_known, stack_parts
 from reparax.io._peft_methods import BIAS, METHODS, selects_module
 from reparax.io._peft_row import MERGE, Adapted, Method, StoredAdapter, in_a_name, require_shapes
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
@@ -339,11 +339,9 @@ def _read_adapter(method: Method, config: Mapping[str, Any], target: Target, ten
 
 def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
-    paths_of: dict[tuple[Any, ...], list[str]] = {}
-    for path, layer in layers.items():
-        paths_of.setdefault(layer.stages, []).append(path)
     joined: list[Parametrization] = []
-    for stages, paths in paths_of.items():
+    stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
+    for stages, paths in group_keys(stages_of).items():
         arrays = pattern_of(paths, known_paths)
         arrays_above = f"({'|'.join(map(re.escape, sorted(paths)))})"  # as places of values are longer than known paths
         joined += [replace(x, where=arrays if x.where is None else arrays_above + x.where) for x in stages]

@@ -16,7 +16,7 @@ from reparax.core.axes import list_axes
 from reparax.core.layers import convention_by_name
 from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
-from reparax.io._parameters import Entry, Rules, list_entries
+from reparax.io._parameters import Entry, Rules, group_keys, list_entries
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer"
@@ -140,11 +140,8 @@ def plain_name(name: str) -> str:
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
-    targets_of_module: dict[str, list[Target]] = {}
-    for target in targets:
-        targets_of_module.setdefault(target.module, []).append(target)
     names: dict[str, str] = {}
-    for module, siblings in targets_of_module.items():
+    for module, siblings in group_keys({target: target.module for target in targets}).items():
         rules_given = {target.rule for target in siblings} - {None}
         if len(siblings) > 1 and len(rules_given) < len(siblings):
             rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in siblings)

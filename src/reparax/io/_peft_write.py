@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,61 +71,78 @@ def to_peft(
         provenance = provenance_of(weights.deterministic, raw)
         targets = targets_of(provenance.effective, names, layouts, roles)
     nodes, free, lines = _sort_arrays(provenance, targets)
-    written_of: dict[str, dict[str, Written]] = {}
-    for tensor, node in nodes.items():
-        try:
-            if method := _method_at(tensor, nodes, targets):
-                written_of.setdefault(method.name, {})[tensor] = _write_node(method, node)
-        except ValueError as error:
-            lines.append(f"{targets[tensor].path}: {error}")
-    tokens = written_of.pop(TOKENS.name, {}) if LORA.name in written_of else {}
-    if not written_of and not lines:
-        raise ValueError(
-            "to_peft: expected adapters of one method, got none. Write a model without adapters by "
-            "`rpx.io.to_torch(p, raw)`."
-        )
-    if len(written_of) != 1 and not lines:
-        lines.append(f"expected adapters of one method, got {', '.join(sorted(written_of))}")
-    if lines:
-        text = "\n  ".join(dict.fromkeys(lines))
-        raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\n{_MERGE}")
-    ((kind, written),) = written_of.items()
-    method = METHODS[kind]
+    written_by_method, errors_of_nodes = _write_nodes(nodes, targets)
+    lines += errors_of_nodes
+    tokens = written_by_method.pop(TOKENS.name, {}) if LORA.name in written_by_method else {}
+    method = _only_method(written_by_method, lines)
+    written = written_by_method[method.name]
     with locate_errors("to_peft"):
         wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
     try:
         modules = _with_biases(written, targets)
-        method_config = method.configure(modules)
+        config = _configure(method, modules, wrappers)
         tensors = _name_tensors(method, {wrappers.get(name, name): x for name, x in modules.items()})
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. {_MERGE}") from error
-    config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= {"target_modules": sorted(modules.keys() - wrappers)} | method_config
-    config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
     if "fan_in_fan_out" in method.settings.get("flag", ""):
-        config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
+        config["fan_in_fan_out"] = any(targets[tensor].layout == "conv1d" for tensor in written)
     if tokens:
-        tables = {targets[tensor].module: x for tensor, x in tokens.items()}
-        tensors |= _name_tensors(TOKENS, {f"{module}.token_adapter": x for module, x in tables.items()})
-        config |= {"trainable_token_indices": {module: [*x.flags["token_indices"]] for module, x in tables.items()}}
+        tables = {targets[tensor].module: table for tensor, table in tokens.items()}
+        tensors |= _name_tensors(TOKENS, {f"{module}.token_adapter": table for module, table in tables.items()})
+        indices = {module: [*table.flags["token_indices"]] for module, table in tables.items()}
+        config["trainable_token_indices"] = indices
     beside, config_beside = _write_beside(method, free, targets, {targets[tensor].module for tensor in written})
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
+def _write_nodes(nodes: Mapping[str, StageNode], targets: Targets) -> tuple[dict[str, dict[str, Written]], list[str]]:
+    """What PEFT stores of each adapted tensor, by the method, and an error for each that it does not have."""
+    lines: list[str] = []
+    written_by_method: dict[str, dict[str, Written]] = {}
+    for tensor, node in nodes.items():
+        try:
+            method = _method_at(tensor, nodes, targets)
+            if method is not None:
+                written_by_method.setdefault(method.name, {})[tensor] = _write_node(method, node)
+        except ValueError as error:
+            lines.append(f"{targets[tensor].path}: {error}")
+    return written_by_method, lines
+
+
+def _only_method(names: Collection[str], lines: Sequence[str]) -> Method:
+    """The method of all adapters; raises an error for the lines, or if there is none or another one too."""
+    if not names and not lines:
+        raise ValueError(
+            "to_peft: expected adapters of one method, got none. Write a model without adapters by "
+            "`rpx.io.to_torch(p, raw)`."
+        )
+    if len(names) > 1 and not lines:
+        lines = [f"expected adapters of one method, got {', '.join(sorted(names))}"]
+    if lines:
+        text = "\n  ".join(dict.fromkeys(lines))
+        raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\n{_MERGE}")
+    return METHODS[next(iter(names))]
+
+
+def _configure(method: Method, modules: Mapping[str, Written], wrappers: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration for adapted modules, some of which are stacks of experts with wrappers of their own."""
+    config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
+    config |= {"target_modules": sorted(modules.keys() - wrappers)} | method.configure(modules)
+    return config | ({"target_parameters": sorted(wrappers)} if wrappers else {})
+
+
 def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[str, Written]:
     """What is written for each module; a difference of its bias is multiplied by the factor of its weight."""
+    biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].owner: x for tensor, x in written_of.items() if BIAS not in x.tensors}
-    for tensor, bias in written_of.items():
-        if BIAS not in bias.tensors:
-            continue
-        if (module := targets[tensor].module) not in modules:
+    for module, bias in biases.items():
+        if module not in modules:
             raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (known_number(bias.factor) / known_number(weight.factor))
-        modules[module] = replace(
-            weight, tensors={**weight.tensors, BIAS: x}, flags={**weight.flags, "lora_bias": True}
-        )
+        flags = {**weight.flags, "lora_bias": True}
+        modules[module] = replace(weight, tensors={**weight.tensors, BIAS: x}, flags=flags)
     return modules
 
 
@@ -152,11 +169,11 @@ def _sort_arrays(provenance: Provenance, targets: Targets) -> tuple[dict[str, St
     for tensor, target in targets.items():
         try:
             node = _node_at(provenance, provenance.places[target.path], target)
-            if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
+            if isinstance(node, StageNode):
+                nodes |= {} if isinstance(node.stage, Freeze | Quantized) else {tensor: node.of_one()}
+            elif jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Quantized):
-                nodes[tensor] = node.of_one()
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
     return nodes, free, lines
@@ -178,12 +195,13 @@ def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) ->
     """
     node, target = nodes[tensor], targets[tensor]
     attention = target.module.removesuffix("out_proj") if tensor.endswith("out_proj.weight") else f"{target.module}."
-    weights_of_attention = (f"{attention}out_proj.weight", f"{attention}in_proj_weight")
-    if tensor in weights_of_attention and weights_of_attention[1] in targets:
+    in_proj, out_proj = f"{attention}in_proj_weight", f"{attention}out_proj.weight"
+    if in_proj in targets and tensor in (in_proj, out_proj):
         raise ValueError(ATTENTION)
     if not isinstance(node.stage, Gain):
         return method_of(node)
-    if (base := node.maker("w")) is None:
+    base = node.maker("w")
+    if base is None:
         raise ValueError(f"PEFT does not train what {node.stage!r} multiplies. Put `Freeze()` before it")
     if not isinstance(base, Freeze | Quantized):
         raise ValueError(f"PEFT has no equivalent of {node.stage!r} with other stages on its 'w'")
@@ -229,32 +247,44 @@ def _write_beside(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
-    biases = {tensor for tensor in free if targets[tensor].module not in saved_modules}
-    if clashes := sorted(saved_modules & adapted_modules):
-        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {clashes[0]!r} needs both.")
-    for module in saved_modules:
-        if also := sorted({t.module for t in targets.values() if t.module.endswith(module)} - saved_modules):
-            raise ValueError(
-                f"to_peft: PEFT matches the names of saved modules with suffixes, but {module!r} is also a suffix of "
-                f"{also[0]!r}. Freeze {module!r}."
-            )
-    all_biases = {tensor for tensor, t in targets.items() if _is_bias(tensor) and t.module not in saved_modules}
-    adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
-    paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))
-    if biases and method.biases is None:
-        raise ValueError(
-            f"to_peft: PEFT trains no biases with {method.name}, but here train {paths_text}. Freeze them."
-        )
-    if biases not in (set(), all_biases, adapted_biases):
-        raise ValueError(
-            f"to_peft: PEFT trains all biases, or those of adapted modules, but here train {paths_text}. Freeze them, "
-            f"or train the others too."
-        )
+    _require_separate(saved_modules, adapted_modules, {target.module for target in targets.values()})
+    others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
     tensors: dict[str, np.ndarray] = {}
     for tensor, x in free.items():
         module, _, name = tensor.rpartition(".")
         wrapped = f"{module}.base_layer.{name}" if module in adapted_modules else tensor
         tensors[PREFIX + wrapped] = np.asarray(write_layout(x, targets[tensor].layout))
-    kind = "none" if not biases else "all" if biases == all_biases else method.biases
-    config = {"bias": kind} if biases or method is LORA else {}
+    which_biases = _which_biases(method, free.keys() & others.keys(), others, adapted_modules)
+    config = {"bias": which_biases} if which_biases != "none" or method is LORA else {}
     return tensors, config | {"modules_to_save": sorted(saved_modules) or None}
+
+
+def _require_separate(saved_modules: set[str], adapted_modules: set[str], modules: set[str]) -> None:
+    """Refuses modules that PEFT would have to save whole and to adapt, or whose names it would find in others."""
+    if clashes := sorted(saved_modules & adapted_modules):
+        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {clashes[0]!r} needs both.")
+    for saved in saved_modules:
+        if also := sorted(module for module in modules - saved_modules if module.endswith(saved)):
+            raise ValueError(
+                f"to_peft: PEFT matches the names of saved modules with suffixes, but {saved!r} is also a suffix of "
+                f"{also[0]!r}. Freeze {saved!r}."
+            )
+
+
+def _which_biases(method: Method, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str | None:
+    """PEFT's word for the biases that train: none of the targets, all of them, or those of adapted modules."""
+    all_biases = {tensor for tensor in targets if _is_bias(tensor)}
+    adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
+    paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))
+    if not biases:
+        return "none"
+    if method.biases is None:
+        raise ValueError(
+            f"to_peft: PEFT trains no biases with {method.name}, but here train {paths_text}. Freeze them."
+        )
+    if biases not in (all_biases, adapted_biases):
+        raise ValueError(
+            f"to_peft: PEFT trains all biases, or those of adapted modules, but here train {paths_text}. Freeze them, "
+            f"or train the others too."
+        )
+    return "all" if biases == all_biases else method.biases

@@ -18,7 +18,7 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import PyTree, flatten_with_names, path_text
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
-from reparax.io._parameters import Entry, Index, Rules, list_entries, pattern_of, require_known, stack_parts
+from reparax.io._parameters import Entry, Index, Rules, group_keys, list_entries, pattern_of, require_known, stack_parts
 from reparax.io._quantized_formats import MXFP4, READERS, Matrix, Tensors, gguf, mxfp4
 from reparax.stages.quantized import Quantized
 from reparax.stages.quantized._formats import FORMATS, group_of_codes, pack
@@ -166,10 +166,7 @@ def _read_parameters(
 
 def _chain_of(stages: Mapping[str, Quantized], known_paths: Collection[str]) -> Parametrization:
     """The chain of these stages, given by path, where one acts on all arrays with equal ones."""
-    paths_of: dict[Quantized, list[str]] = {}
-    for path, stage in stages.items():
-        paths_of.setdefault(stage, []).append(path)
-    joined = [replace(stage, where=pattern_of(paths, known_paths)) for stage, paths in paths_of.items()]
+    joined = [replace(stage, where=pattern_of(paths, known_paths)) for stage, paths in group_keys(stages).items()]
     return joined[0] if len(joined) == 1 else Chain(tuple(joined))
 
 
@@ -207,13 +204,9 @@ def _stage_of(matrix: Matrix, entry: Entry) -> Quantized:
     usual_block, output_axis = FORMATS[name].block, _output_axis(entry)
     block = None if matrix.block in (None, usual_block, inputs) else matrix.block
     has_scale_by_output = usual_block is None and block is None
-    return Quantized(
-        name,
-        block_size=block,
-        axis=output_axis if has_scale_by_output or output_axis == 0 else None,
-        desc_act="order" in matrix.values,
-        stacked=tuple(range(len(entry.index) + len(experts))),
-    )
+    axis = output_axis if has_scale_by_output or output_axis == 0 else None
+    stacked = tuple(range(len(entry.index) + len(experts)))
+    return Quantized(name, block_size=block, axis=axis, desc_act="order" in matrix.values, stacked=stacked)
 
 
 def _read_matrix(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:

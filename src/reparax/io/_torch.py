@@ -271,50 +271,58 @@ def _make_plan(
     return TorchPlan(weights, raw_values, tied_entries)
 
 
-def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Refuses a state dict that does not fit the chain, with a line for each difference."""
+def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Refuses a state dict of other names or types than the chain has, with a line for each difference."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
-    groups = {name: group for group in plan.raw_values for name in group.names.values()}
     optional = {entry.tensor for entry in plan.tied}
     optional |= {group.names["base"] for group in plan.raw_values if isinstance(group.stage, Orthogonal)}
-    lines, doubtful = list[str](), list[str]()
-    for name in sorted(state.keys() | want.keys()):
-        expected, got = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
+    missing = types.keys() - state.keys() - optional
+    lines = {name: f"missing, expected {describe_as_stored(types[name])} for {owners[name].path}" for name in missing}
+    for name, x in state.items():
+        found = describe_as_stored(x)
+        expected = describe_as_stored(types[name]) if name in types else None
         if expected is None:
-            lines.append(f"{name}: unexpected, holds {got}")
-        elif got is None and name not in optional:
-            lines.append(f"{name}: missing, expected {expected} for {owners[name].path}")
-            is_layout_known = owners[name].known or any(other in state for other in plan.names[owners[name]])
-            doubtful += [] if is_layout_known else [owners[name].path]
-        elif got not in (None, expected):
-            fit = _explain_fit(groups[name], name, tuple(state[name].shape)) if name in groups else ""
-            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {got}{fit}")
-    if lines:
-        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
-        text = "\n  ".join(lines)
-        raise ValueError(
-            f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
-            f"entries that are not parameters from the state dict and from `like`."
-        )
+            lines[name] = f"unexpected, holds {found}"
+        elif found != expected:
+            fit = _explain_fit(plan, name, tuple(x.shape))
+            lines[name] = f"expected {expected} for {owners[name].path}, got {found}{fit}"
+    if not lines:
+        return
+    entries_missing = [owners[name] for name in sorted(missing)]
+    doubtful = [x.path for x in entries_missing if not x.known and not any(name in state for name in plan.names[x])]
+    stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
+    text = "\n  ".join(f"{name}: {lines[name]}" for name in sorted(lines))
+    raise ValueError(
+        f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
+        f"entries that are not parameters from the state dict and from `like`."
+    )
 
 
-def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
+def _explain_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    entry = group.entry
-    fits = list[str]()
-    ndim, sizes = len(entry.shape), entry.shape
-    if ndim <= 2:
+    group = next((group for group in plan.raw_values if name in group.names.values()), None)
+    if group is None or len(group.entry.shape) <= 2:
         return ""
+    entry = group.entry
     if isinstance(group.stage, WeightNorm) and name == group.names["g"]:
-        norms = [tuple(size if i == axis else 1 for i, size in enumerate(sizes)) for axis in range(ndim)]
-        axes = [axis - ndim for axis, norm in enumerate(norms) if permute(norm, entry.layout) == shape]
-        fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
+        axes = [
+            axis for axis in range(-len(entry.shape), 0) if permute(_norm_shape(entry, axis), entry.layout) == shape
+        ]
         axis = last_to_number(group.stage.axis)
-        sizes = norms[axis % ndim] if isinstance(axis, int) else ()
-    others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
-    for layout in others if sizes and not entry.by_class else ():
-        fits += [f"layouts={{{entry.path!r}: {layout!r}}}"] if permute(sizes, layout) == shape else []
+        fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
+        expected = _norm_shape(entry, axis) if isinstance(axis, int) else None
+    else:
+        fits, expected = list[str](), entry.shape
+    if expected is not None and not entry.by_class:
+        others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
+        layouts = [layout for layout in others if permute(expected, layout) == shape]
+        fits += [f"layouts={{{entry.path!r}: {layout!r}}}" for layout in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
+
+
+def _norm_shape(entry: Entry, axis: int) -> tuple[int, ...]:
+    """The shape of norms along an axis."""
+    return tuple(size if i == axis % len(entry.shape) else 1 for i, size in enumerate(entry.shape))
 
 
 def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:

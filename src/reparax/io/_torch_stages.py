@@ -97,45 +97,47 @@ class Naming:
         return self._walk(place, entry, entry.tensor)[1]
 
     def _walk(self, place: Names, entry: Entry, tensor: str, outer: str | None = None) -> tuple[int, list[StageValues]]:
-        """How many parametrizations make an array, and their values.
+        """How many parametrizations make the array at a place, whose name in torch is ``tensor``, and their values.
 
-        Args:
-          place: The place of the array.
-          entry: The tensor of torch for the parameter.
-          tensor: The name of the array in torch.
-          outer: The list of parametrizations of which the array is the original, if it is one.
+        ``outer`` is the list of parametrizations of which it is the original, if it is one.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage = self.producers[place][0]
-        places = dict(self.producers[place][1])
+        stage, places = self.producers[place]
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map = NAME_MAPS[type(stage)]
-        number = 0
-        inner = list[StageValues]()
-        module, dot, name = tensor.rpartition(".")
-        base = outer or f"{module}{dot}parametrizations.{name}"
-        is_listed = bool(name_map.listed) and (
-            outer is not None or not name_map.hooked or not self.by_hook(tensor, name_map)
-        )
+        computed = [value for value, place in places.items() if place in self.producers]
+        is_hook = outer is None and bool(name_map.hooked) and self.by_hook(tensor, name_map)
+        is_listed = bool(name_map.listed) and not is_hook
+        number, inner = 0, list[StageValues]()
         names = {value: tensor + end for value, end in name_map.hooked.items()}
         if is_listed:
-            original = next((value for value, name in name_map.listed.items() if name == "original"), None)
-            if original and places[original] in self.producers:
-                number, inner = self._walk(places.pop(original), entry, f"{base}.original", base)
-            names = {  # the first stage of the chain has the number 0
-                value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
+            parametrizations = outer or _list_of(tensor)
+            original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
+            if original is not None:  # the first stage of the chain has the number 0
+                number, inner = self._walk(places[original], entry, f"{parametrizations}.original", parametrizations)
+                computed.remove(original)
+                places = {value: place for value, place in places.items() if value != original}
+            names = {
+                value: f"{parametrizations}.{name if name.startswith('original') else f'{number}.{name}'}"
                 for value, name in name_map.listed.items()
             }
-        for value in [value for value, place in places.items() if place in self.producers]:
-            inner += self._walk(places.pop(value), entry, names[value])[1]
+        for value in computed:
+            inner += self._walk(places[value], entry, names[value])[1]
         if name_map.listed:
             with locate_errors(repr(entry.path)):
                 stage = unstack_stage(stage, len(entry.index))
                 _require_fields(stage, name_map)
-        own = StageValues(stage, entry, places, {value: names[value] for value in places})
-        return number + is_listed, [*inner, own]
+        stored = {value: place for value, place in places.items() if value not in computed}
+        group = StageValues(stage, entry, stored, {value: names[value] for value in stored})
+        return number + is_listed, [*inner, group]
+
+
+def _list_of(tensor: str) -> str:
+    """The name of the list of parametrizations of a tensor."""
+    module, dot, name = tensor.rpartition(".")
+    return f"{module}{dot}parametrizations.{name}"
 
 
 def _require_fields(stage: Any, name_map: NameMap) -> None:
@@ -234,12 +236,15 @@ def _in_last_axes(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
     """The stage without words for axes, and the array as the matrix that the stage reads, if it has two axes."""
     if len(entry.shape) != 2:
         return stage, entry
-    rows, columns = stage.axes_of(2)
     plain = replace(stage, rows=None, columns=None)
-    if (rows, columns) != ((1,), (0,)):
-        return (plain if (rows, columns) == ((0,), (1,)) else stage), entry
-    turned = "kernel" if axis_order(entry.layout, 2) == (0, 1) else "same"
-    return plain, replace(entry, shape=entry.shape[::-1], layout=turned)
+    match stage.axes_of(2):
+        case (0,), (1,):
+            return plain, entry
+        case (1,), (0,):
+            layout = "kernel" if axis_order(entry.layout, 2) == (0, 1) else "same"
+            return plain, replace(entry, shape=entry.shape[::-1], layout=layout)
+        case _:
+            return stage, entry
 
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
@@ -282,9 +287,9 @@ def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
-    of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
+    has_named_axes = stage.rows is not None or stage.columns is not None
     is_transposed = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
-    if not of_leading or (is_transposed and leading):
+    if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (is_transposed and leading):
         raise ValueError(
             f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
             f"{EXCHANGE_PLAIN}"
@@ -294,24 +299,24 @@ def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
 
 def in_torch(stage: Orthogonal, entry: Entry) -> Orthogonal:
     """The stage with the map that torch has for a weight, if the user says nothing else."""
-    by_default = (
-        "expm"
-        if entry.shape[-2] == entry.shape[-1] or jnp.issubdtype(entry.dtype, jnp.complexfloating)
-        else "householder"
-    )
-    return replace(stage, map=ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", by_default))
+    is_square = entry.shape[-2] == entry.shape[-1]
+    default = "expm" if is_square or jnp.issubdtype(entry.dtype, jnp.complexfloating) else "householder"
+    return replace(stage, map=ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", default))
 
 
 def require_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
     """Refuses coordinates of which it is not known by which map they make a matrix; all maps agree at the base."""
-    torch_map = in_torch(stage, entry).map
-    if entry.orthogonal_map is None and torch_map != stage.map and jnp.any(jnp.tril(_as_tall(original), -1)):
-        words = {ours: theirs for theirs, ours in ORTHOGONAL_MAPS.items()}
-        raise ValueError(
-            f"torch's file does not say which map makes this matrix: {stage!r} has map={stage.map!r}, but torch takes "
-            f"{words[torch_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
-            f"torch's `orthogonal` was called without a map, or orthogonal_map={words[stage.map]!r} if with that one."
-        )
+    default_map = in_torch(stage, entry).map
+    is_known = entry.orthogonal_map is not None or default_map == stage.map
+    if is_known or not jnp.any(jnp.tril(_as_tall(original), -1)):
+        return
+    name_in_torch = {name: torch_name for torch_name, name in ORTHOGONAL_MAPS.items()}
+    raise ValueError(
+        f"torch's file does not say which map makes this matrix: {stage!r} has map={stage.map!r}, but torch takes "
+        f"{name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
+        f"torch's `orthogonal` was called without a map, or orthogonal_map={name_in_torch[stage.map]!r} if with that "
+        f"one."
+    )
 
 
 def at_weight(w: Array) -> Values:

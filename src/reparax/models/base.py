@@ -82,23 +82,16 @@ def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
     return raw
 
 
-def find_attribute(
-    owner: Any,
-    raw: Any,
-    name: str,
-    read_instance: Callable[[str], Any],
-    read_effective: Callable[[str], Any],
-    call_method: Callable[..., Any],
-) -> Any:
-    """What ``owner.name`` is, where ``owner`` has no such name of its own.
+Read = Callable[[str], Any]
 
-    Args:
-      owner: The wrapped model.
-      raw: The raw model; None before there is one.
-      name: The name.
-      read_instance: Gives an attribute that the raw model has itself.
-      read_effective: Gives a property of the effective model.
-      call_method: Calls the method of a name, with its arguments.
+
+def find_attribute(
+    owner: Any, raw: Any, name: str, read_instance: Read, read_effective: Read, call_method: Callable[..., Any]
+) -> Any:
+    """What ``owner.name`` is, where ``owner`` has no such name of its own; ``raw`` is its model, or still None.
+
+    ``read_instance`` gives an attribute that the raw model has itself, ``read_effective`` a property of the effective
+    model, and ``call_method`` calls the method of a name with its arguments.
     """
     attributes = {} if raw is None else vars(raw)
     of_class = getattr(type(raw), name, None)

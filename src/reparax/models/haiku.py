@@ -142,8 +142,7 @@ class _WithoutState(_Pair, hk.Transformed):
     def _set(self, raw: PyTree, *_: Any) -> PyTree:
         return raw
 
-    def _set_plain(self, params: PyTree, *_: Any) -> PyTree:
-        return params
+    _set_plain = _set
 
     def _has_fixed(self, *_: Any) -> bool:
         return True

@@ -437,13 +437,9 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
 
 
 def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
-    """The graph with other leaves, where one object stays one.
+    """The graph with other leaves, where one object stays one: ``copies`` takes that of each node, and gives it again.
 
-    Args:
-      node: Its root.
-      replacements: What stands in place of leaves, by their identity.
-      copies: Takes the copy of each node, and gives those that it has already.
-      anew: Whether modules without any of these leaves are copied too.
+    Modules without any of the leaves to replace are copied only if ``anew``.
     """
     if id(node) not in copies:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)

@@ -35,20 +35,24 @@ def _largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
     low = functools.reduce(jnp.minimum, [jnp.min(x, initial=limits.max) for x in keys])
     high = functools.reduce(jnp.maximum, [jnp.max(x, initial=limits.min) for x in keys])
     edge = _smallest_where(low, high, lambda least: _count_true([x > least for x in keys]) < n)
-    above, at = [x > edge for x in keys], [x == edge for x in keys]
-    missing = n - _count_true(above)
-    starts = np.cumsum([0, *(x.size for x in keys)])
-    index = [jnp.arange(a, a + x.size, dtype=jnp.int32).reshape(x.shape) for a, x in zip(starts, keys, strict=False)]
+    is_above, is_at_edge = [x > edge for x in keys], [x == edge for x in keys]
+    first_at_edge = _first_true(is_at_edge, n - _count_true(is_above))
+    return [above | first for above, first in zip(is_above, first_at_edge, strict=True)]
+
+
+def _first_true(flags: Sequence[Array], count: Array) -> list[Array]:
+    """The first flags that are true, so many of all arrays, which are numbered one after the other."""
+    starts = np.cumsum([0, *(x.size for x in flags)])
+    indices = [jnp.arange(i, i + x.size, dtype=jnp.int32).reshape(x.shape) for i, x in zip(starts, flags, strict=False)]
     # A product, as JAX selects only among arrays that lie on a mesh alike.
-    ends = [jnp.max((i + 1) * flags.astype(jnp.int32), initial=0) for i, flags in zip(index, at, strict=True)]
-    last_index = functools.reduce(jnp.maximum, ends)
+    ends = [jnp.max((i + 1) * x.astype(jnp.int32), initial=0) for i, x in zip(indices, flags, strict=True)]
+    last_end = functools.reduce(jnp.maximum, ends)
 
-    def among_first(stop: Array) -> list[Array]:
-        return [flags & (i < stop) for i, flags in zip(index, at, strict=True)]
+    def true_before(end: Array) -> list[Array]:
+        return [x & (i < end) for i, x in zip(indices, flags, strict=True)]
 
-    start = jnp.where(_count_true(at) > missing, jnp.zeros_like(last_index), last_index)
-    end = _smallest_where(start, last_index, lambda stop: _count_true(among_first(stop)) >= missing)
-    return [flags | others for flags, others in zip(above, among_first(end), strict=True)]
+    start = jnp.where(_count_true(flags) > count, jnp.zeros_like(last_end), last_end)
+    return true_before(_smallest_where(start, last_end, lambda end: _count_true(true_before(end)) >= count))
 
 
 def _integers_in_order(x: Array) -> Array:

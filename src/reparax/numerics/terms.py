@@ -97,15 +97,16 @@ class Term:
 
     def array(self) -> Array:
         """The product."""
-        spec = self.spec
-        once = "".join(dict.fromkeys("".join(self.spec.axes)))
+        spec, letters = self.spec, "".join(self.spec.axes)
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
-        arrays = [circulant(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
-        arrays = [x.astype(dtype) for x in arrays]
-        x = jnp.einsum(f"{','.join(spec.letters)}->{once}", *arrays, precision="highest")
-        x = with_diagonals(x, "".join(spec.axes))
-        sizes = iter(x.shape)
-        return x.reshape([math.prod(itertools.islice(sizes, len(axis))) for axis in spec.axes])
+        factors = [
+            circulant(x) if is_circulant else x for x, is_circulant in zip(self.arrays, spec.circles, strict=True)
+        ]
+        factors = [x.astype(dtype) for x in factors]
+        subscripts = f"{','.join(spec.letters)}->{''.join(dict.fromkeys(letters))}"
+        unmerged = with_diagonals(jnp.einsum(subscripts, *factors, precision="highest"), letters)
+        sizes = iter(unmerged.shape)
+        return unmerged.reshape([math.prod(itertools.islice(sizes, len(axis))) for axis in spec.axes])
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
@@ -115,8 +116,8 @@ def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
     if len(spec.letters) != len(arrays):
         return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
-    for letters, circle, x in zip(spec.letters, spec.circles, arrays, strict=True):
-        shape = (*x.shape, *x.shape[-1:]) if circle else x.shape
+    for letters, is_circulant, x in zip(spec.letters, spec.circles, arrays, strict=True):
+        shape = (*x.shape, *x.shape[-1:]) if is_circulant else x.shape
         if len(letters) != len(shape):
             return f"gives {letters!r} to an array of shape {shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):

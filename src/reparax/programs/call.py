@@ -23,7 +23,15 @@ REPORTED = "__reparax_reported__"
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, stay in place."""
+    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, stay in place.
+
+    Attributes:
+      fun: The function.
+      leaves: The leaves of positional and keyword arguments, of the structure ``treedef``.
+      treedef: This structure.
+      places: Which leaves are arrays.
+      is_chosen: For each array whether the user chose its argument.
+    """
 
     fun: Callable[..., Any]
     leaves: list[Any]
@@ -49,7 +57,7 @@ class Arguments:
     @property
     def paths(self) -> list[str]:
         """For each array, the name of its argument and its path in that argument."""
-        names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
+        all_names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
         try:
             parameters = list(inspect.signature(self.fun).parameters)
         except (TypeError, ValueError):
@@ -57,10 +65,11 @@ class Arguments:
 
         def path(names: tuple[str, ...]) -> str:
             group, name, *path_in_argument = names
-            i = int(name) if group == "0" else len(parameters)
-            return path_text((parameters[i] if i < len(parameters) else f"argument {name}", *path_in_argument))
+            has_name = group == "0" and int(name) < len(parameters)
+            argument = parameters[int(name)] if has_name else f"argument {name}"
+            return path_text((argument, *path_in_argument))
 
-        return [path(names[i]) for i in self.places]
+        return [path(all_names[i]) for i in self.places]
 
     def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
         """The function's result for other arrays, or that of another function of the same arguments."""

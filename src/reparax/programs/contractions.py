@@ -99,10 +99,9 @@ def _gather(view: Gather) -> Contraction:
         places[j] = table[i]
     slices = iter([-1 - i if i in view.cut else index for i, index in enumerate(table) if i not in view.gone])
     rows = iter(places[:-1])
-    output = [next(slices if k in numbers.offset_dims else rows) for k in range(view.type.ndim)]
-    return Contraction(
-        (tuple(table), tuple(places)), tuple(output), frozenset(table[i] for i in numbers.operand_batching_dims)
-    )
+    output = tuple(next(slices if k in numbers.offset_dims else rows) for k in range(view.type.ndim))
+    apart = frozenset(table[i] for i in numbers.operand_batching_dims)
+    return Contraction((tuple(table), tuple(places)), output, apart)
 
 
 def _dynamic_slice(view: DynamicSlice) -> Contraction:

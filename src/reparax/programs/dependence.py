@@ -222,8 +222,8 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
     flags = with_inputs_of_apply(program, is_chosen)
     return [
-        Facts(flag, not has_tangent(v), frozenset((i,) if flag else ()))
-        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
+        Facts(known=is_known, still=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
+        for i, (v, is_known) in enumerate(zip(program.invars, flags, strict=True))
     ]
 
 

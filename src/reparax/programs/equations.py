@@ -110,6 +110,7 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
+        """Which axes are summed, stay, and form groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
@@ -144,9 +145,9 @@ class RaggedDot(View, names=("ragged_dot_general",)):
         if self.operands[2].aval.ndim == 1:
             return ()
         contracting, batch = self.contracting[0], self.batch[0]
-        ndim = self.operands[0].aval.ndim
-        kind = contracting if self.group is None else [i for i in range(ndim) if i not in (*contracting, *batch)]
-        return *batch, *kind[: list(kind).index(self.ragged)]
+        free = [i for i in range(self.operands[0].aval.ndim) if i not in (*contracting, *batch)]
+        row_axes = list(contracting if self.group is None else free)
+        return *batch, *row_axes[: row_axes.index(self.ragged)]
 
 
 class Conv(View, names=("conv_general_dilated",)):
@@ -200,9 +201,10 @@ class Gather(View, names=("gather",)):
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
         numbers = self.dimension_numbers
-        axis = self.row and self.row[0]
-        is_gone = tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
-        return axis if is_gone else None
+        if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
+            return None
+        axis, _ = self.row
+        return axis if tuple(numbers.start_index_map) == (axis,) else None
 
     @property
     def row(self) -> tuple[int, int] | None:
@@ -210,16 +212,17 @@ class Gather(View, names=("gather",)):
 
         None if slices are not whole along all other axes.
         """
-        numbers = self.dimension_numbers
         shape = self.operands[0].aval.shape
-        axes = tuple(numbers.start_index_map)
-        parts = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
-        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or self.slice_sizes[parts[0]] != 1:
+        axes = tuple(self.dimension_numbers.start_index_map)
+        cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]
+        if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
         # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
-        return parts[0], axes.index(parts[0])
+        (axis,) = cut_axes
+        return (axis, axes.index(axis)) if axis in axes and self.slice_sizes[axis] == 1 else None
 
 
 # ---- reductions along axes
@@ -249,8 +252,8 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
         params = self.eqn.params
         pads = params["padding"]
         dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
-        settings = zip(params["window_dimensions"], params["window_strides"], pads, dilations, strict=True)
-        return [size == stride == dilation == 1 and tuple(pad) == (0, 0) for size, stride, pad, dilation in settings]
+        numbers = zip(params["window_dimensions"], params["window_strides"], dilations, strict=True)
+        return [{*ones} == {1} and tuple(pad) == (0, 0) for ones, pad in zip(numbers, pads, strict=True)]
 
 
 class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):

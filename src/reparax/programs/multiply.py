@@ -13,18 +13,8 @@ from jax import lax
 
 from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
-from reparax.programs.sums import (
-    Circle,
-    Factor,
-    Label,
-    Product,
-    Segments,
-    Sum,
-    count_entries,
-    fourier_cost,
-    fourier_transform,
-    inverse_fourier,
-)
+from reparax.programs import sums
+from reparax.programs.sums import Circle, Factor, Label, Product, Segments, Sum, count_entries
 
 Labels = frozenset[Label]
 
@@ -106,13 +96,13 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     other = sum_except(other, keep.union(circle.labels))
     *batch, row, column = circle.labels
     free = tuple(x for x in other.labels if x is not label)
-    x = fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
+    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
-    array = inverse_fourier(x * spectrum, label.size, how.result)
+    array = sums.inverse_fourier(x * spectrum, label.size, how.result)
     return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
 
 
@@ -247,14 +237,8 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segmen
 
 def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
     """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
-    return lax.ragged_dot_general(
-        x.astype(how.dtype),
-        y.astype(how.dtype),
-        sizes,
-        numbers,
-        precision=how.precision,
-        preferred_element_type=how.result,
-    )
+    x, y = x.astype(how.dtype), y.astype(how.dtype)
+    return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
 
 
 ENTRY = 16
@@ -377,7 +361,7 @@ def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: 
         label = fourier_label(circle.circle, circle.labels, factor.labels, result_labels)
         if label is not None:
             rows = _entries_along((factor.labels | circle.labels) - circle.circle)
-            return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
+            return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
     has_sums = bool((a.labels & b.labels) - result_labels)
     total = 2.0 * n * has_sums + ENTRY * n_written
     for factor in moving:

@@ -246,35 +246,22 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
     array = jnp.moveaxis(factor.dense, i, 0)
     offset = tuple(range(len(rows), len(rows) + array.ndim - 1))
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    array = lax.gather(
-        array,
-        places,
-        numbers,
-        (1, *array.shape[1:]),
-        mode=view.mode,
-        fill_value=view.fill_value if jnp.issubdtype(array.dtype, jnp.inexact) else None,
-    )
+    fill = None if _holds_integers(array.dtype) else view.fill_value
+    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=view.mode, fill_value=fill)
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]))
 
 
 # ---- weights that are made: products, multiples and sums of known values
 
 
-_MAKERS = {
-    equations.Dot,
-    equations.Multiply,
-    equations.Divide,
-    equations.Broadcast,
-    equations.ConvertType,
-    equations.Add,
-    equations.Subtract,
-}
+_PRODUCTS = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
+_MAKERS = {*_PRODUCTS, equations.Add, equations.Subtract}
 
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
     kind = equations.view_class_of(eqn)
-    if kind not in _MAKERS - {equations.Add, equations.Subtract}:
+    if kind not in _PRODUCTS:
         return False
     output = type_of(eqn.outvars[0])
     if output.ndim < 2 or not sums.has_range(output.dtype):

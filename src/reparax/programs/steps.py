@@ -7,6 +7,7 @@ operands; where entries along the axis mix, the value is needed whole.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -240,9 +241,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
     def run(i: Any, *operands: Any) -> Any:
         function = jax.custom_jvp(lambda *parts: rule.function(i, *parts))
-        function.defjvp(
-            lambda primals, tangents: tuple(jvp_rule(differentiable=True).function(i, *consts, *primals, *tangents))
-        )
+        function.defjvp(lambda *args: tuple(jvp_rule(differentiable=True).function(i, *consts, *chain(*args))))
         return function(*operands)
 
     return PartRule(rule.axes, run)

@@ -114,10 +114,8 @@ def types(case: Case) -> None:
         same_paths = evidence.array_paths(effective) == evidence.array_paths(params)
         case.require(same_paths, "the effective tree has different paths")
         for path, actual, expected in evidence.paired(effective, params):
-            same_type = (actual.shape, actual.dtype) == (expected.shape, expected.dtype) or p.changes_type
-            case.require(
-                same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {expected.dtype}{expected.shape}"
-            )
+            type, expected_type = (f"{w.dtype}{w.shape}" for w in (actual, expected))
+            case.require(type == expected_type or p.changes_type, f"{path!r} is {type}, but was {expected_type}")
     _require_shardings(case, key)
 
 
@@ -154,10 +152,8 @@ def half_precision(case: Case) -> None:
     except (ValueError, TypeError) as error:
         case.require(not _is_wrong_type(error), str(error).removesuffix("."))
         return
-    narrow, wide = (
-        evidence.compiled_results(case.chain, tree, case.key)
-        for tree in (half, jax.tree.map(evidence.widened_if_inexact, half))
-    )
+    single = jax.tree.map(evidence.widened_if_inexact, half)
+    narrow, wide = (evidence.compiled_results(case.chain, params, case.key) for params in (half, single))
     for method in ("init", "fold", "apply", "the gradient", "update"):
         for path, *arrays in evidence.paired(narrow[method], wide[method]):
             x, y = (np.asarray(w).astype(complex) for w in arrays)
@@ -212,9 +208,8 @@ def transformations(case: Case) -> None:
         bound = evidence.rounding(raw, first_draw)
         case.require_close(actual, eager.get(way, first_draw), bound, f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
-    types, expected_types = (
-        [(path, w.shape, w.dtype) for path, w in evidence.named_arrays(tree)] for tree in (abstract, raw)
-    )
+    named_trees = map(evidence.named_arrays, (abstract, raw))
+    types, expected_types = ([(path, w.shape, w.dtype) for path, w in arrays] for arrays in named_trees)
     case.require(types == expected_types, "eval_shape of init gives different shapes or dtypes")
 
 
@@ -295,12 +290,9 @@ def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
         deviation, error = evidence.deviation(*map(np.asarray, sums_of_array), n=1024)
         excess = np.abs(deviation) - 6 * error - rounding * np.max(np.abs(mean), initial=0.0)
         worst = int(np.argmax(excess))
-        case_of_stage.require(
-            excess[worst] <= 0,
-            f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
-            f"{abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
-            f"`deterministic`",
-        )
+        size = f"it is off by {abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}"
+        message = f"the mean of 1024 draws differs from `deterministic` at {path!r}: {size}"
+        case_of_stage.require(excess[worst] <= 0, f"{message}; define `mean_leaf` or `deterministic`")
 
 
 @law

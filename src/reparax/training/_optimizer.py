@@ -404,12 +404,11 @@ def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
-    differences = (
-        difference_at(path, found.get(path, {}), expected.get(path, {}))
-        for difference_at in (_difference_of_stages, _difference_of_arrays)
-        for path in paths
-    )
-    return next((difference for difference in differences if difference is not None), None)
+    for difference_at in (_difference_of_stages, _difference_of_arrays):
+        differences = (difference_at(path, found.get(path, {}), expected.get(path, {})) for path in paths)
+        if (first := next(filter(None, differences), None)) is not None:
+            return first
+    return None
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -423,13 +422,9 @@ def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Differe
     marker, expected_marker = (next(iter(shapes)).split("/")[0] for shapes in (found, expected))
     if marker == expected_marker:
         return None
+    expected_text, found_text = (repr(x) if x else "an array" for x in (expected_marker, marker))
     source = ANOTHER_CHAIN if expected_marker else A_RAW_TREE
-    return Difference(
-        path,
-        expected=repr(expected_marker) if expected_marker else "an array",
-        found=repr(marker) if marker else "an array",
-        source=source if marker else THE_MODEL,
-    )
+    return Difference(path, expected_text, found_text, source if marker else THE_MODEL)
 
 
 def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Difference | None:
@@ -437,14 +432,11 @@ def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Differe
     name = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
     if name is None:
         return None
-    is_in_both = name in found and name in expected
-
-    def describe(shapes: Shapes) -> str:
-        array = f"shape {shapes[name]}" if is_in_both else "an array"
-        return array if name in shapes else "nothing"
-
-    source = OTHER_SHAPES if is_in_both else ANOTHER_MODEL
-    return Difference(f"{path}/{name}".strip("/"), describe(expected), describe(found), source)
+    full_path = f"{path}/{name}".strip("/")
+    if name in found and name in expected:
+        return Difference(full_path, f"shape {expected[name]}", f"shape {found[name]}", OTHER_SHAPES)
+    expected_text, found_text = ("an array" if name in shapes else "nothing" for shapes in (expected, found))
+    return Difference(full_path, expected_text, found_text, ANOTHER_MODEL)
 
 
 def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:

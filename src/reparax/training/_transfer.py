@@ -132,11 +132,8 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
         kept = old_chain.kept_values(bounds, tree, kept_nodes)
         fresh += _fresh_parameters(stage, bounds, tree, kept)
-        kept_nodes |= {
-            _path_without_numbers(place)
-            for bound, _, place in _places(bounds)
-            if bound.nodes and place in kept and _all_within(kept_nodes, place)
-        }
+        opened = [place for bound, _, place in _places(bounds) if bound.nodes and place in kept]
+        kept_nodes |= {_path_without_numbers(place) for place in opened if _all_within(kept_nodes, place)}
         new_bounds = [bound for bound in bounds if not kept.keys() >= {*bound.arrays.values()}]
         tree = _put_values(init_bound(new_bounds, tree, keys), kept)
     effective = nest(old_chain.effective)
@@ -321,12 +318,11 @@ class _Moments:
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
         """Reads the moments, and for which raw values there are some."""
-        self.arrays, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
+        moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
+        self.arrays = moments
         self.placeholder = next(filter(_is_placeholder, jax.tree.leaves(tree, is_leaf=_is_placeholder)), None)
-        self.holds_fixed = not self.arrays.keys().isdisjoint(raw_arrays.keys() - free_paths)
-        self._has_all = free_paths <= self.arrays.keys() and all(
-            self.arrays[path].shape == raw_arrays[path].shape for path in free_paths
-        )
+        self.holds_fixed = not moments.keys().isdisjoint(raw_arrays.keys() - free_paths)
+        self._has_all = all(path in moments and moments[path].shape == raw_arrays[path].shape for path in free_paths)
 
     def zeros(self, path: Names, like: Any) -> Array:
         """A new moment of a raw value, in the dtype of the others."""

@@ -500,9 +500,10 @@ class _Convolution:
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
         how = How(dtype, dtype, self.weight.precision)
+        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), how)
         channels = lax.conv_general_dilated(
             self.data,
-            array_of_products([split.kernel], self.kernel_shape(split.n_channels), how),
+            kernel,
             dimension_numbers=view.dimension_numbers,
             **view.window,
             precision=view.precision,

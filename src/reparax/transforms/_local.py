@@ -63,15 +63,10 @@ class Noisy:
             return None
         dtype = _wide(x.dtype)
         pairs = list(zip(noisy_products, draws, strict=True))
-        std_products = tuple(_without_draw(product, draw, dtype) for product, draw in pairs)
-        return cls(
-            mean=replace(x, products=tuple(product for product in x.products if not _draws(product))),
-            std=replace(x, products=std_products, dtype=dtype),
-            key=draws[0].key,
-            entries_may_repeat=any(
-                _long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in pairs
-            ),
-        )
+        mean = replace(x, products=tuple(product for product in x.products if not _draws(product)))
+        std = replace(x, products=tuple(_without_draw(*pair, dtype) for pair in pairs), dtype=dtype)
+        may_repeat = any(_long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in pairs)
+        return cls(mean, std, key=draws[0].key, entries_may_repeat=may_repeat)
 
 
 def _draws(product: Product) -> list[Factor]:

@@ -61,18 +61,19 @@ class CallPrimitive:
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
+        """Registers the rules with JAX."""
         self.primitive = primitive = _Primitive(name)
 
-        def of_arguments(*args: Any, **params: Any) -> list[Any]:
+        def run_arguments(*args: Any, **params: Any) -> list[Any]:
             return run(call_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
             program = call_of(params).program
             return jaxprs.types(program), program.effects
 
-        primitive.def_impl(of_arguments)
+        primitive.def_impl(run_arguments)
         primitive.def_effectful_abstract_eval(types)
-        mlir.register_lowering(primitive, mlir.lower_fun(of_arguments, multiple_results=True))
+        mlir.register_lowering(primitive, mlir.lower_fun(run_arguments, multiple_results=True))
         ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp(call_of(params), primals, tangents)
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
@@ -84,6 +85,7 @@ class CallPrimitive:
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
+        """The outputs of a call on a batch, and their batch axes."""
         call = call_of(params)
         program, consts, places = jaxprs.batch_program(call.program, args, dims, axis)
         known_inputs = [True for _ in consts] + call.known_inputs
@@ -175,28 +177,32 @@ def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The derivative of a call that is differentiated: JAX asks for it, by a line of this file."""
-    moving = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
+    tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     try:
-        program, consts, linear_part = _linearize(call, primals, list(moving))
+        program, consts, linear_part = _linearize(call, primals, list(tangent_of))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
-        return _jvp_without_linearization(call, primals, moving)
-    outputs = program.outvars[: len(call.program.outvars)]
+        return _jvp_without_linearization(call, primals, tangent_of)
+    n_outputs = len(call.program.outvars)
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
-    residuals = _Residuals.of(program, program.outvars[len(outputs) :], is_known)
-    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, [*outputs, *residuals.stored]))
+    residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
+    forward_outvars = [*program.outvars[:n_outputs], *residuals.stored]
+    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, forward_outvars))
     forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
-    values = _run_beside(moving.values(), forward_call, jaxprs.values(inputs, forward.invars))
-    outs, stored_values = values[: len(outputs)], values[len(outputs) :]
-    out_tangents: list[Any] = [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in outs]
-    if linear_part is not None:
-        linear_call = residuals.linear_call(linear_part, is_known)
-        read_values = jaxprs.values(inputs, residuals.read)
-        dots = linear(linear_call, [*read_values, *stored_values, *(moving[v] for v in linear_part.moving)])
-        smooth = [i for i, v in enumerate(call.program.outvars) if dependence.has_tangent(v)]
-        for i, dot in zip(smooth, dots, strict=True):
-            out_tangents[i] = dot
-    return outs, out_tangents
+    values = _run_beside(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    outs, stored_values = values[:n_outputs], values[n_outputs:]
+    if linear_part is None:
+        return outs, list(map(_zero_tangent, outs))
+    read_values = jaxprs.values(inputs, residuals.read)
+    operands = [*read_values, *stored_values, *(tangent_of[v] for v in linear_part.moving)]
+    dots = iter(linear(residuals.linear_call(linear_part, is_known), operands))
+    pairs = zip(call.program.outvars, outs, strict=True)
+    return outs, [next(dots) if dependence.has_tangent(v) else _zero_tangent(x) for v, x in pairs]
+
+
+def _zero_tangent(x: Any) -> Any:
+    """The tangent of a value that none of the inputs moves."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 @dataclass(frozen=True)
@@ -222,8 +228,9 @@ class _Residuals:
         recomputed = [v for v in jaxprs.variables(names) if is_known[v] and v not in inputs]
         early = dependence.recomputing_program(program, recomputed, is_known)
         needed = jaxprs.variables([*names, *early.invars])
-        made = inputs.union(early.outvars)
-        return cls(names, early, [v for v in needed if v in inputs], [v for v in needed if v not in made])
+        available = inputs.union(early.outvars)
+        stored = [v for v in needed if v not in available]
+        return cls(names, early, read=[v for v in needed if v in inputs], stored=stored)
 
     def linear_call(self, linear_part: "_LinearPart", is_known: Known) -> RematCall:
         """The linear part as a call whose inputs are those that are read, the stored ones, and the tangents."""
@@ -259,7 +266,7 @@ def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tupl
     early, late = dependence.halves(call.program, call.known_inputs)
     parts: list[_LinearPart] = []
 
-    def of_inputs(*args: Any) -> list[Any]:
+    def outputs_and_residuals(*args: Any) -> list[Any]:
         env = dict(zip(call.program.invars, args, strict=True))
         early_outs, early_residuals, early_part = _linearize_half(early, env, wrt, lambda eqn: None)
         env |= dict(zip(early.outvars, early_outs, strict=True))
@@ -267,11 +274,11 @@ def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tupl
         parts[:] = early_part, late_part
         return [*outs, *early_residuals, *late_residuals]
 
-    program, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(outputs_and_residuals)(*args))
     early_part, late_part = parts
-    of_halves = {*early_part.moving, *late_part.moving}
-    moving = [v for v in wrt if v in of_halves]
-    residuals = [v for part in parts for v in part.program.invars if v not in of_halves]
+    moving_vars = {*early_part.moving, *late_part.moving}
+    moving = [v for v in wrt if v in moving_vars]
+    residuals = [v for part in parts for v in part.program.invars if v not in moving_vars]
     joined = [early_part.program, jaxprs.substitute_inputs(late_part.program, early_part.moved)]
     whole = _LinearPart(jaxprs.join_parts(joined, [*residuals, *moving]), moving, {})
     return program, consts, whole if late_part.moving else None
@@ -285,23 +292,23 @@ def _linearize_half(
     moving = [v for v in half.invars if v in wrt_set]
     smooth = [i for i, v in enumerate(half.outvars) if dependence.has_tangent(v)]
 
-    def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
+    def outputs_at(*values: Any) -> tuple[list[Any], list[Any]]:
         inputs = env | dict(zip(moving, values, strict=True))
         outs = dependence.run(half, jaxprs.values(inputs, half.invars), rule)
         return [outs[i] for i in smooth], outs
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
-        return of_moving(*points)[1], [], _LinearPart(jaxprs.part(half, [], []), [], {})
-    _, linear_function, outs = jax.linearize(of_moving, *points, has_aux=True)
+        return outputs_at(*points)[1], [], _LinearPart(jaxprs.part(half, [], []), [], {})
+    _, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
     program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     from_residuals = dependence.known_variables(program, [i < n for i in range(len(program.invars))])
-    have_none = dependence.are_known(from_residuals, program.outvars)
+    are_constant = dependence.are_known(from_residuals, program.outvars)
     renamed = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
-    triples = zip(smooth, renamed.outvars, have_none, strict=True)
-    moved = {half.outvars[i]: dot for i, dot, has_none in triples if not has_none}
+    triples = zip(smooth, renamed.outvars, are_constant, strict=True)
+    moved = {half.outvars[i]: dot for i, dot, is_constant in triples if not is_constant}
     return outs, residuals, _LinearPart(renamed.replace(invars=[*program.invars[:n], *moving]), moving, moved)
 
 
@@ -313,14 +320,12 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
-    return outs, [
-        dot if dependence.has_tangent(v) else ad.Zero(jax.typeof(output).to_tangent_aval())
-        for v, output, dot in zip(call.program.outvars, outs, out_tangents, strict=True)
-    ]
+    triples = zip(call.program.outvars, outs, out_tangents, strict=True)
+    return outs, [dot if dependence.has_tangent(v) else _zero_tangent(x) for v, x, dot in triples]
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """For a function that is linear in some of its inputs."""
+    """The cotangents of the inputs of a call that is linear in some of them, which need not be the last."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
     invars = [call.program.invars[i] for i in order]

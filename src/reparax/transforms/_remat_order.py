@@ -112,10 +112,8 @@ def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[A
     outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
     # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
     whole = costly(program)
-    return [
-        store_whole(x) if dependence.has_tangent(v) and v in whole else x
-        for v, x in zip(program.outvars, outs, strict=True)
-    ]
+    pairs = zip(program.outvars, outs, strict=True)
+    return [store_whole(x) if dependence.has_tangent(v) and v in whole else x for v, x in pairs]
 
 
 def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any], Any]) -> EquationRule:

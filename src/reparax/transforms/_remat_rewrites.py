@@ -216,7 +216,9 @@ def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var
         sources.update((v, arrays if _is_bool(v) else {*arrays, v}) for v in eqn.outvars)
         if not all(map(_is_bool, eqn.invars)):
             masks = [v for v in eqn.outvars if _is_bool(v) and is_known[v] and _packed_axis(v.aval) is not None]
-            random_arrays.update((v, {u for u in arrays if _n_entries(u) >= _n_entries(v)}) for v in masks)
+            random_arrays.update(
+                (v, {u for u in arrays if jaxprs.type_of(u).size >= jaxprs.type_of(v).size}) for v in masks
+            )
     return random_arrays
 
 
@@ -227,11 +229,6 @@ def _needed_beside(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
         if any(v in needed and v not in masks for v in eqn.outvars):
             needed.update(jaxprs.variables(eqn.invars))
     return needed
-
-
-def _n_entries(v: Any) -> int:
-    """How many entries an array has."""
-    return math.prod(v.aval.shape)
 
 
 def _is_bool(v: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 
 from reparax.core.paths import describe
 from reparax.core.recompute import recompute
@@ -21,11 +21,7 @@ from reparax.programs.sources import line_of_output, lines_by_origin
 from reparax.transforms._remat_derivative import recomputing_function
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
-_TITLES = {
-    PARAMETERS: "raw parameters and keys",
-    WEIGHTS: "made from these alone",
-    ACTIVATIONS: "activations and data",
-}
+_TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alone", ACTIVATIONS: "activations and data"}
 
 
 @dataclass(frozen=True)
@@ -73,14 +69,19 @@ class SavedResiduals:
     def __repr__(self) -> str:
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
-            lines.append(f"  {title}: {readable_size(self.bytes(kind))}")
-            of_kind = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
-            folded = fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is no path
-            lengths = sorted(((-line.count * line.value[1], line) for line in folded), key=lambda pair: pair[0])
-            rows = [(readable_size(-size), f"{line.times}{line.value[0]}", line.path) for size, line in lengths]
-            width = max((len(type) for _, type, _ in rows), default=0)
-            lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
+            lines += [f"  {title}: {readable_size(self.bytes(kind))}", *self._lines(kind)]
         return "\n".join(lines)
+
+    def _lines(self, kind: str) -> list[str]:
+        """A line for each array of a kind, or for several that are alike, the largest first."""
+        arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
+        folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)  # a line of source is no path
+        largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
+        types = [f"{line.times}{line.value[0]}" for line in largest_first]
+        width = max([20, *map(len, types)])
+        sizes = [readable_size(line.count * line.value[1]) for line in largest_first]
+        rows = zip(sizes, types, largest_first, strict=True)
+        return [f"    {size:>10}  {type:<{width}} {line.path}" for size, type, line in rows]
 
 
 def saved_residuals(
@@ -134,25 +135,16 @@ def saved_residuals(
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
     """What is stored for the gradient of a function, on a JAX whose jaxprs can be read."""
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
-    chosen = zip(arguments.arrays, arguments.is_chosen, strict=True)
-    moving = [i for i, (x, flag) in enumerate(chosen) if flag and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    if not moving:
+    is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
+    operands = [i for i, flags in enumerate(zip(is_floating, arguments.is_chosen, strict=True)) if all(flags)]
+    if not operands:
         raise TypeError(
             f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
             f"Pass the parameters first, or name them by argnums."
         )
     traced_loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
     loss, constants = jaxprs.consts_first(traced_loss)
-
-    def residuals(*arrays: Any) -> list[Any]:
-        """What is stored for the gradients of the first result."""
-
-        def of_moving(*values: Any) -> Any:
-            inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
-            return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
-
-        return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
-
+    residuals = functools.partial(_residuals, loss, constants, operands)
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
     origins = dict(zip(program.invars, ["closed over" for _ in consts] + arguments.paths, strict=True))
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
@@ -161,11 +153,22 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     lines = lines_by_origin(loss)
 
     def kept(v: Var) -> Kept:
-        kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in origins else WEIGHTS
+        kind_if_known = PARAMETERS if v in origins else WEIGHTS
         origin = origins[v] if v in origins else line_of_output(makers[v], makers[v].outvars.index(v), lines)
+        kind = kind_if_known if is_known[v] else ACTIVATIONS
         return Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
 
     return SavedResiduals(tuple(map(kept, jaxprs.variables(program.outvars))))
+
+
+def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *arrays: Any) -> list[Any]:
+    """What is stored for the gradients of the first output of a program with respect to some arrays."""
+
+    def first_output(*values: Any) -> Any:
+        inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
+        return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
+
+    return jaxprs.residuals(jax.linearize(first_output, *[arrays[i] for i in operands])[1])[0]
 
 
 # ---- the installed JAX
@@ -188,13 +191,10 @@ def _is_compatible() -> bool:
         # No input is known: apply alone marks the weights.
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
 
-    plain, again = ([each.kind for each in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
-    return (
-        dependence.are_known(is_known, program.outvars) == [True, False]
-        and WEIGHTS in plain
-        and WEIGHTS not in again
-        and plain.count(ACTIVATIONS) == again.count(ACTIVATIONS)
-    )
+    kinds, new_kinds = ([array.kind for array in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
+    tells_weights = dependence.are_known(is_known, program.outvars) == [True, False]
+    recomputes = WEIGHTS in kinds and WEIGHTS not in new_kinds
+    return tells_weights and recomputes and kinds.count(ACTIVATIONS) == new_kinds.count(ACTIVATIONS)
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:

@@ -220,11 +220,10 @@ class TrainableSlices(Reparametrization):
         return {"x": jnp.take(w, jnp.array(self.indices), axis=position(self.axis, w)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w = values["w"]
-        x = values["x"]
-        axis = position(self.axis, values["w"])
-        rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.indices)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
-        return jnp.moveaxis(rows, 0, axis)
+        w, x = values["w"], values["x"]
+        axis = position(self.axis, w)
+        slices = jnp.moveaxis(w, axis, 0).at[jnp.array(self.indices)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
+        return jnp.moveaxis(slices, 0, axis)
 
 
 class Rotated(RowsAndColumns):
@@ -269,11 +268,8 @@ class Rotated(RowsAndColumns):
         return why_not_divisible((self.num_blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        size = w.shape[0] // self.num_blocks
-        return {
-            "r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.block_share else self.num_blocks, 1, 1)),
-            "w": w,
-        }
+        eye = jnp.eye(w.shape[0] // self.num_blocks, dtype=w.dtype)
+        return {"r": jnp.tile(eye[None], (1 if self.block_share else self.num_blocks, 1, 1)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, r = values["w"], widened(values["r"])
@@ -328,10 +324,11 @@ class CayleyNeumann(RowsAndColumns):
         upper = jnp.zeros((rows, rows), x.dtype).at[jnp.triu_indices(rows, 1)].set(x)
         skew = upper - upper.T
         eye = identity(skew)
-        turn = eye if self.degree == 1 else 2 * eye + skew
+        # Horner's scheme: eye + skew (2 eye + skew (2 eye + ... + skew)).
+        inner = eye if self.degree == 1 else 2 * eye + skew
         for _ in range(self.degree - 2):
-            turn = 2 * eye + product(skew, turn)
-        return product(eye + product(skew, turn), base).astype(values["base"].dtype)
+            inner = 2 * eye + product(skew, inner)
+        return product(eye + product(skew, inner), base).astype(values["base"].dtype)
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
@@ -529,9 +526,7 @@ class VeRA(RowsAndColumns):
         return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w = values["w"]
-        d = widened(values["d"])
-        b = widened(values["b"])
+        w, d, b = values["w"], widened(values["d"]), widened(values["b"])
         a_random, b_random = self.factors(w)
         return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
 

@@ -374,12 +374,14 @@ class SpecialLinear(_SingularValues):
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        hidden = singular <= least
-        size = jnp.max(jnp.where(hidden, 1, singular), axis=-1, keepdims=True)
-        logs = jnp.log(jnp.where(hidden, 1, singular / size))  # small numbers, whose rounding is small
-        count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(logs.dtype)
-        sum_of_logs = jnp.sum(logs + jnp.where(hidden, 0, jnp.log(size)), axis=-1, keepdims=True)
-        s = jnp.where(hidden, jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(size), logs)
+        is_zero = singular <= least
+        largest = jnp.max(jnp.where(is_zero, 1, singular), axis=-1, keepdims=True)
+        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # small numbers, whose rounding is small
+        count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
+        sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
+        # Equal replacements of the zeros make the determinant 1, as far as they stay zeros up to rounding.
+        log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
+        s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
 
 

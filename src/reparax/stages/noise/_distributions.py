@@ -116,10 +116,9 @@ class Gaussian(Reparametrization):
         if like.ndim == 1:
             return _signed_root(random.normal(key, like))
         row_key, column_key = split_key(key, (2,))
-        rows, columns = jnp.zeros(like.shape[0], like.dtype), jnp.zeros(like.shape[1], like.dtype)
-        return (
-            _signed_root(random.normal(row_key, rows))[:, None] * _signed_root(random.normal(column_key, columns))[None]
-        )
+        zeros_of_rows, zeros_of_columns = (jnp.zeros(size, like.dtype) for size in like.shape)
+        rows = _signed_root(random.normal(row_key, zeros_of_rows))
+        return rows[:, None] * _signed_root(random.normal(column_key, zeros_of_columns))[None]
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         return values["mean"]
@@ -246,34 +245,33 @@ def ivon(
         del extra
         if params is None:
             raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
-        pairs = _pairs_by_path(params)
-        grads = _pairs_by_path(updates)
+        pairs, grads = _pairs_by_path(params), _pairs_by_path(updates)
         count = state.steps + 1
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        new_pairs, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        steps, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
-            m, h = state.momentum[path], state.hessian[path]
-            mean = widened(pair["mean"])
-            rho = pair["rho"]
-            grad = widened(grads[path]["mean"])
-            # The derivative of sigma by rho is a sigmoid, and that of the weight by sigma is the noise.
-            noise_by_grad = jax.nn.softplus(rho) * grads[path]["rho"] / jax.nn.sigmoid(rho)
-            m = beta1 * m + (1 - beta1) * grad
-            estimate = ess * (h + weight_decay) * noise_by_grad
-            gap = 1 - beta2
-            h = beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + weight_decay)
-            unbiased = m / (1 - jnp.asarray(beta1, m.dtype) ** count.astype(m.dtype))
-            direction = jnp.clip((unbiased + weight_decay * mean) / (h + weight_decay), -clip_radius, clip_radius)
-            step = jnp.asarray(rate, m.dtype) * state.start[path]
-            std = jax.lax.rsqrt(ess * (h + weight_decay))
-            new_pairs[path] = {
-                "mean": (-step * direction).astype(pair["mean"].dtype),
-                "rho": softplus_inverse(std) - rho,
-            }
-            momentum[path], hessian[path] = m, h
+            m, h, start = state.momentum[path], state.hessian[path], state.start[path]
+            steps[path], momentum[path], hessian[path] = step(pair, grads[path], m, h, start, count, rate)
         names, nodes, treedef = flatten_with_names(updates, _is_pair)
-        moved = [new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)]
-        return treedef.unflatten(moved), IvonState(count, momentum, hessian, state.start)
+        new_updates = [steps.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)]
+        return treedef.unflatten(new_updates), IvonState(count, momentum, hessian, state.start)
+
+    def step(pair: Any, grads: Any, m: Array, h: Array, start: Array, count: Array, rate: Any) -> tuple[Any, ...]:
+        """The steps of a mean and its rho, and their new momentum and Hessian."""
+        mean, rho = widened(pair["mean"]), pair["rho"]
+        grad = widened(grads["mean"])
+        # The derivative of sigma by rho is a sigmoid, and that of the weight by sigma is the noise.
+        noise_by_grad = jax.nn.softplus(rho) * grads["rho"] / jax.nn.sigmoid(rho)
+        m = beta1 * m + (1 - beta1) * grad
+        estimate = ess * (h + weight_decay) * noise_by_grad
+        gap = 1 - beta2
+        h = beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + weight_decay)
+        unbiased = m / (1 - jnp.asarray(beta1, m.dtype) ** count.astype(m.dtype))
+        direction = jnp.clip((unbiased + weight_decay * mean) / (h + weight_decay), -clip_radius, clip_radius)
+        length = jnp.asarray(rate, m.dtype) * start
+        std = jax.lax.rsqrt(ess * (h + weight_decay))
+        mean_step = (-length * direction).astype(pair["mean"].dtype)
+        return {"mean": mean_step, "rho": softplus_inverse(std) - rho}, m, h
 
     return Transformation(init, update)
 
@@ -448,11 +446,8 @@ class HardConcrete(Reparametrization):
         shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
         start = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
         log_alpha = jnp.full(shape, start, x.real.dtype)
-        return {
-            "w": (x / _mean_gate(log_alpha)).astype(w.dtype),
-            "log_alpha": log_alpha,
-            "mask": jnp.ones_like(log_alpha),
-        }
+        gated = (x / _mean_gate(log_alpha)).astype(w.dtype)
+        return {"w": gated, "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
 
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         x = widened(values["w"])

@@ -53,8 +53,7 @@ class _Drawn(Perturbation):
 
 
 _RATE = number_that(
-    lambda rate: 0 <= rate < 1,
-    "a rate is at least 0 and less than 1. It is the share of weights to drop, not to keep.",
+    lambda rate: 0 <= rate < 1, "a rate is at least 0 and less than 1. It is the share of weights to drop, not to keep."
 )
 
 

@@ -269,9 +269,8 @@ class MaxNorm(_OfChannels, Constraint):
         """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
         length = norm(x, other_axes(self.axis, x))
         largest = scalar(self.max_norm, length)
-        beyond = length > largest
-        inside = jnp.ones_like(length)
-        return jnp.where(beyond, largest / jnp.where(beyond, length, inside), inside).astype(x.dtype)
+        is_outside, ones = length > largest, jnp.ones_like(length)
+        return jnp.where(is_outside, largest / jnp.where(is_outside, length, ones), ones).astype(x.dtype)
 
 
 class PoincareBall(Constraint):
@@ -326,12 +325,12 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # here the quotient has no stable derivative
-        far = jnp.where(near, jnp.ones_like(length), length)
-        image = jnp.tanh(far)
+        is_near_0 = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # here the quotient has no stable derivative
+        nonzero_length = jnp.where(is_near_0, jnp.ones_like(length), length)
+        image = jnp.tanh(nonzero_length)
         # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
-        return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
+        return (widened(v) * jnp.where(is_near_0, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""

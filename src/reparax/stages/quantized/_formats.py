@@ -32,21 +32,21 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
 
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
-def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
-    """Words of ``old`` bits as words of ``new`` bits, over the same stream of bits."""
-    stream = math.lcm(old, new)
-    many = stream // old
-    apart = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
-    words = [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]
-    mask = jnp.asarray(2**new - 1, jnp.uint8)
+def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
+    """Words of ``bits`` as words of ``new_bits``, over the same stream of bits."""
+    stream = math.lcm(bits, new_bits)
+    count = stream // bits
+    groups = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
+    words = [jnp.squeeze(part, axis + 1) for part in jnp.split(groups, count, axis=axis + 1)]
+    mask = jnp.asarray(2**new_bits - 1, jnp.uint8)
     new_words: list[Array] = []
-    for start in range(0, stream, new):
+    for start in range(0, stream, new_bits):
         # The bits from `start` on lie in one word or in several.
-        places = [(i, i * old - start) for i in range(len(words)) if -old < i * old - start < new]
-        parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in places]
+        shifts = {i: i * bits - start for i in range(count) if -bits < i * bits - start < new_bits}
+        parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in shifts.items()]
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
     stacked_words = jnp.stack(new_words, axis=axis + 1)
-    return stacked_words.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
+    return stacked_words.reshape(*x.shape[:axis], x.shape[axis] * bits // new_bits, *x.shape[axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,15 @@ class Grid:
 
     def reduce_blocks(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
         """``reduce`` over the entries of each block; ``fill`` completes the last one."""
-        missing = [-n % self.sizes[i] if i in self._split_axes else 0 for i, n in enumerate(self.shape)]
+        split_axes = self._split_axes
+        missing = [-n % self.sizes[i] if i in split_axes else 0 for i, n in enumerate(self.shape)]
         if any(missing):
             x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
-        shape, within, over = list[int](), list[int](), list[int]()
-        for i, (n, size) in enumerate(zip(x.shape, self.sizes, strict=True)):
-            if i in self._split_axes:
-                within.append(len(shape) + 1)
-                shape += [n // size, size]
-            else:
-                over += [len(shape)] if size == n else []
-                shape.append(n)
-        result = reduce(x.reshape(shape), axis=(*within, *over), keepdims=True)
+        parts = [(n // self.sizes[i], self.sizes[i]) if i in split_axes else (n,) for i, n in enumerate(x.shape)]
+        first_part = [sum(map(len, parts[:i])) for i in range(x.ndim)]
+        within = [first_part[i] + 1 for i in split_axes]
+        whole = [first_part[i] for i, n in enumerate(x.shape) if i not in split_axes and self.sizes[i] == n]
+        result = reduce(x.reshape([size for part in parts for size in part]), axis=(*within, *whole), keepdims=True)
         return jnp.squeeze(result, within) if within else result
 
     def mean(self, x: Array) -> Array:
@@ -149,8 +146,8 @@ def whole_numbers(
     dtype = "int8" if signed else "uint8"
 
     def encode(x: Array, noise: Array | None) -> Array:
-        near = nearest(x, low, high) if noise is None else jnp.clip(jnp.floor(x + noise), low, high)
-        return near.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
+        integer = nearest(x, low, high) if noise is None else jnp.clip(jnp.floor(x + noise), low, high)
+        return integer.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
         # Shifts copy the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 wrongly before products on CPUs.
@@ -177,11 +174,11 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
     def place(x: Array, noise: Array | None) -> Array:
         if noise is None:
             return _count_exceeded(middles, x)
-        below = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
-        index = jnp.minimum(below, len(table) - 2)
+        count = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
+        index = jnp.minimum(count, len(table) - 2)
         start = _look_up(table, index).astype(x.dtype)
         end = _look_up(table, index + 1).astype(x.dtype)
-        return index + (start + noise * (end - start) < x).astype(below.dtype)
+        return index + (start + noise * (end - start) < x).astype(count.dtype)
 
     def encode(x: Array, noise: Array | None) -> Array:
         if not mirrored:
@@ -206,11 +203,11 @@ def floating_numbers(dtype: str) -> Numbers:
     table = np.unique(all_numbers[np.isfinite(all_numbers)])
 
     def encode(x: Array, noise: Array | None) -> Array:
-        near = jnp.clip(x, -top, top)
+        x = jnp.clip(x, -top, top)
         if noise is not None:
-            around = table_numbers(table)
-            near = around.decode(around.encode(near, noise))
-        return near.astype(dtype)
+            neighbours = table_numbers(table)
+            x = neighbours.decode(neighbours.encode(x, noise))
+        return x.astype(dtype)
 
     return Numbers(8, top, encode, lambda codes: codes, dtype, -top)
 

@@ -149,15 +149,15 @@ class Scaled(Reparametrization):
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim == 0:
             return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
-        if isinstance(self._block, tuple):
-            if len(self._block) == w.ndim:
-                return None
+        if isinstance(self._block, tuple) and len(self._block) != w.ndim:
             return (
                 f"expected an array of {len(self._block)} dimensions, for block_size={self._block}, got shape "
                 f"{w.shape}. Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
             )
-        if self._block is None:
-            return None
+        return self._cut_axis_error(w) if isinstance(self._block, int) else None
+
+    def _cut_axis_error(self, w: Array) -> str | None:
+        """Why the axis to cut into blocks is not known, or None."""
         if self.axis is None and w.ndim > 2:
             return (
                 f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Give the axes along "
@@ -325,15 +325,17 @@ class Scaled(Reparametrization):
         """The codes of ``w``, and the raw values that hold its scales."""
         values = self._values_of_scales(w)
         x, blocks = widened(w), self._blocks(w)
-        if self._format.early and key is None:
-            scales = self._ideal_scales(x)
-            scale = scales.pop("scale")
-            inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
-            entries = {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
-        else:
-            entries = self._entries(values, blocks)
+        is_early = self._format.early and key is None
+        entries = self._early_entries(x, blocks) if is_early else self._entries(values, blocks)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         return self._format.numbers.encode(to_units(x, entries), noise), values
+
+    def _early_entries(self, x: Array, blocks: Grid) -> Entries:
+        """The inverse scale of each entry, before it is rounded, with its offset where there is one."""
+        scales = self._ideal_scales(x)
+        scale = scales.pop("scale")
+        inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+        return {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
 
     def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
         """The array of ``codes``."""
@@ -353,9 +355,9 @@ def _biased_exponent(x: Array) -> Array:
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
     """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
     scale = clip_to_finite(scale, dtype)
-    near = scale.astype(dtype)
-    low = jnp.abs(near.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
-    return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)
+    nearest = scale.astype(dtype)
+    is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
+    return jnp.where(is_too_small, jnp.nextafter(nearest, jnp.copysign(jnp.inf, scale).astype(dtype)), nearest)
 
 
 Rounding = Literal["nearest", "stochastic"]
@@ -475,16 +477,20 @@ class Quantized(Scaled):
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        scales = self._scales
-        codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
-        for name, dtype in {"q": self._format.numbers.dtype, **codes}.items():
-            if values[name].dtype != dtype:
-                found_dtype = values[name].dtype
-                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
-        if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
-            raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
-        q = values["q"]
-        return self._decode(unpack(q, self._format.numbers.bits, self._block_axis(q)), values)
+        self._require_dtypes({name: x.dtype for name, x in values.items()})
+        codes = unpack(values["q"], self._format.numbers.bits, self._block_axis(values["q"]))
+        return self._decode(codes, values)
+
+    def _require_dtypes(self, dtypes: dict[str, Any]) -> None:
+        """Raises an error if codes or scales have the dtype of another format."""
+        expected = {"q": self._format.numbers.dtype}
+        if self._scales is not None:
+            expected["scale"] = "uint8" if self._scales.dtype == "exponent" else self._scales.dtype
+        for name, dtype in expected.items():
+            if dtypes[name] != dtype:
+                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {dtypes[name]}: {OTHER_CHAIN}")
+        if self._scales is None and not jnp.issubdtype(dtypes["scale"], jnp.floating):
+            raise ValueError(f"expected a floating scale, got {dtypes['scale']}: {OTHER_CHAIN}")
 
     def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
@@ -504,13 +510,13 @@ class Quantized(Scaled):
     def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
         block_axis = self._block_axis(w)
-        many, size = group_of_codes(self._format.numbers.bits)
-        if w.shape[block_axis] % many == 0:
+        count, size = group_of_codes(self._format.numbers.bits)
+        if w.shape[block_axis] % count == 0:
             return None
-        share = "a byte" if size == 1 else f"{size} bytes"
+        bytes_text = "a byte" if size == 1 else f"{size} bytes"
         return (
-            f"expected a multiple of {many} entries along axis {block_axis}, because {many} {self.format} numbers "
-            f"share {share}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
+            f"expected a multiple of {count} entries along axis {block_axis}, because {count} {self.format} numbers "
+            f"share {bytes_text}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
         )
 
 
@@ -601,9 +607,10 @@ class FakeQuantized(Scaled):
         w = values["w"]
         if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
-        step = jnp.abs(values["step"])
-        x, size = widened(w), w.size // max(step.size, 1)
-        return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
+        step, x = jnp.abs(values["step"]), widened(w)
+        entries_per_step = w.size // max(step.size, 1)
+        steps = self._blocks(x).spread(step).astype(x.dtype)
+        return _round_to_step(x, steps, BITS[self.format], entries_per_step).astype(w.dtype)
 
     def _round(self, w: Array) -> Array:
         """The numbers of the format that are nearest to ``w``."""

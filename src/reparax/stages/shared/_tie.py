@@ -104,11 +104,8 @@ class Tie(Parametrization):
         for target in _sources_first({target: source for target, (source, _) in sources.items()}):
             source, transform = sources[target]
             path = leaves[target].path
-            copies = {path: leaves[source].path}
-            reads = {"source": source}
-            bounds.append(
-                bound_to(self, who.at(path), {"w": leaves[target]}, reads=reads, copies=copies, formula=transform)
-            )
+            links = {"reads": {"source": source}, "copies": {path: leaves[source].path}}
+            bounds.append(bound_to(self, who.at(path), {"w": leaves[target]}, formula=transform, **links))
         return bounds
 
     def _require_targets(self, who: CallName, paths: Sequence[str]) -> None:
