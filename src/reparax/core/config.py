@@ -77,8 +77,7 @@ def class_name(cls: type) -> str:
 
     If you may move your class to another module later, set ``__module__`` in it to the public module.
     """
-    package = _package(cls)
-    return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
+    return f"{_package(cls) if is_of_package(cls) else cls.__module__}.{cls.__qualname__}"
 
 
 def changed_arguments(stage: Any) -> dict[str, Any]:
@@ -332,7 +331,12 @@ def is_base(cls: type) -> bool:
 
     A stage of a user may have the name of such a base, whether the base was imported or not.
     """
-    return inspect.isabstract(cls) or (cls.__name__.startswith("_") and _package(cls) == __name__.partition(".")[0])
+    return inspect.isabstract(cls) or (cls.__name__.startswith("_") and is_of_package(cls))
+
+
+def is_of_package(cls: type) -> bool:
+    """Whether this package defines a class."""
+    return _package(cls) == __name__.partition(".")[0]
 
 
 def _package(cls: type) -> str:

@@ -150,7 +150,7 @@ class Static:
     def __dir__(self) -> list[str]:
         """The names that users call, the stage's arguments, and what third-party classes add."""
         classes = type(self).__mro__
-        our_classes = [cls for cls in classes if cls.__module__.partition(".")[0] == __name__.partition(".")[0]]
+        our_classes = [cls for cls in classes if config.is_of_package(cls)]
         our_names = {name for cls in our_classes for name in vars(cls)}
         their_names = {name for cls in classes if cls not in our_classes for name in vars(cls)} - our_names
         public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *their_names}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core import checks
+from reparax.core import checks, config
 from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
@@ -331,9 +331,8 @@ class Reparametrization(Leafwise):
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the array starts."""
         w = arrays["w"]
-        # A formula of this package is pure, so one program serves all arrays of a type; yours may look at numbers.
-        is_ours = self.init_leaf.__module__.startswith("reparax.")
-        call = _call_jitted if is_ours else call_once_per_type
+        # Stages of this package are pure, so one program serves all arrays of a type; yours may look at numbers.
+        call = _call_jitted if config.is_of_package(type(self)) else call_once_per_type
         values = call(_start_values, self, w, key)
         self._require_array_of(values, w)
         return {"w": values}
