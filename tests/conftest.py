@@ -121,9 +121,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file share programs, so they belong to one worker, where they say nothing else.
 
     Examples in docstrings of some folders are thorough, as those on pages: each of their operations is a program, and
-    quick tests show what they show.
+    quick tests show what they show. So are all tests of the folders that ``make test`` leaves out.
     """
     for item in items:
+        if item.nodeid.startswith(("tests/evidence/", "tests/examples/")):
+            item.add_marker(pytest.mark.thorough)
         if isinstance(item, pytest.DoctestItem) and EXAMPLES_OF_MANY_PROGRAMS.intersection(item.nodeid.split("/")):
             item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("xdist_group") is None:

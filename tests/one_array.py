@@ -9,11 +9,6 @@ def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
 
 
-def reproduced(p, w):
-    """What the model reads straight after ``init``."""
-    return np.asarray(p.apply(p.init({"w": jnp.asarray(w)}))["w"])
-
-
 def gradient(p, raw):
     """The gradient of a sum of squares of all effective arrays."""
     return jax.grad(lambda raw: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(p.apply(raw))))(raw)

@@ -14,8 +14,6 @@ import pytest
 from benchmarks.evidence import CLAIMS
 from benchmarks.evidence.record import Size, found, runs
 
-pytestmark = pytest.mark.thorough
-
 TINY = Size(seeds=2, tiny=True)
 
 

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 import reparax as rpx
 from examples.experts import model, tuning
-
-pytestmark = pytest.mark.thorough  # examples are no part of the package
 
 ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "examples" / "experts" / "results" / "experts.json").read_text())

@@ -10,8 +10,6 @@ import pytest
 import reparax as rpx
 from examples.smollm import by_hand, many, model, report, tuning
 
-pytestmark = pytest.mark.thorough  # examples are no part of the package
-
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
 

@@ -16,8 +16,6 @@ from examples.speech import cells, costs, decoding, features, report, training, 
 from examples.speech.model import Recognizer
 from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
 
-pytestmark = pytest.mark.thorough  # examples are no part of the package
-
 
 @pytest.fixture(autouse=True)
 def promotion():

@@ -127,9 +127,9 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
     """
     reading = Reading(arguments_of("axis_groups", fun, None, args, kwargs))
     members, sums = _members_by_label(reading), _sums_by_label(reading)
-    return Groups(
-        tuple(_group(reading, label, members[label], sums.get(label, ())) for label in members), _frozen(reading)
-    )
+    numbers = {parameter.path: number for number, parameter in reading.parameters.items()}
+    groups = (_group(reading, numbers, label, members[label], sums.get(label, ())) for label in members)
+    return Groups(tuple(groups), _frozen(reading))
 
 
 def _members_by_label(reading: Reading) -> dict[int, list[Member]]:
@@ -169,9 +169,10 @@ def _labels_of_steps(reading: Reading, number: int) -> dict[int, int]:
     return {axis: label for label, axis in sorted(pairs)}
 
 
-def _group(reading: Reading, label: int, members: Sequence[Member], sums: Sequence[AxisSum]) -> Group:
-    """The group of the axes that have a label, along which a network has these sums."""
-    numbers = {parameter.path: number for number, parameter in reading.parameters.items()}
+def _group(
+    reading: Reading, numbers: Mapping[str, int], label: int, members: Sequence[Member], sums: Sequence[AxisSum]
+) -> Group:
+    """The group of the axes that have a label, along which a network has these sums; ``numbers`` are of parameters."""
     scans = {tuple(_labels_of_steps(reading, numbers[member.path]).values()) for member in members}
     is_in_one_order = len(scans) > 1 or any(not scan or len(set(scan)) < len(scan) for scan in scans)
     first = members[0]

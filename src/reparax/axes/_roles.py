@@ -206,7 +206,7 @@ def _resolve(use: Between, known_ends: _Ends, ends_of_data: _Ends) -> _Resolved 
             first, second = other, side
         else:
             continue
-        # Else data do not meet one weight after the other, as in a penalty.
+        # Not if they contradict products with data, as in a penalty: data do not meet one weight after the other.
         if not first.contracted & ends_of_data.inputs and not second.contracted & ends_of_data.outputs:
             product = DataProduct(second.contracted, first.contracted, use.stacked, use.line)
             return _Resolved(product, first.free, second.free)

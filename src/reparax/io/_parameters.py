@@ -198,7 +198,8 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
             tensor, count = _expand_name(path, tuple(x.shape), match, name)
         by_rule = layout_rules[path][0] if path in layout_rules else None
         is_by_role = path in role_of and by_rule is None and path not in module_layouts
-        layout, is_known = layout_of(role_of[path], count) if is_by_role else None, True
+        layout = layout_of(role_of[path], count) if is_by_role else None
+        is_known = True
         shape = tuple(x.shape[count:])
         if layout is None:
             layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))

@@ -314,10 +314,9 @@ def _bits_of_groups(config: Mapping[str, Any]) -> int:
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
     all_bits: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
-    for bits in range(1, 9):
-        if all_bits and all(type(x) is int and x == bits for x in all_bits):
-            return bits
-    raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
+    if {type(x) for x in all_bits} != {int} or len(set(all_bits)) > 1 or all_bits[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
+    return all_bits[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

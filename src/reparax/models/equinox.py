@@ -147,7 +147,7 @@ class Parametrized(eqx.Module):
         object.__setattr__(copy, "p", self.p.deterministic)
         return copy
 
-    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the effective model."""
         key, model_kwargs = _split_key(inspect.signature(getattr(self.values, name)), args, kwargs)
         return getattr(self.effective(key), name)(*args, **model_kwargs)

@@ -176,7 +176,7 @@ class _Parametrized(base.Functions, nn.Module):
         return functools.partial(parametrized, name=self.name, updates=self.updates), (self.module, self.p)
 
     @nn.nowrap
-    def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
         if self.scope is None:
             raise ValueError(
@@ -187,7 +187,7 @@ class _Parametrized(base.Functions, nn.Module):
         return run(self.module.clone(parent=None), self._rngs(), *args, method=method, **kwargs)
 
     @nn.nowrap
-    def _initialize(self, plain: Any, rngs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _initialize(self, plain: Any, rngs: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """The output of the plain module in ``init``, whose variables become raw variables of this one."""
         output, variables = plain.init_with_output(rngs, *args, **kwargs, mutable=self.scope.mutable)
         known_names = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
@@ -196,7 +196,7 @@ class _Parametrized(base.Functions, nn.Module):
         return output
 
     @nn.nowrap
-    def _evaluate(self, plain: Any, rngs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, plain: Any, rngs: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """The output of the plain module on the effective tree; keeps what it changes in other collections."""
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'

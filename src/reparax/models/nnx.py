@@ -216,7 +216,7 @@ class Parametrized(nnx.Module):
         call_method = functools.partial(self._call_method, module)
         return base.find_attribute(owner, module, name, read_instance, read_effective, call_method)
 
-    def _call_method(self, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, module: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of a module of the raw model, in training after a step of the fixed values."""
         if self._advances and not self.deterministic:
             # Not a model of another trace, such as the discriminator in the loss of a generator.

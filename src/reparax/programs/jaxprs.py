@@ -313,16 +313,16 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     ]
     key = (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
     try:
-        if key in _SHARED:
-            return _SHARED[key]
+        function = _SHARED.get(key)
     except TypeError:
         return None
-    if len(_SHARED) == MOST_SHARED:
-        _SHARED.clear()
-    # Without the lines that wrote it, and without the rest of the program.
-    eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
-    _SHARED[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
-    return _SHARED[key]
+    if function is None:
+        if len(_SHARED) >= MOST_SHARED:
+            _SHARED.clear()
+        # Without the lines that wrote it, and without the rest of the program.
+        eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
+        function = _SHARED[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
+    return function
 
 
 _SHARED: dict[tuple[Any, ...], Body] = {}

@@ -160,9 +160,10 @@ class Link:
 
 def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
-    if segments is None:
+    factors_of_segments = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not factors_of_segments:
         return list(factors), None
+    (segments,) = factors_of_segments
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)

@@ -285,10 +285,10 @@ def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
     """The mean of 1024 draws of the stage of an index is the one that it claims."""
     claimed_mean, sums, squares = evidence.deviations(case.chain, index, case.raw, jax.random.split(case.key, 1024))
     rounding = evidence.rounding(claimed_mean)
-    sums_of_arrays = zip(*map(jax.tree.leaves, (sums, squares)), strict=True)
-    for (path, mean), sums_of_array in zip(evidence.named_arrays(claimed_mean), sums_of_arrays, strict=True):
-        deviation, error = evidence.deviation(*map(np.asarray, sums_of_array), n=1024)
-        excess = np.abs(deviation) - 6 * error - rounding * np.max(np.abs(mean), initial=0.0)
+    triples = zip(evidence.paired(claimed_mean, sums), evidence.named_arrays(squares), strict=True)
+    for (path, mean, total), (_, square) in triples:
+        deviation, error = evidence.deviation(np.asarray(total), np.asarray(square), n=1024)
+        excess = np.abs(deviation) - 6 * error - rounding * evidence.largest_entry(np.asarray(mean))
         worst = int(np.argmax(excess))
         size = f"it is off by {abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}"
         message = f"the mean of 1024 draws differs from `deterministic` at {path!r}: {size}"

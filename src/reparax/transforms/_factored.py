@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax.core.paths import describe
+from reparax.core.paths import describe, type_of
 from reparax.numerics.terms import Spec, specs_of
 from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
@@ -199,9 +199,9 @@ def declared_sum(operation: Operation) -> Sum | None:
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
-    factors = iter(_declared_factors(operation, n_arrays))
     if not sums.holds_factors(output.dtype, array_types):
         return None
+    factors = iter(_declared_factors(operation, n_arrays))
     factors_of_terms = [[next(factors) for _ in spec.letters] for spec in specs]
     products = sums.all_or_none(map(_declared_product, specs, factors_of_terms, itertools.repeat(output)))
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
@@ -282,12 +282,7 @@ def _is_still(x: Sum) -> bool:
 
 def _as_one_factor(x: Sum) -> Product:
     """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(_type_of(x), still=_is_still(x))
-
-
-def _type_of(x: Sum) -> jax.ShapeDtypeStruct:
-    """The shape and the dtype of a sum."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return Product.of(type_of(x), still=_is_still(x))
 
 
 # ---- products of matrices
@@ -627,7 +622,7 @@ class Factoring:
         cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
         cost_with_weight = times * cost_from_array + self.plan.records[weight.maker].cost_to_form
         cost = min(times * cost_from_factors, cost_with_weight)
-        record = Record(eqn, _type_of(matrices), origins, parents=[weight.maker], cost_to_form=cost, times=times)
+        record = Record(eqn, type_of(matrices), origins, parents=[weight.maker], cost_to_form=cost, times=times)
         record.reads.append(SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
         record.read_if_formed = SumRead(eqn, times, interpreter.in_formula, cost_from_factors, cost_from_array)
         return record
@@ -646,7 +641,7 @@ class Factoring:
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
         cost = times * cost_to_form(eqn, operation.facts) + cost_of_parents
         origins = operation.out_facts.origins
-        return Record(eqn, _type_of(weight), origins, parents=parents, cost_to_form=cost, times=times)
+        return Record(eqn, type_of(weight), origins, parents=parents, cost_to_form=cost, times=times)
 
 
 def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:

@@ -142,8 +142,8 @@ class Convolution:
 
 _OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
 
-STEPS_TO_PROJECT = 500
-"""Of power iteration on a convolution, whose exact norm nobody computes."""
+_STEPS_TO_PROJECT = 500
+"""Steps of power iteration in ``project`` of a convolution, whose exact norm would take a matrix of all images."""
 
 
 class SpectralNorm(MatrixAxes, Constraint):
@@ -282,7 +282,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         if self._convolution is None:
             return jnp.linalg.norm(matrix, 2)
         start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
-        u, v = _iterate(matrix, _as_unit(start), STEPS_TO_PROJECT, self._convolution)
+        u, v = _iterate(matrix, _as_unit(start), _STEPS_TO_PROJECT, self._convolution)
         return jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
