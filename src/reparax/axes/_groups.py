@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from reparax.axes._reading import LabelledArray, Reading, arguments_of
 from reparax.axes._rules import AxisSum
 from reparax.axes._values import LabelPart
-from reparax.core.bound import follow_axes
 from reparax.core.calls import shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text
@@ -442,7 +441,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_numeric(x)}
     _require_arrays("shrink", group_list, {path: x.shape for path, x in arrays.items()})
     kept = _along_axes((group, alive) for group, alive in _living_indices(group_list, arrays) if not alive.all())
-    origins = follow_axes(tuple(p), effective)[1]
+    origins = p._follow(effective)
     cuts = {path: _cuts_of(who, path, x, *origins[path], kept) for path, x in items(raw_tree) if is_numeric(x)}
     small = _map_leaves(raw_tree, lambda path, x: _cut_out(x, cuts.get(path, ())))
     # What the cut raw tree gives must be the effective tree, cut along the same axes.

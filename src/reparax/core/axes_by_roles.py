@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
-from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
 from reparax.core.layers import Convention
-from reparax.core.origins import Origins, compose_origins, keep_origins
+from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
 from reparax.core.roles import INPUTS, STACKED, Misfit, Role, axes_by_word
+from reparax.core.start import follow
 from reparax.numerics.arithmetic import is_array
 
 Roles = Mapping[Names, Role]
@@ -32,22 +32,20 @@ def visit_with_roles(
     It gets a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
     roles_of_params = roles_of(who, roles)
-    tree = jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles)
-    origins = keep_origins(tree)
-    new_stages = list[Any]()
-    later_stages = list[Any]()
+    tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
+    origins: Origins | None = None
+    new_stages, later_stages = list[Any](), list[Any]()
     for stage in reversed(stages):
-        tree, origins_of_stage = follow_axes(later_stages, tree)
-        origins = compose_origins(origins_of_stage, origins)
-        later_stages = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        tree, origins = follow(later_stages, tree, origins)
+        later_stages = list(visit(stage, tree, _inherit_roles(roles_of_params, tree, origins)))
         new_stages[:0] = later_stages
     return new_stages
 
 
-def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> dict[Names, Role]:
+def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> dict[Names, Role]:
     """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
     roles = dict[Names, Role]()
-    for place, x in items(tree):
+    for place, x in tree.arrays.items():
         if is_array(x) and origins[place][0] in roles_of_params:
             source, axes = origins[place]
             roles[place] = roles_of_params[source].of_value(axes, x.shape, x.dtype)

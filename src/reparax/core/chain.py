@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
+from reparax.core.advance import update, update_base
 from reparax.core.axes_by_roles import visit_with_roles
-from reparax.core.bound import (
-    Bound,
-    RawValues,
-    apply_all,
-    follow_axes,
-    init_all,
-    provenance_of,
-    require_made_by,
-    require_no_markers,
-    total_log_det,
-    total_penalty,
-    update_all,
-    update_all_bases,
-)
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
     CallName,
@@ -44,13 +28,16 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.keys import Keys
-from reparax.core.originals import originals, require_unmoved, with_array
-from reparax.core.origins import Origins, probe_origins
+from reparax.core.originals import original, require_unmoved, with_array
+from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, types_of_result
+from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
-from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
+from reparax.core.site import RawValues, Site
+from reparax.core.start import follow, start
+from reparax.core.totals import total_log_det, total_penalty
 from reparax.numerics.arguments import is_whole
 
 T = TypeVar("T")
@@ -90,8 +77,8 @@ class Parametrization(Static, ABC):
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a class without ``bind``, and one that defines a method of chains in place of its formula."""
-        if cls.bind is Parametrization.bind and "_parts" not in vars(cls):
+        """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""
+        if cls.sites is Parametrization.sites and "_parts" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
                 f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint for one "
@@ -131,8 +118,12 @@ class Parametrization(Static, ABC):
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(CallName(self, "init"), params, advice)
-        raw = init_all(self._parts, params, typed_key)
-        return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
+        raw = nest(start(self._parts, flatten(params), Keys(typed_key)))
+        return spread_boxes(self._follow, params, raw)
+
+    def _follow(self, params: PyTree) -> Origins:
+        """For each axis of a raw value the axis of a parameter that it follows."""
+        return follow(self._parts, flatten(params))[1]
 
     def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
@@ -165,21 +156,17 @@ class Parametrization(Static, ABC):
           >>> p.apply(raw, upto=1)["w"]["@weight_norm"]["v"]  # the direction that `WeightNorm` reads
           Array([[3., 4.]], dtype=float32)
         """
-        require_no_references(self, "apply", raw)
         if upto is not None and (not is_whole(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
-        stages = self._parts[:upto]
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
-
-        def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
-            tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
-            require_no_markers(self, tree, later=self._parts[len(stages) :])
-            return nest(tree)
-
-        return recompute(effective, gather_boxes(raw), needed_key(self, key))
+        require_no_references(self, "apply", raw)
+        typed_key = needed_key(self, key)
+        tree, n_stages = flatten(gather_boxes(raw)), len(self) if upto is None else upto
+        planned = plan("apply", self._parts[:n_stages], tree)
+        require_no_markers(self, planned.after, later=self._parts[n_stages:])
+        return run_plan(planned, typed_key)
 
     @verb
     def original(self, raw: T) -> T:
@@ -202,10 +189,7 @@ class Parametrization(Static, ABC):
           >>> p.fold(raw), p.original(raw)
           ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
         """
-        require_no_references(self, "original", raw)
-        tree = originals(self._parts, flatten(gather_boxes(raw)))
-        require_no_markers(self, tree)
-        return nest(tree)
+        return nest(original(plan_for(self, raw, "original", mean=True)))
 
     @verb
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
@@ -253,10 +237,8 @@ class Parametrization(Static, ABC):
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        gathered = gather_boxes(raw)
-        require_made_by(self, "update", gathered)
-        tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
-        return spread_like(raw, nest(tree))
+        plan = plan_for(self, raw, "update", mean=True)
+        return spread_like(raw, nest(update(CallName(self, "update"), plan, keys, slopes)))
 
     @verb
     def update_base(self, raw: T) -> T:
@@ -270,9 +252,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        gathered = gather_boxes(raw)
-        require_made_by(self, "update_base", gathered)
-        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gathered))))
+        return spread_like(raw, nest(update_base(plan_for(self, raw, "update_base", mean=True))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -290,7 +270,7 @@ class Parametrization(Static, ABC):
           >>> p.penalty(p.init({"w": jnp.ones(4)}))  # half the square of each mean
           Array(2., dtype=float32)
         """
-        return total_penalty(self._parts, flatten(gather_boxes(raw)))
+        return total_penalty(plan_for(self, raw, "penalty", mean=True))
 
     @verb
     def log_det(self, raw: PyTree) -> jax.Array:
@@ -315,7 +295,7 @@ class Parametrization(Static, ABC):
           >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
           Array(3., dtype=float32)
         """
-        return total_log_det(self._parts, flatten(gather_boxes(raw)))
+        return total_log_det(plan_for(self, raw, "log_det", mean=True))
 
     @property
     def has_update(self) -> bool:
@@ -356,8 +336,8 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
-        bindings = provenance_of(self, types_of_result(with_any_key(self.init), params)).bindings
-        sources_of_stages = [dict(chain(*(bound.copies.items() for bound in bounds))) for _, bounds in bindings]
+        steps = plan_for(self, types_of_result(with_any_key(self.init), params)).steps
+        sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
         def owner(path: str) -> str:
             for sources in reversed(sources_of_stages):
@@ -409,7 +389,7 @@ class Parametrization(Static, ABC):
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
           ValueError: If ``raw`` is not a raw tree of this chain.
         """
-        return self.deterministic.apply(raw)
+        return run_plan(plan_for(self, raw, "fold", mean=True), None)
 
     # What a stage does where it is bound to arrays: methods for the loops over chains.
 
@@ -430,40 +410,45 @@ class Parametrization(Static, ABC):
         """The stage, of which a mean has another one."""
         return self
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
+    def sites(self, method: str, tree: Flat) -> list[Site]:
         """Where ``init`` finds arrays in ``tree``, or another method raw values of the stage."""
         raise NotImplementedError
+
+    def _require_taken(self, w: Any) -> None:
+        """Requires an array that the stage can take."""
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
         """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
+    def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
         """The raw values of the arrays."""
         raise NotImplementedError
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
+    def _check_start(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
+        """Requires raw values of which the formula makes arrays of the types of ``arrays``."""
+
+    def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
+        """Requires raw values of types that ``init`` gives for arrays of the types ``effective``."""
+
+    def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
         """The arrays of raw values, with the key of a random stage."""
         raise NotImplementedError
 
-    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
+    def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
         """The values that change in one training step."""
         return {}
 
-    def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
+    def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
         """RawValues of the same arrays, relative to a base at the current point."""
         return values
 
-    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> jax.Array:
+    def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
         """The penalty or the log-determinant."""
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
         return False
-
-    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        return types_of_result(init, tree), probe_origins(init, tree)
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
@@ -573,9 +558,8 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        follow = functools.partial(follow_axes, self._parts)
         who = CallName(self, "shardings")
-        return shardings_of_raw(who, with_any_key(self.init), follow, specs, mesh, like, memory_kind)
+        return shardings_of_raw(who, with_any_key(self.init), self._follow, specs, mesh, like, memory_kind)
 
 
 refuse_other_operators(Parametrization)
@@ -717,7 +701,6 @@ class Mean(Parametrization):
 
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """What the stage is bound to, but for the mean."""
-        bounds = self._unwrapped.bind("fold" if method == "apply" else method, tree)
-        return [replace(bound, mean=True) for bound in bounds]
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """Those of the stage."""
+        return self.stage.sites(method, tree)

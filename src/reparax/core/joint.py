@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from typing import Any, ClassVar
 
@@ -15,13 +15,13 @@ from jax import Array
 
 from reparax.core import checks
 from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
-from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.config import code
 from reparax.core.leafwise import Leafwise, OwnNodes
-from reparax.core.paths import Names, path_text, type_of
+from reparax.core.paths import Names, path_text
 from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import Misfit, Role
+from reparax.core.site import RawValues, Site, site_of
 from reparax.core.where import check_where, why_nothing
 
 
@@ -125,17 +125,17 @@ class Joint(Leafwise):
     def _defines(self, verb: str) -> bool:
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """The stage bound to each group that ``arrays`` joins, or without it to all that ``where`` selects."""
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """Each group that ``arrays`` joins, or without it all that ``where`` selects."""
         who = CallName(self, method)
         leaves = self._leaves_to_join(method, tree)
         if self.arrays:
-            return [self._bound_to_group(who, group) for group in self._groups(who, leaves)]
+            return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method != "init":
             for leaf in leaves:
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.values)
-        return [bound_to(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
+        return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
     def _leaves_to_join(self, method: str, tree: Flat) -> Sequence[Leaf]:
         """The leaves that ``where`` selects, or all in which ``arrays`` looks; after ``init`` only marker dicts."""
@@ -144,15 +144,15 @@ class Joint(Leafwise):
             return nodes.leaves if self.arrays else nodes.selected()
         return tree.leaves() if self.arrays else [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
 
-    def _bound_to_group(self, who: CallName, group: Mapping[str, Leaf]) -> Bound:
-        """The stage bound to arrays that its expressions join, with their stacked axes as numbers."""
+    def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
+        """The stage at arrays that its expressions join, with their stacked axes as numbers."""
         who = who.at(*(leaf.path for leaf in group.values()))
         with checks.locate_errors(who):
             axes = {name: find_axes(self.stacked, self.names_at(leaf)) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
             if who.method == "init":
                 _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
-        return bound_to(replace(self, stacked=stacked), who, group)
+        return site_of(replace(self, stacked=stacked), who, group)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
         return self.apply_leaves({"w": dict(values)})["w"]
@@ -163,35 +163,30 @@ class Joint(Leafwise):
         if lacking := sorted(set(required) - values.keys()):
             raise KeyError(lacking[0])
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+    def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the arrays of one group start."""
+        with _explain_names():
+            return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
+
+    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
-        try:
-            values = map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
+        with _explain_names():
             checks.require_start(self, apply, formulas, values, arrays, is_shared=self.arrays is not None)
-        except KeyError as error:
-            raise ValueError(
-                f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
-            ) from error
-        return values
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> Mapping[str, Any]:
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The arrays of one group, from the raw values of all of them."""
-        effective = map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
-        if not self.changes_type:
-            self._require_fit(values, effective)
-        return effective
+        return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
-    def _require_fit(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Requires values of the shapes that ``init`` gives for such arrays, unless it needs their numbers."""
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            types = {name: type_of(w) for name, w in effective.items()}
-            expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), types)
+    def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
+        if self.changes_type:
+            return
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init` needs numbers
+            expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), dict(effective))
             for name, values_of_one in values.items():
                 checks.require_fit(values_of_one, expected[name])
 
-    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
+    def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The fixed values of the arrays that ``update_leaves`` changes."""
 
         def checked_update(values: checks.Leaves) -> checks.Leaves:
@@ -203,7 +198,7 @@ class Joint(Leafwise):
 
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
-    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
+    def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
         """The penalty of one group; a Joint has no log-determinant, and 0 in its place."""
         if formula != "penalty":
             return jnp.zeros(())
@@ -244,6 +239,17 @@ class Joint(Leafwise):
         for group in groups.values():
             _require_names(who, group, [name for name, _ in self.arrays])
         return list(groups.values())
+
+
+@contextmanager
+def _explain_names() -> Generator[None]:
+    """Says that a formula reads a name that is not there."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(
+            f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
+        ) from error
 
 
 def _as_dicts(values: RawValues) -> checks.Leaves:

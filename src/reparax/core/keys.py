@@ -52,17 +52,17 @@ class Keys:
             return None
         return _fold_texts(_fold_texts(self._key, [f"{kind}@{number}"])[0], paths)
 
-    def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
+    def of_draws(self, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
         """A key for each pair of number and path; None for each without a key."""
-        key_of_site: dict[tuple[int, str], jax.Array] = {}
-        for number in {number for number, _ in sites}:
-            paths = [path for site_number, path in sites if site_number == number]
+        key_of_draw: dict[tuple[int, str], jax.Array] = {}
+        for number in {number for number, _ in draws}:
+            paths = [path for number_of_draw, path in draws if number_of_draw == number]
             batch = self.of_arrays(kind, number, paths)
             if batch is not None:
                 # Where nothing is traced, one at a time: a program of many results is slow to compile.
                 keys_of_paths = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
-                key_of_site |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
-        return [key_of_site.get(site) for site in sites]
+                key_of_draw |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
+        return [key_of_draw.get(draw) for draw in draws]
 
 
 def is_one_key(key: Any) -> bool:
@@ -155,56 +155,59 @@ LOOPED = 2**14
 compilation; an array that draws in a loop uses one core only, in every step."""
 
 
-def draw_for_bounds(
-    kind: str, bounds: Sequence[Any], arrays: Mapping[Names, Any], keys: Keys, merged_paths: Sequence[str]
+def draw_at_sites(
+    step: Any, sites: Sequence[Any], arrays: Mapping[Names, Any], keys: Keys, merged_paths: Sequence[str]
 ) -> dict[int, Array]:
-    """For the index of each random binding of a stage its key; for noise its draw.
+    """For the index of each site of a step that draws its key; for noise its draw.
 
-    An earlier stage draws the noise at ``merged_paths``; these count nevertheless.
+    An earlier step draws the noise at ``merged_paths``; these count nevertheless, as do sites that draw nothing.
     """
-    counted = [i for i, bound in enumerate(bounds) if bound.draw_path is not None]
-    numbers = keys.numbers(kind, [*(bounds[i].draw_path for i in counted), *merged_paths])
+    counted = [i for i, site in enumerate(sites) if site.draw_path is not None]
+    numbers = keys.numbers(step.stage.kind, [*(sites[i].draw_path for i in counted), *merged_paths])
+    if not step.draws:
+        return {}
     groups_of_number = dict[int, dict[Any, list[int]]]()
     for i, number in zip(counted, numbers, strict=False):
-        if bounds[i].is_random:
-            groups_of_number.setdefault(number, {}).setdefault(_group_key(i, bounds[i], arrays), []).append(i)
+        group = _group_key(sites[i], arrays) if step.draws_noise else i
+        groups_of_number.setdefault(number, {}).setdefault(i if group is None else group, []).append(i)
     draws = dict[int, Array]()
     for number in sorted(groups_of_number):
         groups = list(groups_of_number[number].values())
-        batch = keys.of_arrays(kind, number, [bounds[i].draw_path for group in groups for i in group])
+        batch = keys.of_arrays(step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
         assert batch is not None
         starts = accumulate(map(len, groups), initial=0)
         for start, group in zip(starts, groups, strict=False):
-            group_keys = _part(batch, start, len(group), is_traced=keys.is_traced)
-            drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
-            draws |= zip(group, drawn, strict=True)
+            drawn = _part(batch, start, len(group), is_traced=keys.is_traced)
+            if step.draws_noise:
+                array = jnp.asarray(arrays[sites[group[0]].arrays["w"]])
+                draws |= zip(
+                    group, _draw_group(sites[group[0]].stage, array, drawn, is_traced=keys.is_traced), strict=True
+                )
+            else:
+                draws[group[0]] = drawn[0]
     return draws
 
 
-def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, *, is_traced: bool) -> list[Array]:
-    """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
-    if not group[0].is_noise:
-        return [keys[0]]
-    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
-    if len(group) == 1:
+def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
+    """The noise of arrays that draw alike, for each of their keys: in a loop, if there are several."""
+    array = jnp.asarray(array)
+    if len(keys) == 1:
         return [stage.draw(array, keys[0])]
     draws = stage.draw(array, keys)
     if not is_traced:
-        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(group))]
-    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(group))]
+        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(keys))]
+    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(keys))]
 
 
-def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
-    """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
-    if not bound.is_noise:
-        return i
-    array = jnp.asarray(arrays[bound.value_places[0]])
+def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
+    """What small arrays of one type and known sharding share, which draw together; None for one that draws alone."""
+    array = jnp.asarray(arrays[site.arrays["w"]])
     sharding = jax.typeof(array).sharding
     is_large = any(map(export.is_symbolic_dim, array.shape)) or array.size > LOOPED
     # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
     if is_large or AxisType.Auto in sharding.mesh.axis_types:
-        return i
-    return type(bound.stage), bound.stage.shared, array.shape, array.dtype, sharding
+        return None
+    return type(site.stage), site.stage.shared, array.shape, array.dtype, sharding
 
 
 def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:

@@ -15,14 +15,13 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core import checks, config
-from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
 from reparax.core.leafwise import Leafwise, OwnNodes
-from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
-from reparax.core.paths import PyTree, has_symbols, type_of, types_of_result
-from reparax.core.raw import FIXED, Flat, Leaf, flatten
+from reparax.core.paths import has_symbols, type_of
+from reparax.core.raw import Flat, Leaf
+from reparax.core.site import RawValues, Site, site_of
 from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
@@ -88,29 +87,26 @@ class Perturbation(Leafwise):
         """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """The stage bound to each array that it takes, and changes in place."""
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """Each array that the stage takes, and changes in place."""
         pairs = self._arrays_and_stages(method, tree)
-        return [_bound_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
+        return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The array that the formula makes of ``w``, or its mean over all keys."""
-        w = values["w"]["w"]
-        if bound.mean:
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
+        """The array that the formula makes of ``w``; without a key, its mean over all keys."""
+        w, is_mean = values["w"]["w"], self.stochastic and key is None
+        if is_mean:
             effective = self._map_stacked(self.mean_leaf)(w)
         else:
             effective = self._map_stacked(self.apply_leaf)(w, keys_of_stack(key, w, self.stacked_axes))
         if not self.changes_type:
-            checks.require_type("mean_leaf" if bound.mean else "apply_leaf", effective, w)
+            checks.require_type("mean_leaf" if is_mean else "apply_leaf", effective, w)
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
         """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
-
-    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        return tree, keep_origins(tree)
 
     @property
     def deterministic(self) -> Parametrization:
@@ -294,20 +290,20 @@ class Reparametrization(Leafwise):
     def _defines(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """The stage bound to each array that it takes, or after ``init`` to the raw values of each."""
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """Each array that the stage takes, or after ``init`` the raw values of each."""
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
         else:
             nodes = OwnNodes(self, method, tree)
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
-        return [self._bind_leaf(stage, CallName(self, method, (leaf.path,)), leaf) for leaf, stage in pairs]
+        return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf) for leaf, stage in pairs]
 
-    def _bind_leaf(self, stage: Self, who: CallName, leaf: Leaf) -> Bound:
-        """The stage of one array, bound to that array or to its marker dict."""
+    def _site_at(self, stage: Self, who: CallName, leaf: Leaf) -> Site:
+        """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
-            return _bound_in_place(stage, who, leaf, self.raw_values)
-        return bound_to(stage, who, {"w": leaf}, draw_path=leaf.draw_path)
+            return _site_in_place(stage, who, leaf, self.raw_values)
+        return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path)
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
         nodes = OwnNodes(self, "apply", tree)
@@ -328,28 +324,25 @@ class Reparametrization(Leafwise):
                 start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)
                 checks.require_fit(types, start)
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+    def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the array starts."""
         w = arrays["w"]
         # Stages of this package are pure, so one program serves all arrays of a type; yours may look at numbers.
         call = _call_jitted if config.is_of_package(type(self)) else call_once_per_type
-        values = call(_start_values, self, w, key)
-        self._require_array_of(values, w)
-        return {"w": values}
+        return {"w": call(_start_values, self, w, key)}
 
-    def _require_array_of(self, values: Mapping[str, Array], w: Array) -> None:
-        """Requires raw values of which the formula makes an array of the type of ``w``."""
+    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         try:
-            types = {name: type_of(x) for name, x in values.items()}
+            types = {name: type_of(x) for name, x in values["w"].items()}
             effective = jax.eval_shape(lambda values: self._effective(values), types)
         except KeyError as error:
-            names = ", ".join(map(repr, values))
+            names = ", ".join(map(repr, values["w"]))
             raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
         if not self.changes_type:
-            checks.require_type(formula, effective, w)
+            checks.require_type(formula, effective, arrays["w"])
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         """The array of the raw values: drawn with a key, and its mean without one."""
         if self._in_place:
             return {"w": _array_without_draw(self, values["w"])}
@@ -357,7 +350,7 @@ class Reparametrization(Leafwise):
             return {"w": self._effective(values["w"])}
         return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
-    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
+    def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The values that ``update_leaf`` changes, which gets the gradient and the key if it takes them."""
         extras = {"grad": grads.get("w"), "key": key}
 
@@ -368,7 +361,7 @@ class Reparametrization(Leafwise):
 
         return {"w": self._map_stacked(update_one)(values["w"], {name: extras[name] for name in self.update_reads})}
 
-    def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
+    def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
         """The values of the array that ``update_base_leaf`` returns, with the base at the current point."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -378,7 +371,7 @@ class Reparametrization(Leafwise):
 
         return {"w": self._map_stacked(rebase_one)(values["w"])}
 
-    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
+    def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
         """What ``penalty_leaf`` or ``log_det_leaf`` returns for the array, of values in float32 or wider."""
         formula_leaf = self.penalty_leaf if formula == "penalty" else self.log_det_leaf
         wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
@@ -390,35 +383,11 @@ class Reparametrization(Leafwise):
 
         return self._map_stacked(number_of_one)(wide_values)
 
-    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        """The types of ``init(tree)``, and the origins of their axes; arrays that are alike are asked once."""
-        raw_types = types_of_result(init, tree)
-        origins = keep_origins(raw_types)
-        flat = flatten(tree)
-        leaves = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
-        axes_of_group = dict[Any, dict[str, FollowedAxes]]()
-        new_places = [place for place in origins if place not in flat.arrays]
-        for place in new_places:
-            source = place[: -3 if place[-2] == FIXED else -2]
-            leaf = leaves[source]
-            w = type_of(leaf.content)
-            group = w.shape, w.dtype, *self._what_sets_axes(leaf)
-            if group not in axes_of_group:
-                axes_of_group[group] = self._followed_axes(leaf, w)
-            origins[place] = source, axes_of_group[group][place[-1]]
-        return raw_types, origins
 
-    def _followed_axes(self, leaf: Leaf, w: Any) -> dict[str, FollowedAxes]:
-        """For each raw value of an array like ``w``, which axes of the array those of the value follow."""
-        stage = self._for_leaf(leaf, w, typical=True)
-        origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})
-        return {place[-1]: axes for place, (_, axes) in origins.items()}
-
-
-def _bound_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Bound:
-    """A stage bound to an array that stays in its place; the raw values of these names are all the array itself."""
+def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
+    """A stage at an array that stays in its place; the raw values of these names are all the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
-    return Bound(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
+    return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:

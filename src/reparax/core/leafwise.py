@@ -33,7 +33,6 @@ from reparax.core.axes import (
 )
 from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
 from reparax.core.axes_by_roles import Roles, misfits, with_axes
-from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
@@ -41,6 +40,7 @@ from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, wit
 from reparax.core.paths import AxisNames, Names, type_of
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
+from reparax.core.site import Site
 from reparax.core.where import (
     Where,
     by_path,
@@ -222,7 +222,7 @@ class Leafwise(Parametrization):
     # Which leaves the stage acts on.
 
     @abstractmethod
-    def bind(self, method: str, tree: Flat) -> list[Bound]: ...
+    def sites(self, method: str, tree: Flat) -> list[Site]: ...
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
         """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""

@@ -8,97 +8,95 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.bound import Bound, Stages, init_bound, provenance_of, types_of
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys
-from reparax.core.paths import PyTree, describe, path_text, types_of_result
-from reparax.core.raw import FIXED, Flat, Swap, flatten, kind_of, nest
+from reparax.core.paths import Names, PyTree, describe, path_text
+from reparax.core.plan import Plan, Stages, Step, plan_for
+from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
+from reparax.core.site import Site
+from reparax.core.start import start_at
 from reparax.core.values import value_of
 from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array
 
 
-def originals(stages: Stages, tree: Flat) -> Flat:
+def original(plan: Plan) -> Flat:
     """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
-    for stage in stages:
-        swaps = list[Swap]()
-        for bound in stage._unwrapped.bind("original", tree):
-            if bound.nodes:
-                swaps += bound.swaps(_original(bound, tree))
-        tree = tree.swap(swaps)
-    return tree
+    arrays = dict(plan.raw.arrays)
+    for step in plan.steps:
+        for site in step.sites:
+            if site.nodes:
+                found = _original_at(site, step, arrays)
+                arrays |= {place: found[name] for name, place in site.arrays.items()}
+    return plan.effective_of(arrays)
 
 
-def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
-    """The arrays of a bound before its stage."""
-    values, types = bound.read(tree.arrays), types_of(bound, tree)
-    if bound.stage._is_layout:
-        return bound.stage._apply_at(bound, values, None)
-    unchanged_names = _unchanged_names(bound, types)
-    return {array: values[array][_name_of_original(bound, array, names)] for array, names in unchanged_names.items()}
+def _original_at(site: Site, step: Step, arrays: Mapping[Names, Any]) -> Mapping[str, Any]:
+    """The arrays of a site before its stage."""
+    values = site.read(arrays)
+    if site.stage._is_layout:
+        return site.stage._apply_at(site, values, None)
+    unchanged_names = _unchanged_names(site, {name: step.made[place] for name, place in site.arrays.items()})
+    return {array: values[array][_name_of_original(site, array, names)] for array, names in unchanged_names.items()}
 
 
-def _unchanged_names(bound: Bound, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
+def _unchanged_names(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
     """For each array the names of the raw values that are the array itself after ``init``."""
     names = dict[str, list[str]]()
 
     def start(arrays: Mapping[str, Any]) -> Any:
-        raw_values = bound.stage._init_at(bound, arrays, None)
+        raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]
         return raw_values
 
-    with locate_errors(bound.who):
+    with locate_errors(site.who):
         jax.eval_shape(start, dict(types))
     return names
 
 
-def _name_of_original(bound: Bound, array: str, unchanged_names: list[str]) -> str:
+def _name_of_original(site: Site, array: str, unchanged_names: list[str]) -> str:
     """The name of the raw value that is still the array that ``init`` got: it is fixed, or nothing else trains."""
-    free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
+    free = [name for name in site.values[array] if not value_of(site.stage.raw_values, name).fixed]
     names = [name for name in unchanged_names if name not in free or free == [name]]
     if not names:
         raise ValueError(
-            f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
-            f"{', '.join(map(repr, bound.values[array])) or 'none'}. `p.fold(raw)` gives the weights without their "
+            f"{site.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
+            f"{', '.join(map(repr, site.values[array])) or 'none'}. `p.fold(raw)` gives the weights without their "
             f"parametrization."
         )
     return names[0]
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
-    """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
+    """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``: the plan, read from its end."""
     who = CallName(p, "set")
-    provenance = provenance_of(p, raw)
-    flat = flatten(raw)
-    if (place := provenance.places.get(path)) is None:
-        raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
-    types = provenance.effective
-    effective, w = flatten(types), jnp.asarray(w)
-    if w.shape != effective.arrays[place].shape:
-        raise _type_error(who, path, effective.arrays[place], w)
-    changed = effective.with_arrays({place: w})
-    for stage in reversed(p._parts):
-        bounds, types = _bound_by_types(stage, types, changed, key)
-        touching = [bound for bound in bounds if changed.arrays.keys() & set(bound.arrays.values())]
-        for bound in touching:
-            _require_alone(who, path, stage, bound, changed)
-        changed = init_bound(touching, changed, Keys(key))
+    plan = plan_for(p, raw, "set")
+    tree = plan.raw
+    if (place := plan.places.get(path)) is None:
+        raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, plan.places)}.")
+    w = jnp.asarray(w)
+    if w.shape != plan.after.arrays[place].shape:
+        raise _type_error(who, path, plan.after.arrays[place], w)
+    changed = tree.with_arrays({place: w})
+    for step in reversed(plan.steps):
+        touching = [site for site in step.sites if changed.arrays.keys() & set(site.arrays.values())]
+        for site in touching:
+            _require_alone(who, path, step.stage, site, changed)
+            with locate_errors(site.who):
+                for x in changed.arrays.values():
+                    site.stage._require_taken(x)
+        changed = start_at(touching, changed, Keys(key))
     for place, x in changed.arrays.items():
-        if describe(x) != describe(flat.arrays[place]):
-            raise _type_error(who, path_text(place), flat.arrays[place], x)
-    return nest(_with_changed(flat, changed))
+        if describe(x) != describe(tree.arrays[place]):
+            raise _type_error(who, path_text(place), tree.arrays[place], x)
+    return nest(tree.with_arrays({**tree.arrays, **changed.arrays}))
 
 
-def _with_changed(tree: Flat, changed: Flat) -> Flat:
-    """A tree with the arrays of another one, where this one has them."""
-    return tree.with_arrays({place: changed.arrays.get(place, x) for place, x in tree.arrays.items()})
-
-
-def _require_alone(who: object, path: str, stage: Any, bound: Bound, changed: Flat) -> None:
+def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
     """Requires that a stage makes what is to change of no other arrays than those."""
-    if others := {*bound.arrays.values(), *bound.reads.values()} - changed.arrays.keys():
+    if others := {*site.arrays.values(), *site.reads.values()} - changed.arrays.keys():
         raise ValueError(
             f"{who} cannot set {path!r} alone: {stage!r} makes it together with "
             f"{', '.join(sorted(repr(path_text(place)) for place in others))}. Set the source of a tied array, or "
@@ -112,18 +110,6 @@ def _type_error(who: object, path: str, expected: Any, found: Any) -> ValueError
         f"{who} expected {describe(expected)} at {path!r}, got {describe(found)}. Pass an array of the model's shape "
         f"and dtype."
     )
-
-
-def _bound_by_types(stage: Any, types: PyTree, changed: Flat, key: jax.Array | None) -> tuple[list[Bound], PyTree]:
-    """What ``init`` of a stage is bound to, and the types that it makes; only the ``changed`` arrays have numbers."""
-    bounds = list[Bound]()
-
-    def start(types: PyTree) -> PyTree:
-        tree = _with_changed(flatten(types), changed)
-        bounds.extend(stage.bind("init", tree))
-        return nest(init_bound(bounds, tree, Keys(key)))
-
-    return bounds, types_of_result(start, types)
 
 
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:

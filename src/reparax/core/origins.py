@@ -1,11 +1,9 @@
 """Finds which parameter axis each axis of a raw array follows.
 
-Each stage states which axes of an array the axes of its raw values follow, and a chain composes these answers. If a
-stage does not state it, it is probed on shapes: ``init`` is traced several times, each time with one more axis length
-doubled, and a raw axis follows the axis with which it grows. The largest lengths are doubled first, so that the order
-of lengths never changes. Equal lengths of different arrays are doubled together, because ties and joint formulas rely
-on them. So are equal lengths that a stage needs, such as those of a square matrix; then an axis follows the axis at its
-own position.
+The start of each stage is probed on shapes: it is traced several times, each time with one more axis length doubled,
+and a raw axis follows the axis with which it grows. The largest lengths are doubled first, so that the order of lengths
+never changes. Equal lengths of different arrays are doubled together, because joint formulas rely on them. So are equal
+lengths that a stage needs, such as those of a square matrix; then an axis follows the axis at its own position.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ FollowedAxes = tuple[int | None, ...]
 """For each axis of an array the axis of its source that it follows; None if it follows none."""
 Origins = dict[Names, tuple[Names, FollowedAxes]]
 """For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
-Follow = Callable[[PyTree], tuple[PyTree, Origins]]
+Follow = Callable[[PyTree], Origins]
 Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
 Shapes = dict[Names, tuple[int, ...]]
 
@@ -39,24 +37,18 @@ def inherit_entries(
         axis_entries = entries.get(path_text(source))
         return tuple(None if axis_entries is None or axis is None else axis_entries[axis] for axis in axes)
 
-    return {path: inherit(*origin) for path, origin in follow(params)[1].items()}
+    return {path: inherit(*origin) for path, origin in follow(params).items()}
 
 
-def keep_origins(tree: PyTree) -> Origins:
+def keep_origins(arrays: Mapping[Names, Any]) -> Origins:
     """The origins of arrays that do not change."""
-    return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes_of(tree).items()}
+    return {place: (place, tuple(range(len(x.shape)))) for place, x in arrays.items() if is_array(x)}
 
 
-def compose_origins(origins: Origins, earlier: Origins) -> Origins:
-    """The origins of arrays through two steps: their sources have the origins ``earlier``."""
-
-    def compose(source: Names, axes: FollowedAxes) -> tuple[Names, FollowedAxes]:
-        if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
-            return source, (None,) * len(axes)
-        root, root_axes = earlier[source]
-        return root, tuple(None if axis is None else root_axes[axis] for axis in axes)
-
-    return {path: compose(*origin) for path, origin in origins.items()}
+def compose(origin: tuple[Names, FollowedAxes], axes: FollowedAxes) -> tuple[Names, FollowedAxes]:
+    """The origin of a value whose axes follow ``axes`` of an array with that ``origin``."""
+    root, root_axes = origin
+    return root, tuple(None if axis is None else root_axes[axis] for axis in axes)
 
 
 def probe_origins(init: Init, tree: PyTree) -> Origins:

@@ -28,6 +28,7 @@ from reparax.core.paths import (
     is_end,
     items,
     path_text,
+    type_of,
 )
 from reparax.core.values import Value, Values, value_of
 from reparax.numerics.arithmetic import is_array
@@ -426,6 +427,10 @@ class Flat:
         """The tree with other arrays."""
         return replace(self, arrays=arrays)
 
+    def types(self) -> "Flat":
+        """The tree with types in place of arrays."""
+        return replace(self, arrays={place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()})
+
     def before(self, later: Sequence[Any]) -> "Flat":
         """The tree for a stage that stands before these."""
         return replace(self, later=later)
@@ -538,29 +543,6 @@ def nest(tree: Flat) -> PyTree:
         parameter = tree.parameter_of(place)
         _put(nested, [parameter, *place[len(parameter) :]], x)
     return tree.frame.treedef.unflatten([nested[place] for place in tree.frame.places])
-
-
-def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool) -> Flat:
-    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``old_tree`` and ``new_tree``.
-
-    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
-    """
-    old = old_tree.arrays
-
-    def is_changed(place: Names, x: Any) -> bool:
-        return place not in old or (x is not old[place] and not is_empty(x))
-
-    def is_computed(place: Names) -> bool:
-        # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
-        return place not in raw.arrays or (FIXED not in place and raw.arrays[place] is not old[place])
-
-    changed = {place: x for place, x in new_tree.arrays.items() if (free or FIXED in place) and is_changed(place, x)}
-    if computed_places := sorted(filter(is_computed, changed)):
-        raise ValueError(
-            f"{method} changed {path_text(computed_places[0])!r}, but cannot write it to the raw tree: an earlier "
-            f"stage computes that value. Put that stage later in the chain."
-        )
-    return raw.with_arrays({**raw.arrays, **changed})
 
 
 def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:

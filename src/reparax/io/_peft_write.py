@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree
+from reparax.core.plan import Plan, plan_for
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_methods import BIAS, LORA, METHODS, TOKENS, method_of
@@ -68,9 +68,9 @@ def to_peft(
     require_chains("to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
-        provenance = provenance_of(weights.deterministic, raw)
-        targets = targets_of(provenance.effective, names, layouts, roles)
-    nodes, free, lines = _sort_arrays(provenance, targets)
+        plan = plan_for(weights, raw, mean=True)
+        targets = targets_of(plan.effective, names, layouts, roles)
+    nodes, free, lines = _sort_arrays(plan, targets)
     written_by_method, errors_of_nodes = _write_nodes(nodes, targets)
     lines += errors_of_nodes
     tokens = written_by_method.pop(TOKENS.name, {}) if LORA.name in written_by_method else {}
@@ -161,14 +161,14 @@ def _name_tensors(method: Method, modules: Mapping[str, Written]) -> dict[str, n
     return tensors
 
 
-def _sort_arrays(provenance: Provenance, targets: Targets) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
+def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
     nodes: dict[str, StageNode] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
-            node = _node_at(provenance, provenance.places[target.path], target)
+            node = _node_at(plan, plan.places[target.path], target)
             if isinstance(node, StageNode):
                 nodes |= {} if isinstance(node.stage, Freeze | Quantized) else {tensor: node.of_one()}
             elif jnp.issubdtype(node.dtype, jnp.inexact):
@@ -179,12 +179,12 @@ def _sort_arrays(provenance: Provenance, targets: Targets) -> tuple[dict[str, St
     return nodes, free, lines
 
 
-def _node_at(provenance: Provenance, place: Names, target: Target) -> Any:
+def _node_at(plan: Plan, place: Names, target: Target) -> Any:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
-    if place not in provenance.producers:
-        return provenance.raw.arrays[place]
-    stage, values = provenance.producers[place]
-    return StageNode(stage, {name: _node_at(provenance, at, target) for name, at in values.items()}, target)
+    if place not in plan.producers:
+        return plan.raw.arrays[place]
+    stage, values = plan.producers[place]
+    return StageNode(stage, {name: _node_at(plan, at, target) for name, at in values.items()}, target)
 
 
 def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) -> Method | None:

@@ -12,12 +12,12 @@ import numpy as np
 from jax import Array
 
 from reparax.core.axes import last_to_number
-from reparax.core.bound import provenance_of
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import describe_as_stored, locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import plan_for
 from reparax.io._files import read_tensors
 from reparax.io._layouts import LAYOUTS, permute, write_layout
 from reparax.io._parameters import (
@@ -255,16 +255,16 @@ def _make_plan(
     """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps."""
     *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
-    provenance = provenance_of(weights.deterministic, raw)
-    naming = Naming(provenance.producers, by_hook)
+    plan = plan_for(weights, raw, mean=True)
+    naming = Naming(plan.producers, by_hook)
     raw_values = list[StageValues]()
     tied_entries = list[Entry]()
-    entries = list_entries(provenance.effective, *of_arrays)
+    entries = list_entries(plan.effective, *of_arrays)
     maps = given_maps([entry.path for entry in entries], orthogonal_map)
     for entry in entries:
-        place = provenance.places[entry.path]
+        place = plan.places[entry.path]
         entry = replace(entry, orthogonal_map=maps.get(entry.path))
-        if provenance.has_values(place):
+        if plan.has_values(place):
             raw_values += naming.values_of(place, entry)
         else:
             tied_entries.append(entry)

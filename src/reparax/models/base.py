@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from reparax.core.bound import provenance_of
 from reparax.core.calls import CallName, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
+from reparax.core.plan import plan_for
 from reparax.numerics.arithmetic import has_gradient
 from reparax.training import partition
 
@@ -78,7 +78,7 @@ def start_key(p: Parametrization, key: Any, give: str) -> Any:
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
     """The raw tree, if ``p`` has made it."""
-    provenance_of(p, raw)
+    plan_for(p, raw)
     return raw
 
 

@@ -18,20 +18,27 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import all_leaves
 
-from reparax.core.bound import Stages, apply_all, init_all, mean_stages
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import Keys
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.plan import Stages, plan, run_steps
 from reparax.core.raw import flatten, nest
+from reparax.core.start import start
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
 
 
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
-    """The effective tree of a raw one, after these stages."""
-    return nest(apply_all(stages, flatten(raw), Keys(key)))
+    """The effective tree of a raw one, after these stages; without a key, their means."""
+    planned = plan("apply", stages, flatten(raw), mean=key is None)
+    return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, Keys(key))))
+
+
+def init_stage(stage: Parametrization, tree: PyTree, key: Array) -> PyTree:
+    """The raw tree of one stage."""
+    return nest(start((stage,), flatten(tree), Keys(key)))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
@@ -69,19 +76,14 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
     images = list[RoundTrip]()
     tree = params
     for stage in reversed(stages_of(p)):
-        raw = init_all((stage,), tree, key)
-        starts.append(RoundTrip(tree, _apply_mean(stage, raw)))
-        point = _apply_mean(stage, _move_traced(raw))
+        raw = init_stage(stage, tree, key)
+        starts.append(RoundTrip(tree, apply_raw([stage], raw)))
+        point = apply_raw([stage], _move_traced(raw))
         if jax.tree.leaves(partition(raw)[1]):  # fixed values belong to the point from which they were made
-            point = _apply_mean(stage, init_all((stage,), point, key))
-        images.append(RoundTrip(point, _apply_mean(stage, init_all((stage,), point, key))))
+            point = apply_raw([stage], init_stage(stage, point, key))
+        images.append(RoundTrip(point, apply_raw([stage], init_stage(stage, point, key))))
         tree = raw
     return starts, images
-
-
-def _apply_mean(stage: Parametrization, raw: PyTree) -> PyTree:
-    """What a stage alone makes of a raw tree, without noise."""
-    return apply_raw(mean_stages([stage]), raw)
 
 
 def _move_traced(raw: PyTree) -> PyTree:
@@ -182,8 +184,8 @@ def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tupl
     later markers. The deviations are those of ``_deviations_of_draw``.
     """
     stage = stages_of(p)[index]
-    tree = apply_raw(mean_stages(stages_of(p)[:index]), raw)
-    claimed_mean = _apply_mean(stage, tree)
+    tree = apply_raw(stages_of(p)[:index], raw)
+    claimed_mean = apply_raw([stage], tree)
     comparable_mean = jax.tree.map(comparable, claimed_mean)
     zeros = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), comparable_mean)
 

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.bound import init_all
 from reparax.core.calls import CallName, require_chains, shows_usage, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
+from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
-from reparax.core.raw import FIXED, is_aligned, require_no_raw
+from reparax.core.raw import FIXED, flatten, is_aligned, require_no_raw
+from reparax.core.start import start
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, partition, require_tree
 
@@ -153,7 +154,9 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
+        start(
+            tuple(Chain((p.deterministic,))), flatten(params), Keys(None)
+        )  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

@@ -9,10 +9,10 @@ from itertools import compress, groupby
 from typing import Any, NamedTuple
 
 from reparax.core.axes_by_convention import axes_in_words
-from reparax.core.bound import Bound, Provenance, provenance_of
 from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
+from reparax.core.plan import Plan, Step, plan_for
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
 from reparax.numerics.arithmetic import is_array
@@ -198,8 +198,8 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     is_known = has_numbers(params)
     raw = init(params) if is_known else types_of_result(init, params)
     off = distances(p.fold(raw), params) if is_known else None
-    provenance = provenance_of(p, raw)
-    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(provenance), off)), tuple(_left_out(provenance)))
+    plan = plan_for(p, raw)
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(plan), off)), tuple(_left_out(plan)))
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
@@ -214,37 +214,37 @@ class _Acting(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-def _acting_stages(provenance: Provenance) -> dict[str, _Acting]:
+def _acting_stages(plan: Plan) -> dict[str, _Acting]:
     """For each parameter the stages that act on it."""
     acting: dict[str, _Acting] = {}
-    for stage, bounds in provenance.bindings:
-        for path, axes in _axes_by_parameter(provenance, stage, bounds).items():
+    for step in plan.steps:
+        for path, axes in _axes_by_parameter(plan, step).items():
             before = acting.get(path, _Acting())
-            acting[path] = _Acting((*before.stages, type(stage).__name__), (*before.axes, *axes))
+            acting[path] = _Acting((*before.stages, type(step.stage).__name__), (*before.axes, *axes))
     return acting
 
 
-def _axes_by_parameter(provenance: Provenance, stage: Any, bounds: Sequence[Bound]) -> dict[str, list[str]]:
+def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
     """For each parameter on which a stage acts, the axes that it uses, each once."""
     axes: dict[str, list[str]] = {}
-    for bound in bounds:
-        for place in bound.arrays.values():
+    for site in step.sites:
+        for place in site.arrays.values():
             axes_of_parameter = axes.setdefault(parameter_path(place), [])
-            text = axes_in_words(stage._unwrapped, bound.stage, provenance.raw.convention_at(place))
+            text = axes_in_words(step.stage, site.stage, plan.raw.convention_at(place))
             axes_of_parameter += [text] if text and text not in axes_of_parameter else []
     return axes
 
 
-def _left_out(provenance: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
-    paths = [parameter_path(names) for names, x in items(provenance.effective) if is_array(x) and x.ndim > 1]
-    for stage, bounds in provenance.bindings:
-        acts_by_default = not isinstance(getattr(stage._unwrapped, "where", ""), str)
-        acts_by_default = acts_by_default and getattr(stage._unwrapped, "min_ndim", 0) > 1
-        acted_on = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
+    paths = [parameter_path(names) for names, x in items(plan.effective) if is_array(x) and x.ndim > 1]
+    for step in plan.steps:
+        acts_by_default = not isinstance(getattr(step.stage, "where", ""), str)
+        acts_by_default = acts_by_default and getattr(step.stage, "min_ndim", 0) > 1
+        acted_on = {parameter_path(place) for site in step.sites for place in site.arrays.values()}
         left_out = tuple(path for path in dict.fromkeys(paths) if path not in acted_on)
         if acts_by_default and left_out:
-            yield type(stage).__name__, left_out
+            yield type(step.stage).__name__, left_out
 
 
 def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:

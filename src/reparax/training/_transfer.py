@@ -15,13 +15,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.bound import Bound, apply_all, follow_axes, init_bound, provenance_of
 from reparax.core.boxes import spread_boxes
 from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import plan_for, run_steps
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
+from reparax.core.site import Site
+from reparax.core.start import start_at
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free
 
@@ -129,15 +131,15 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
     old_chain, keys = _OldChain(old, raw), Keys(jax.random.key(0))
     tree, kept_nodes, fresh = old_chain.effective, set[Names](), list[str]()
     for i, stage in reversed(list(enumerate(new))):
-        bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
-        kept = old_chain.kept_values(bounds, tree, kept_nodes)
-        fresh += _fresh_parameters(stage, bounds, tree, kept)
-        opened = [place for bound, _, place in _places(bounds) if bound.nodes and place in kept]
+        sites = stage.sites("init", tree.before(tuple(new)[i + 1 :]))
+        kept = old_chain.kept_values(sites, tree, kept_nodes)
+        fresh += _fresh_parameters(stage, sites, tree, kept)
+        opened = [place for site, _, place in _places(sites) if site.nodes and place in kept]
         kept_nodes |= {_path_without_numbers(place) for place in opened if _all_within(kept_nodes, place)}
-        new_bounds = [bound for bound in bounds if not kept.keys() >= {*bound.arrays.values()}]
-        tree = _put_values(init_bound(new_bounds, tree, keys), kept)
+        new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
+        tree = _put_values(start_at(new_sites, tree, keys), kept)
     effective = nest(old_chain.effective)
-    raw = spread_boxes(functools.partial(follow_axes, tuple(new)), effective, nest(tree))
+    raw = spread_boxes(new._follow, effective, nest(tree))
     return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
 
 
@@ -145,18 +147,18 @@ Kept = Mapping[Names, Mapping[Names, Array]]
 """For the path of each array that needs no new values, the old ones that stand in its place, by their paths."""
 
 
-def _fresh_parameters(stage: Parametrization, bounds: Sequence[Bound], tree: Flat, kept: Kept) -> Iterator[str]:
+def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
     """The paths of parameters for which a stage computes new values, or that it is the first to change in place."""
     acts = len(stage.deterministic) > 0
-    for bound, _, place in _places(bounds):
-        is_new_in_place = not bound.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
+    for site, _, place in _places(sites):
+        is_new_in_place = not site.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
         if place not in kept or is_new_in_place:
             yield parameter_path(place)
 
 
-def _places(bounds: Sequence[Bound]) -> list[tuple[Bound, str, Names]]:
+def _places(sites: Sequence[Site]) -> list[tuple[Site, str, Names]]:
     """Each binding with the name and the key path of each of its arrays."""
-    return [(bound, name, place) for bound in bounds for name, place in bound.arrays.items()]
+    return [(site, name, place) for site in sites for name, place in site.arrays.items()]
 
 
 def _put_values(tree: Flat, values: Kept) -> Flat:
@@ -186,40 +188,41 @@ class _OldChain:
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
         """Applies each stage, and notes what it reads: of nodes their values, and arrays that it changes in place."""
-        provenance = provenance_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
-        self.effective = provenance.raw
+        plan = plan_for(p, raw, mean=True, otherwise="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
-        for stage, bounds in provenance.bindings:
-            before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
-            for bound, name, place in _places(bounds):
+        arrays = dict(plan.raw.arrays)
+        for step in plan.steps:
+            before, arrays = arrays, run_steps([step], arrays)
+            for site, name, place in _places(step.sites):
                 path = _path_without_numbers(place)
-                if bound.nodes:
-                    values = {value: before[value_place] for value, value_place in bound.values[name].items()}
-                    self._nodes[path] = _Node(bound.stage, self.effective.arrays[place], values)
+                if site.nodes:
+                    values = {value: before[value_place] for value, value_place in site.values[name].items()}
+                    self._nodes[path] = _Node(site.stage, arrays[place], values)
                 else:
-                    self._in_place.setdefault(path, []).append((bound.stage, before[place]))
+                    self._in_place.setdefault(path, []).append((site.stage, before[place]))
+        self.effective = plan.effective_of(arrays)
 
-    def kept_values(self, bounds: Sequence[Bound], tree: Flat, kept_nodes: AbstractSet[Names]) -> Kept:
+    def kept_values(self, sites: Sequence[Site], tree: Flat, kept_nodes: AbstractSet[Names]) -> Kept:
         """The old values of arrays on which the same stage of the new chain acts, inside of the same nodes."""
         found = {
-            place: self._values_of_node(bound, name, tree.arrays[place], kept_nodes)
-            if bound.nodes
-            else self._values_in_place(bound.stage, place, tree.arrays[place], kept_nodes)
-            for bound, name, place in _places(bounds)
+            place: self._values_of_node(site, name, tree.arrays[place], kept_nodes)
+            if site.nodes
+            else self._values_in_place(site.stage, place, tree.arrays[place], kept_nodes)
+            for site, name, place in _places(sites)
         }
         return {place: values for place, values in found.items() if values is not None}
 
     def _values_of_node(
-        self, bound: Bound, name: str, array: Array, kept_nodes: AbstractSet[Names]
+        self, site: Site, name: str, array: Array, kept_nodes: AbstractSet[Names]
     ) -> Mapping[Names, Array] | None:
         """The old values for an array that a new stage opens; None if no such stage made it."""
-        place = bound.arrays[name]
+        place = site.arrays[name]
         is_inside = _all_within(kept_nodes, place)
         node = self._nodes.get(_path_without_numbers(place)) if is_inside else self._base_of(place, array)
-        if node is None or not _act_alike(bound.stage, node.stage) or array.shape != node.array.shape:
+        if node is None or not _act_alike(site.stage, node.stage) or array.shape != node.array.shape:
             return None
-        return bound.raw_values(name, node.values)
+        return site.raw_values(name, node.values)
 
     def _base_of(self, place: Names, array: Array) -> _Node | None:
         """What the base of a new adapter was, if the adapter left the array unchanged."""
@@ -382,7 +385,7 @@ def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
     """Whether ``x`` may be a raw tree of ``old``, by its markers."""
     try:
-        provenance_of(old.deterministic, x)
+        plan_for(old, x, mean=True)
     except ValueError:
         return False
     return True

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
@@ -18,6 +17,7 @@ from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node, nest
+from reparax.core.site import RawValues, Site, site_of
 from reparax.core.values import OTHERS, Values, main
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
@@ -77,24 +77,24 @@ class _Rearranged(Parametrization):
         layout = text(arguments.pop("layout"))
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """The stage bound to the arrays of each cell: the model's in ``init``, else the nodes at their places."""
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """The arrays of each cell: the model's in ``init``, else the nodes at their places."""
         who = CallName(self, method)
         if method == "init":
             cells = self._cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
-            return [bound_to(self, who.at(cell) if cell else who, arrays) for cell, arrays in cells.items()]
+            return [site_of(self, who.at(cell) if cell else who, arrays) for cell, arrays in cells.items()]
         nodes = tree.nodes(self.kind)
         if not nodes:
             raise no_own_node_error(str(who), self.kind, nest(tree))
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
-        bounds: list[Bound] = []
+        sites: list[Site] = []
         for cell, arrays in self._cells(who, [leaf for leaf in leaves if isinstance(leaf.content, Node)]).items():
             who_here = who.at(cell) if cell else who
             with locate_errors(who_here):
                 _require_values(tree, [leaf.content for leaf in arrays.values()])
             copies = {_path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self._copies.items()}
-            bounds.append(bound_to(self, who_here, arrays, copies=copies))
-        return bounds
+            sites.append(site_of(self, who_here, arrays, copies=copies))
+        return sites
 
     def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
         """The cells that ``where`` selects, each with its arrays by their relative paths."""
@@ -119,14 +119,14 @@ class _Rearranged(Parametrization):
             )
         return cells
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        del bound, key
+    def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+        del site, key
         sizes = dict(self.sizes)
         stored = write_arrays(self._stored, read_values(self._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if self._home(name) == path} for path in arrays}
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        del bound, key
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
+        del site, key
         return self._effective(values)
 
     @property

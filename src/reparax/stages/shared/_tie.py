@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
@@ -20,6 +19,7 @@ from reparax.core.config import code
 from reparax.core.fields import field
 from reparax.core.paths import Names, describe
 from reparax.core.raw import Flat, Leaf, Node
+from reparax.core.site import RawValues, Site, site_of
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import one_of
 
@@ -87,8 +87,8 @@ class Tie(Parametrization):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
-        """The stage bound to each tied array, after its source; requires equal values in ``init``, else empty nodes."""
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """Each tied array, after its source; requires equal values in ``init``, else empty nodes."""
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
@@ -100,13 +100,13 @@ class Tie(Parametrization):
                 self._require_equal(leaves[target], leaves[source], transform)
             else:
                 _require_empty_node(who, tree, leaves[target], nodes.get(target))
-        bounds: list[Bound] = []
+        sites: list[Site] = []
         for target in _sources_first({target: source for target, (source, _) in sources.items()}):
             source, transform = sources[target]
             path = leaves[target].path
             links = {"reads": {"source": source}, "copies": {path: leaves[source].path}}
-            bounds.append(bound_to(self, who.at(path), {"w": leaves[target]}, formula=transform, **links))
-        return bounds
+            sites.append(site_of(self, who.at(path), {"w": leaves[target]}, formula=transform, **links))
+        return sites
 
     def _require_targets(self, who: CallName, paths: Sequence[str]) -> None:
         """Raises an error if a target has no place in a raw tree with these paths."""
@@ -117,13 +117,13 @@ class Tie(Parametrization):
                     f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
                 )
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        del bound, key
+    def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+        del site, key
         return {name: {} for name in arrays}
 
-    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         del key
-        return {"w": bound.formula(values["source"][""])}
+        return {"w": site.formula(values["source"][""])}
 
     def _require_equal(self, target: Leaf, source: Leaf, transform: Transform) -> None:
         """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""

@@ -14,13 +14,13 @@ from jax.core import Tracer
 
 from reparax.core import axes
 from reparax.core.axes import EACH, LAST, Axes, Axis
-from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
 from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import INPUTS
+from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
@@ -75,11 +75,11 @@ class Freeze(Reparametrization):
 
     # Where a later stage, such as ``Quantized``, left fixed codes, there is nothing to do.
 
-    def bind(self, method: str, tree: Flat) -> list[Bound]:
+    def sites(self, method: str, tree: Flat) -> list[Site]:
         found_none = method != "init" and not tree.nodes(self.kind)
         if found_none and not self._selected(method, tree.leaves(bases=True)):
             return []
-        return super().bind(method, tree)
+        return super().sites(method, tree)
 
     def _selected(self, method: str, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
         chosen = super()._selected(method, leaves, *further, **named)

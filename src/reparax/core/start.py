@@ -1,0 +1,103 @@
+"""``init``: the stages of a chain, the last one first, replace arrays by raw values; and whose axes these follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.checks import locate_errors
+from reparax.core.keys import Keys
+from reparax.core.origins import Origins, compose, keep_origins, probe_origins
+from reparax.core.paths import types_of_result
+from reparax.core.raw import Flat, Swap, next_number
+from reparax.core.site import RawValues, Site, identity
+
+Stages = Sequence[Any]
+
+
+def start(stages: Stages, params: Flat, keys: Keys) -> Flat:
+    """The raw tree of parameters, or of their types."""
+    tree = params
+    for i, stage in reversed(list(enumerate(stages))):
+        tree = start_at(stage.sites("init", tree.before(stages[i + 1 :])), tree, keys)
+    return tree
+
+
+def start_at(sites: Sequence[Site], tree: Flat, keys: Keys) -> Flat:
+    """The tree with raw values of one stage instead of arrays."""
+    with_markers = [site for site in sites if site.nodes]
+    key_of_start = _start_keys(with_markers, keys)
+    swaps = list[Swap]()
+    for i, site in enumerate(with_markers):
+        if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
+            raise TypeError(
+                f"{site.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
+            )
+        arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in site.arrays.items()}
+        with locate_errors(site.who):
+            values = site.stage._init_at(site, arrays, key_of_start.get(i))
+            site.stage._check_start(values, arrays)
+        swaps += _swaps(site, values)
+    return tree.swap(swaps)
+
+
+def _start_keys(sites: Sequence[Site], keys: Keys) -> dict[int, Array | None]:
+    """For the index of each site of a stage with a random start its key, or None without one."""
+    drawing = {i: site for i, site in enumerate(sites) if site.stage._init_draws}
+    if not drawing:
+        return {}
+    draws = [(next_number(site.arrays["w"], site.stage.kind), str(site.draw_path)) for site in drawing.values()]
+    return dict(zip(drawing, keys.of_draws(sites[0].stage.kind, draws), strict=True))
+
+
+def _swaps(site: Site, values: RawValues) -> list[Swap]:
+    """The raw values of a site in place of its arrays."""
+    return [([place], site.raw_values(name, values[name])) for name, place in site.arrays.items()]
+
+
+def follow(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
+    """The types of the raw tree, and for each of its axes the axis of a parameter that it follows.
+
+    ``origins`` are those of ``params``, if these follow others. Sites that are alike are asked once.
+    """
+    tree = params.types()
+    followed = keep_origins(tree.arrays) if origins is None else dict(origins)
+    for i, stage in reversed(list(enumerate(stages))):
+        swaps, found = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
+        for site in stage.sites("init", tree.before(stages[i + 1 :])):
+            if not site.nodes:
+                continue
+            types = {name: tree.arrays[place] for name, place in site.arrays.items()}
+            group = identity(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
+            if group not in found:
+                found[group] = _follow_at(site, types)
+            values, origins_of_values = found[group]
+            swaps += _swaps(site, values)
+            followed |= _origins_at(site, values, origins_of_values, followed)
+        tree = tree.swap(swaps)
+    return tree, followed
+
+
+def _follow_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins]:
+    """The types of the raw values of a site, and the axes of its arrays that theirs follow."""
+
+    def values_of(arrays: Mapping[str, Any]) -> RawValues:
+        return site.stage._init_at(site, arrays, None)
+
+    with locate_errors(site.who):
+        return types_of_result(values_of, types), probe_origins(values_of, types)
+
+
+def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origins) -> Origins:
+    """The origins of the raw values of a site, by their places; those of its arrays are ``earlier``."""
+    found = Origins()
+    for name in site.arrays:
+        for place in site.raw_values(name, values[name]):
+            if (name, place[-1]) in origins:
+                (source,), axes = origins[name, place[-1]]
+                found[place] = compose(earlier[site.arrays[source]], axes)
+    return found
