@@ -35,7 +35,7 @@ _NAMES = {
         "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"
     ),
     "transforms": "remat factored local_reparametrization explain saved_residuals",
-    "axes": "roles Role check_axes axis_groups permute shrink prune_units",
+    "axes": "roles Role check_axes",
     "io": "from_torch to_torch from_peft to_peft from_quantized",
     "core.stage": (
         "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint main aux "
