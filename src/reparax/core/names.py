@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 _NAMES = {
     "stages.norms": "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
-    "stages.noise": "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
+    "stages.noise": "VarNoise WeightDropout Gaussian VariationalDropout HardConcrete",
     "stages.numbers": "Positive Bounded Simplex Scale Elementwise",
     "stages.matrices": (
         "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
