@@ -1,4 +1,4 @@
-"""Codes and numbers of each format against torchao, bitsandbytes and qwix."""
+"""Codes and numbers of each format against torchao, bitsandbytes, gguf and qwix."""
 
 import warnings
 
@@ -111,3 +111,28 @@ def test_zeros_and_blocks_in_two_dimensions_are_those_of_qwix():
     theirs = qwix.quantize(w, "int8", tiled_axes={0: 64, 1: 32}, calibration_method=f"absmax,{127.5 / 127}")
     got = ours(rpx.Quantized("int8", block_size=(64, 32)), weights())[2]
     np.testing.assert_allclose(got.T, qwix.dequantize(theirs), atol=1e-6)
+
+
+def rows_of_all_kinds():
+    """Blocks of 32 with normal and heavy tails, zeros, ties of magnitude and rounding, and a largest below zero."""
+    rng = np.random.default_rng(0)
+    shape = (16, 512)
+    sparse = np.where(rng.random((16, 16, 1)) < 0.3, 0, rng.standard_normal((16, 16, 32))).reshape(shape)
+    kinds = [
+        *(rng.standard_normal(shape), rng.standard_t(4, shape), rng.standard_cauchy(shape), sparse),
+        *(0.25 * rng.integers(-8, 9, shape), -np.abs(rng.standard_normal(shape)), np.abs(rng.standard_normal(shape))),
+        *(np.full(shape, 0.3), 1e-6 * rng.standard_normal(shape), 1e4 * rng.standard_normal(shape)),
+    ]
+    return np.concatenate(kinds).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
+    gguf = pytest.importorskip("gguf")
+    w = rows_of_all_kinds().astype(jnp.dtype(dtype))
+    type_ = gguf.GGMLQuantizationType[kind]
+    want = jnp.asarray(gguf.dequantize(gguf.quantize(w.astype(np.float32), type_), type_)).astype(dtype)
+    p, params = rpx.Quantized(f"gguf:{kind.lower()}"), {"w": jnp.asarray(w.T, w.dtype)}
+    for got in (p.apply(p.init(params)), p.apply(jax.jit(p.init)(params)), rpx.FakeQuantized(p.format).apply(params)):
+        np.testing.assert_array_equal(np.asarray(got["w"]).T, want)

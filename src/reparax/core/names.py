@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 _NAMES = {
     "stages.norms": "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
-    "stages.noise": "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
+    "stages.noise": "VarNoise WeightDropout Gaussian VariationalDropout HardConcrete",
     "stages.numbers": "Positive Bounded Simplex Scale Elementwise",
     "stages.matrices": (
         "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
@@ -36,7 +36,7 @@ _NAMES = {
     ),
     "transforms": "remat factored local_reparametrization explain saved_residuals",
     "axes": "roles Role check_axes",
-    "io": "from_torch to_torch from_peft to_peft from_quantized",
+    "io": "from_torch to_torch from_peft to_peft",
     "core.stage": (
         "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint main aux "
         "fixed field number_field axes_field other_axes Term Where Axes Number"

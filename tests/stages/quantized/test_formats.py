@@ -174,7 +174,6 @@ SIZES = [
     (rpx.Quantized("mxfp8"), 8.25),
     (rpx.Quantized("mxfp4"), 4.25),
     (rpx.Quantized("nvfp4"), 4.5),
-    (rpx.Quantized("nvfp4-pack"), 4.5),
     (rpx.Quantized("int8", block_size=(128, 128)), 8.01),
 ]
 
@@ -190,19 +189,6 @@ def test_the_settings_are_kept_in_json():
         "uint4", block_size=(8, 2), calibration_method="rms", calibration_scale=2.5, rounding="stochastic"
     )
     assert rpx.from_json(p.to_json()) == p
-
-
-@pytest.mark.parametrize("stacked", mostly_thorough([(), (0,)], (0,)))
-def test_stored_entries_may_have_an_order_of_their_own(stacked):
-    w = jnp.asarray(np.random.default_rng(6).standard_normal((2,) * len(stacked) + (16, 6)), jnp.float32)
-    plain, p = (rpx.Quantized("int4", block_size=4, stacked=stacked, desc_act=desc_act) for desc_act in (False, True))
-    raw = init(p, {"w": w})
-    held = raw["w"]["@quantized"]["@fixed"]
-    _, want = stored(plain, w)
-    np.testing.assert_array_equal(effective(p, raw)["w"], want)
-    place = np.random.default_rng(7).permutation(16)
-    held["order"] = np.broadcast_to(place.astype(np.int32), held["order"].shape)
-    np.testing.assert_array_equal(effective(p, raw)["w"], np.take(want, place, axis=-2))
 
 
 def test_type_checkers_know_each_format():
