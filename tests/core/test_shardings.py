@@ -418,10 +418,10 @@ def gathered(text):
     return sum(size[kind] * math.prod(map(int, shape.split(","))) for kind, shape in found) / (LAYERS * WIDTH**2)
 
 
-def stored_on(mesh, p, memory=None):
+def stored_on(mesh, p):
     """A raw tree whose weights are cut into eight parts, and how a step moves it to where products read it."""
     cut, whole = (jax.tree.map(lambda w, spec=spec: spec, base()) for spec in (P("data", None), P()))
-    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory_kind=memory))
+    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base()))
     here, used = (p.shardings(specs, mesh, like=base()) for specs in (cut, whole))
     return raw, lambda raw: jax.lax.with_sharding_constraint(jax.device_put(raw, here), used)
 
