@@ -129,13 +129,6 @@ def test_links_and_pictures_lead_to_files_and_headings(path):
             assert anchor in slugs, f"{target}#{anchor}"
 
 
-def test_what_the_readme_links_to_shows_its_results_where_the_repository_is_read():
-    for target in re.findall(r"\]\((docs/[\w/]+\.md)", (ROOT / "README.md").read_text()):
-        text = (ROOT / target).read_text()
-        assert "{code-cell}" not in text
-        assert "```{include}" not in text
-
-
 # Numbers in prose -----------------------------------------------------------------------------------------------------
 
 
