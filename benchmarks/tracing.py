@@ -2,13 +2,11 @@
 
 Each against the gradient of the same loss without it. Every call traces a new function, so JAX remembers nothing but
 what the network's own ``jit`` functions do. Nothing runs, and no array is made. Milliseconds of the processor, of calls
-that take turns in one process; ratios are of one turn. Last, how often the gradient under ``factored`` goes from one
-file of the package to another, as in ``structure``.
+that take turns in one process; ratios are of one turn.
 
 Run: python benchmarks/tracing.py [repeats]
 """
 
-import functools
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from common import language
 from common.networks import transformer
-from common.timing import Rows, exact, heading, rows, show
+from common.timing import Rows, heading, rows, show
 from peak import KEY
-from structure import crossings
 
 import reparax as rpx
 
@@ -115,9 +112,7 @@ def measure(repeats: int) -> dict[str, Rows]:
     for title, network in NETWORKS.items():
         for name, calls in ways(*network(), stacked=0 if network is smollm else ()).items():
             found[f"{title}, {name}: ms to trace"] = in_turns(calls, repeats)
-    losses = ways(*dense(4))["LoRA"]
-    counts = {way: crossings(functools.partial(seconds, *call)) for way, call in losses.items()}
-    return found | {"4 dense layers, LoRA: files crossed": exact(counts)}
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TITLES = {
     "training": "Training",
     "transforms": "Transforms of a loss",
     "axes": "Axes",
-    "io": "Files of torch, PEFT and few bits",
+    "io": "Files of torch and PEFT",
     "models": "Models that contain their chain",
     "testing": "Testing",
 }

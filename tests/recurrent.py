@@ -1,4 +1,4 @@
-"""Recurrent cells of four libraries, and jax's reference of cuDNN's, as functions of their parameters."""
+"""Recurrent cells of four libraries, as functions of their parameters."""
 
 import equinox as eqx
 import haiku as hk
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
-from jax.experimental import rnn
 
 INPUTS, HIDDEN, STEPS, BATCH = 3, 2, 4, 5
 
@@ -73,27 +72,6 @@ def haiku_cell(core, params):
 
     modules = {"cell": params} if core is hk.GRU else {"cell/linear": params["linear"]}
     return hk.without_apply_rng(hk.transform(unrolled)).apply(modules, XS)
-
-
-def reference(weights, biases):
-    """Jax's reference of cuDNN's LSTM, which adds up two biases, as torch does."""
-    start, lengths = zeros()[None], jnp.full(BATCH, STEPS, jnp.int32)
-    arrays = ({0: x} for x in (*weights, *biases))
-    ys, *_ = rnn.lstm_ref(
-        XS.swapaxes(0, 1), start, start, *arrays, lengths, INPUTS, HIDDEN, 1, 0.0, bidirectional=False
-    )
-    return ys.swapaxes(0, 1)
-
-
-def torch_lstm(params):
-    return reference([params["weight_ih"], params["weight_hh"]], [params["bias_ih"], params["bias_hh"]])
-
-
-def cudnn_lstm(params):
-    *weights, first, second = (
-        x[0] for x in rnn.unpack_lstm_weights(params["weights"], INPUTS, HIDDEN, 1, bidirectional=False)
-    )
-    return reference(weights, [first, second])
 
 
 LSTM = {

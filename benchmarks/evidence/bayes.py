@@ -1,13 +1,12 @@
 """Bayes by backprop knows what it does not know.
 
-Blundell, Cornebise, Kavukcuoglu and Wierstra, *Weight Uncertainty in Neural Networks*, 2015, arXiv 1505.05424; Shen and
-others, *Variational Learning is Effective for Large Deep Networks* (IVON), 2024, arXiv 2402.17641.
+Blundell, Cornebise, Kavukcuoglu and Wierstra, *Weight Uncertainty in Neural Networks*, 2015, arXiv 1505.05424.
 
 Protocol:
 Data: about 240 digits of 8 classes to train on; each seed draws 2 other classes, which the network never sees.
 An MLP (64-100-100-8), batches of 50, 1500 steps, Adam from 0.003 down to 0 by a cosine. Plain: 6 weight decays.
 Bayes, and with ``local_reparametrization`` local Bayes: 6 settings, of the prior and the weight of its divergence (full
-KL: 1). IVON: 6, of its rate and that weight. 30 draws predict. Chosen by validation log loss. 5 seeds.
+KL: 1). 30 draws predict. Chosen by validation log loss. 5 seeds.
 Measure, on test images: accuracy and calibration of the known; entropy of the unknown, and AUROC of telling them by it.
 """
 
@@ -32,8 +31,6 @@ from benchmarks.evidence.training import fit
 KNOWN, CLASSES = 8, 10
 DECAYS = (0.0, 0.1, 0.3, 1.0, 2.0, 3.0)
 PRIORS, WEIGHTS = (0.1, 0.3), (0.03, 0.01, 0.003)
-RATES, PRIOR, MEMORY = (0.1, 0.3), 0.3, 0.999
-"""Of IVON: its rates, its prior, and how slowly its Hessian moves, which is to move within 1500 steps."""
 STD = 0.02
 """Of each weight at the start."""
 DRAWS = 30
@@ -53,13 +50,12 @@ STYLES = {
     "plain": ("#0072B2", "o"),
     "Bayes": ("#B84F00", "^"),
     "local Bayes": ("#007A58", "v"),
-    "IVON": ("#A34F80", "D"),
 }
 
 
 def cells(size: Size) -> dict[str, Cell]:
     """One for each setting of each method, and the Bayesian network with its whole divergence."""
-    plain, bayes, each, own = (over_settings(training(method, size)) for method in STYLES)
+    plain, bayes, each = (over_settings(training(method, size)) for method in STYLES)
     settings = [(prior, weight) for weight in WEIGHTS for prior in PRIORS]
     number = size(len(DECAYS), 2)
     decayed = {f"plain, weight decay {decay:g}": plain(decay, 1, 0) for decay in DECAYS[:number]}
@@ -68,16 +64,11 @@ def cells(size: Size) -> dict[str, Cell]:
         for name, method in (("Bayes", bayes), ("local Bayes", each))
         for prior, weight in settings[:number]
     }
-    moved = [(rate, weight) for weight in WEIGHTS for rate in RATES][:number]
-    found = {f"IVON, rate {rate:g}, weight {weight:g}": own(rate, PRIOR, weight) for rate, weight in moved}
-    return decayed | bayesian | found | {FULL: bayes(0, PRIOR, 1)}
+    return decayed | bayesian | {FULL: bayes(0, PRIORS[-1], 1)}
 
 
 def training(method: str, size: Size) -> Callable[[Array, Array, Array, Array], dict[str, Array]]:
-    """Trains and measures, from the key of a seed, a weight decay, a prior, and the weight of its divergence.
-
-    For IVON the second is the rate; what weighs a divergence elsewhere is there the sample size.
-    """
+    """Trains and measures, from the key of a seed, a weight decay, a prior, and the weight of its divergence."""
     split, steps, width, draws = digits(size(300, 60)), size(1500, 10), size(100, 10), size(DRAWS, 2)
 
     def run(key: Array, decay: Array, prior: Array, weight: Array) -> dict[str, Array]:
@@ -87,12 +78,6 @@ def training(method: str, size: Size) -> Callable[[Array, Array, Array, Array], 
         p = rpx.Chain() if method == "plain" else rpx.Gaussian(std=STD, prior=prior)
         share = weight / known
         tx: Any = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=decay)
-        if method == "IVON":
-            falling = optax.cosine_decay_schedule(1.0, steps)
-            tx = rpx.noise.ivon(
-                lambda count: decay * falling(count), 1 / share, beta2=MEMORY, weight_decay=share / prior**2
-            )
-            share = jnp.zeros(())  # the prior is in the optimizer
         start = mlp(key_start, (64, *[width] * size(2, 1), KNOWN))
         of_loss = rpx.transforms.local_reparametrization if method == "local Bayes" else lambda loss: loss
         batch = batch_of_known(train)
@@ -238,7 +223,7 @@ def verdict(found: Found) -> str:
     parts = [
         f"{method} is {_beside(found, name, plain)}" for method, name in zip(tuple(STYLES)[1:], others, strict=True)
     ]
-    return f"Against a plain network with the best weight decay, {', '.join(parts[:-1])}, and {parts[-1]}."
+    return f"Against a plain network with the best weight decay, {' and '.join(parts)}."
 
 
 def _beside(found: Found, name: str, plain: str) -> str:
@@ -255,14 +240,13 @@ def _beside(found: Found, name: str, plain: str) -> str:
 
 def sentence(found: Found) -> str:
     """Bayes by backprop against plain networks with the best weight decay and without any, and with local draws."""
-    plain, bayes, each, own = (chosen(found, method) for method in STYLES)
+    plain, bayes, each = (chosen(found, method) for method in STYLES)
     return (
         f"Against a plain network with the best weight decay ({plain.rpartition(' ')[2]}), Bayes by backprop "
         f"({setting(bayes)}) shows {against(found, bayes, plain)}. "
         f"Against a plain network without weight decay it shows {against(found, bayes, UNTUNED)}. "
         f"With a draw for each example ({setting(each)}) it shows, against one draw for a batch, "
         f"{against(found, each, bayes)}. "
-        f"IVON ({setting(own)}) shows, against Bayes by backprop, {against(found, own, bayes)}. "
         f"With the whole divergence, Bayes by backprop shows, against the chosen weight, {against(found, FULL, bayes)}."
     )
 

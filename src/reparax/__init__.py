@@ -14,8 +14,8 @@ The names that most programs use are here. Their families have more, and ``dir(r
 ``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``explain`` and more
-``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
-``rpx.io``          files of torch, PEFT and few bits: ``from_torch``, ``from_peft``, ``from_quantized``
+``rpx.axes``        axes of weights, read from the network: ``roles``
+``rpx.io``          files of torch and PEFT: ``from_torch``, ``to_torch``, ``from_peft``, ``to_peft``
 ``rpx.nnx``         a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
 ``rpx.linen``       the same for flax linen: ``parametrized``
 ``rpx.equinox``     the same for equinox: ``Parametrized``

@@ -8,7 +8,7 @@ from axes.networks import NETWORKS
 from errors import raises
 from grids import mostly_thorough
 
-from reparax.axes import Role, axis_groups, roles
+from reparax.axes import Role, roles
 from reparax.core.paths import flatten_with_names, path_text
 
 
@@ -45,6 +45,24 @@ KEEP = np.array([0, 2])
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 BATCH = np.ones((5, 3), np.float32)
 DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
+
+
+def by_turns(p, x):
+    """A loop that carries three weights, and reads the next one in each step."""
+    return jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0] @ c[1]), *c[2:], c[1]), (x, *p))[0]
+
+
+def on_shards(p, x):
+    """Each device has some of the units."""
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.AbstractMesh((2,), ("units",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.shard_map(
+        lambda a, b, x: (jnp.tanh(x @ a) @ b)[None],
+        mesh=mesh,
+        in_specs=(spec(None, "units"), spec("units"), spec()),
+        out_specs=spec("units"),
+    )
+    return part(*p, x)
 
 
 def noisy(w, key):
@@ -163,6 +181,8 @@ USES = {
         ([jax.ShapeDtypeStruct((3,), FLOAT), W, V], jax.ShapeDtypeStruct((8,), FLOAT)),
         [((), (), ()), DENSE, DENSE],
     ),
+    "weights that a loop carries": (by_turns, ([jax.ShapeDtypeStruct((3, 3), FLOAT)] * 3, X), [DENSE] * 3),
+    "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
         ([W, V], X),
@@ -288,11 +308,3 @@ def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
         lambda params, x: x @ params["w"].astype(jnp.float32), {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
     )
     assert found["w"] == Role(why="it is not an array of floating numbers", shape=(3, 2), dtype=jnp.int8)
-
-
-def test_an_axis_of_whole_numbers_says_so_where_it_meets_a_weight():
-    params = {"q": jnp.ones((3, 4), jnp.int8), "s": jnp.ones(4)}
-    groups = axis_groups(
-        lambda params, x: x @ (params["q"].astype(jnp.float32) * params["s"]), params, jnp.ones((5, 3))
-    )
-    assert groups.frozen == {("s", 0): "an axis of 'q', which has no floating numbers"}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init
-from errors import table
+from errors import raises, table
 from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
@@ -185,6 +185,26 @@ OUT_OR_MLP = rpx.VarNoise(0.1, where="up/kernel", stacked=("out", "mlp"))  # onl
 
 def test_a_name_that_no_selected_array_has_is_misspelt_in_init_and_passes_in_apply(key: Array) -> None:
     effective(OUT_OR_MLP, boxed(), key)  # as in the body of a scan over `out`, where no array has that axis any more
+
+
+def test_an_array_without_names_is_refused_where_a_name_is_asked_for() -> None:
+    kernel = nn.Partitioned(jnp.ones((3, 2, 2)), ("layers", "in", "out"))
+    params = {"dense": {"kernel": kernel, "bias": jnp.ones((3, 2))}}
+    error = (
+        "VarNoise(0.1, stacked='layers').{} at 'dense/bias': expected one axis named 'layers', got no axis names. "
+        "Give the axis by number, or leave the array out with `where`."
+    )
+    p = rpx.VarNoise(0.1, stacked="layers")
+    with raises(ValueError, error.format("init")):
+        p.init(params)
+    with raises(ValueError, error.format("apply")):
+        p.apply(params, jax.random.key(0))
+    with raises(ValueError, error.format("init").replace("VarNoise(0.1, ", "Scale(2.0, ")):
+        rpx.numbers.Scale(2.0, stacked="layers").init(params)
+    dense = rpx.WeightNorm(stacked="layers").init(params)["dense"]
+    assert (dense["bias"].shape, arrays(dense)["kernel/@weight_norm/g"].shape) == ((3, 2), (3, 1, 2))
+    rest = rpx.VarNoise(0.1, where=rpx.all_but(".*bias"), stacked="layers").apply(params, jax.random.key(0))
+    assert rest["dense"]["bias"] is params["dense"]["bias"]
 
 
 @table(__file__)

@@ -1,8 +1,5 @@
 """Stages find in a raw tree what they made, and nothing else."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,6 @@ from errors import raises
 from grids import mostly_thorough
 
 import reparax as rpx
-from reparax.core.names import FAMILIES
 
 KERNELS = {"a": {"kernel": np.arange(1.0, 7, dtype=np.float32).reshape(2, 3)}, "b": {"kernel": np.eye(3) * 2}}
 
@@ -94,57 +90,3 @@ def test_an_unused_weight_costs_no_operations():
         for tree in (raw, one)
     ]
     assert flops[0] == flops[1]
-
-
-MARKED = {
-    "norms": rpx.WeightNorm(axis=-1),
-    "noise": rpx.Gaussian(0.1),
-    "numbers": rpx.numbers.Scale(2.0),
-    "matrices": rpx.matrices.Fibration(jnp.transpose, jnp.transpose),
-    "sparse": rpx.Freeze(),
-    "adapters": rpx.adapters.Delta(),
-    "quantized": rpx.Quantized("int8"),
-    "shared": rpx.Tie({"b": "a"}),
-}
-# Each row in a process of its own, which has imported no family: a copy of one that has imported the rest.
-PROGRAM = """
-import os, sys, traceback, numpy as np, reparax as rpx
-def read(p, first, flat):
-    tree = {}
-    for path in flat:
-        *above, name = path.split("/")
-        here = tree
-        for part in above:
-            here = here.setdefault(part, {})
-        here[name] = np.ones((2, 2), np.float32)
-    assert not [name for name in sys.modules if name.startswith("reparax.stages.")]
-    if first == "tree":
-        rpx.combine(*rpx.partition(tree))
-    rpx.from_json(p)
-    rpx.combine(*rpx.partition(tree))
-rpx.combine(*rpx.partition({"w": np.ones(2)}))
-rpx.from_json(rpx.Chain().to_json())
-failed = False
-for row in eval(sys.stdin.read()):
-    copy = os.fork()
-    if not copy:
-        try:
-            read(*row)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    failed |= os.waitpid(copy, 0)[1] != 0
-sys.exit(failed)
-"""
-
-
-@pytest.mark.thorough
-def test_a_family_is_imported_for_its_kinds():
-    rows, params = [], dict.fromkeys("ab", jax.ShapeDtypeStruct((2, 2), np.float32))
-    for family, p in MARKED.items():
-        assert family in FAMILIES
-        raw = jax.eval_shape(p.init, params)
-        flat = [rpx.core.paths.path_text(path) for path, _ in rpx.core.paths.items(raw)]
-        rows += [(p.to_json(), first, flat) for first in ("json", "tree")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], input=repr(rows), text=True, check=True)

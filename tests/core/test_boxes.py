@@ -152,29 +152,6 @@ def test_specs_of_boxes_give_shardings_in_the_structure_of_the_raw_tree():
     assert nn.unbox(shardings)["kernel"]["@weight_norm"]["g"] == NamedSharding(mesh, P(None, "mlp"))
 
 
-@pytest.mark.thorough
-def test_a_linen_model_with_logical_names_trains_on_a_mesh(key):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    rules = (("embed", "data"), ("mlp", "model"))
-    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-    model = nn.Dense(8, kernel_init=init)
-    x = jnp.ones((4, 8))
-
-    def start(key):
-        raw = CHAIN.init(model.init(key, x))
-        return raw, optax.sgd(0.1, momentum=0.9).init(raw)
-
-    specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(jax.eval_shape(start, key)), mesh, rules)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        raw, state = jax.jit(start, out_shardings=specs)(key)
-        loss = jax.jit(lambda raw, key: model.apply(CHAIN.apply(raw, key), x).sum())(raw, key)
-    for tree in (raw, state[0].trace):
-        values = tree["params"]["kernel"]["@weight_norm"]
-        assert [values[name].value.sharding.spec for name in "gv"] == [P(None, "model"), P("data", "model")]
-    plain = nn.unbox(jax.device_get(raw))
-    np.testing.assert_allclose(loss, model.apply(CHAIN.apply(plain, key), x).sum(), rtol=1e-5)
-
-
 # Nnx. -------------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +13,6 @@ import reparax as rpx
 
 LIKE = {"up": jax.ShapeDtypeStruct((16, 32), jnp.float32), "down": jax.ShapeDtypeStruct((32, 24), jnp.float32)}
 TENSOR_PARALLEL = P(None, "model"), P("model", None)
-FULLY_SHARDED = P("data", "model"), P("model", "data")
 NOISE = rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1)
 
 
@@ -38,13 +36,6 @@ def collectives(p, specs, f=gradient):
     return Counter((kind, array) for types, kind in made for array in re.findall(r"[a-z]+\d+\[[\d,]*\]", types))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("specs", [TENSOR_PARALLEL, FULLY_SHARDED], ids=["tensor parallel", "fully sharded"])
-def test_noise_and_dropout_add_no_collective(specs):
-    assert collectives(NOISE, specs) == collectives(rpx.Chain(), specs)
-    assert collectives(rpx.Chain(), specs).total() > 0
-
-
 def test_weight_norm_adds_sums_of_the_size_of_g_where_the_summed_axis_is_cut():
     # Two sums of squares forward, in two ranges, and again in the backward pass, which keeps no lengths; there one more
     # for the gradients of both raw values. Sums that do not wait for one another are one exchange.
@@ -60,11 +51,3 @@ def test_weight_norm_adds_sums_of_the_size_of_g_where_the_summed_axis_is_cut():
 def test_weight_norm_with_noise_and_dropout_adds_what_weight_norm_adds():
     chain = rpx.WeightNorm(axis=-1) >> NOISE
     assert collectives(chain, TENSOR_PARALLEL) == collectives(rpx.WeightNorm(axis=-1), TENSOR_PARALLEL)
-
-
-@pytest.mark.thorough
-def test_where_both_axes_are_cut_that_chain_adds_sums_of_the_size_of_lengths():
-    chain = rpx.WeightNorm(axis=-1) >> NOISE
-    added = collectives(chain, FULLY_SHARDED) - collectives(rpx.Chain(), FULLY_SHARDED)
-    assert {array for _, array in added} == {"f32[8]", "f32[12]"}  # 32 lengths on 4 devices, 24 on 2
-    assert {kind for kind, _ in added} == {"all-reduce"}

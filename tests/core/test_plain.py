@@ -1,49 +1,13 @@
 """Plain trees of arrays, and leaves that are none."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import mlp
 import numpy as np
-import optax
 from jax import Array
 
 import reparax as rpx
-
-X, Y = mlp.data()
-
-
-P = rpx.WeightNorm(axis=-1)  # arrays in tuples have no names
-
-
-def params() -> Any:
-    w1, b1, w2, b2 = mlp.arrays()
-    return [(w1, b1), (w2, b2)]
-
-
-def forward(layers: Any, x: Array) -> Array:
-    (w1, b1), (w2, b2) = layers
-    return jnp.tanh(x @ w1 + b1[None]) @ w2 + b2[None]
-
-
-def test_tuples_in_a_list_train_as_raw_values() -> None:
-    raw, tx = jax.jit(P.init)(params()), optax.sgd(mlp.RATE)
-
-    @jax.jit
-    def trained(raw: Any) -> Any:
-        def step(carry: Any, _: None) -> Any:
-            raw, state = carry
-            value, slope = jax.value_and_grad(lambda raw: mlp.mean_square(forward(P.apply(raw), X), Y))(raw)
-            updates, state = tx.update(slope, state, raw)
-            return (optax.apply_updates(raw, updates), state), (value, slope)
-
-        return jax.lax.scan(step, (raw, tx.init(raw)), length=mlp.STEPS)
-
-    (raw, _), (losses, slopes) = trained(raw)
-    first = [jax.tree.map(lambda x: np.asarray(x)[0], value) for layer in slopes for value in layer]
-    mlp.assert_gradients(*first)
-    mlp.assert_trained(losses, [w for layer in jax.jit(P.fold)(raw) for w in layer])
 
 
 def test_a_field_called_value_keeps_its_name() -> None:

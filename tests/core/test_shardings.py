@@ -181,18 +181,6 @@ ON_EXPLICIT_MESHES = [
 ]
 
 
-OF_SHAPES_OF_THEIR_OWN = [
-    "low rank",
-    "adapters",
-    "stored",
-    "stored in other formats",
-    "noise of two kinds",
-    "linear spaces",
-    "joint norm",
-    "pack",
-]
-
-
 @pytest.mark.parametrize("name", ON_EXPLICIT_MESHES)
 def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
     p, params = CASES[name][0], jax.eval_shape(CASES[name][1])
@@ -201,19 +189,6 @@ def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
     on_mesh = jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), params, given)
     wanted = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(p.init, on_mesh, jax.random.key(0)))
     assert specs(p.shardings(given, mesh, like=params)) == wanted
-
-
-@pytest.mark.parametrize("name", mostly_thorough(CASES, *OF_SHAPES_OF_THEIR_OWN))
-def test_every_raw_array_can_be_put_where_its_sharding_says(name):
-    p, params = CASES[name][0], jax.eval_shape(CASES[name][1])
-    mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    given = jax.tree.map(lambda w: P(*("a" if n % 2 == 0 else None for n in w.shape[:1]), "b"), params)
-    given = jax.tree.map(lambda w, s: s if w.ndim > 1 else P(), params, given)
-    raw = jax.eval_shape(p.init, params, jax.random.key(0))
-    shardings = p.shardings(given, mesh, like=params)
-    placed = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), raw, shardings)
-    assert jax.tree.structure(shardings) == jax.tree.structure(raw)
-    assert len(jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, tuple))) == len(jax.tree.leaves(raw))
 
 
 def placed(types, shardings):
@@ -443,10 +418,10 @@ def gathered(text):
     return sum(size[kind] * math.prod(map(int, shape.split(","))) for kind, shape in found) / (LAYERS * WIDTH**2)
 
 
-def stored_on(mesh, p, memory=None):
+def stored_on(mesh, p):
     """A raw tree whose weights are cut into eight parts, and how a step moves it to where products read it."""
     cut, whole = (jax.tree.map(lambda w, spec=spec: spec, base()) for spec in (P("data", None), P()))
-    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory_kind=memory))
+    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base()))
     here, used = (p.shardings(specs, mesh, like=base()) for specs in (cut, whole))
     return raw, lambda raw: jax.lax.with_sharding_constraint(jax.device_put(raw, here), used)
 
@@ -481,21 +456,3 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
     assert gathered(plain.as_text()) >= 4  # what a network gathers by itself
     want = jax.jit(error)(effective(p, init(p, base(), jax.random.key(0))), ONES)
     np.testing.assert_allclose(compiled(*rpx.partition(raw), x)[0], want, rtol=1e-5)
-
-
-@pytest.mark.thorough
-def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(2)
-    raw, moved = stored_on(mesh, p, memory="pinned_host")
-    free, fixed = rpx.partition(raw)
-    kind = jax.devices()[0].default_memory().kind
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(fixed)} == {"pinned_host"}
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(free)} == {kind}
-    x = jax.device_put(ONES, NamedSharding(mesh, P("data")))
-    value, grads = step_of(p, moved)(free, fixed, x)
-    beside, moved = stored_on(mesh, p)
-    want, others = step_of(p, moved)(*rpx.partition(beside), x)
-    np.testing.assert_array_equal(value, want)
-    jax.tree.map(np.testing.assert_array_equal, grads, others)
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(grads)} == {kind}

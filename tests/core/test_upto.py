@@ -1,7 +1,6 @@
 """``p.apply(raw, key, upto=k)``: the tree that stage ``k`` reads."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
@@ -83,23 +82,6 @@ def test_it_is_what_the_next_stage_reads_with_the_draws_of_the_whole_chain(p):
         assert seen.keys() == visible.keys()
         for shape, w in seen.items():
             np.testing.assert_allclose(visible[shape].astype(float), w.astype(float), rtol=1e-6, err_msg=f"{k} {shape}")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("p", [p for p in CHAINS if not p.deterministic.changes_type], ids=repr)
-def test_the_later_stages_make_the_effective_tree_of_it_and_gradients_pass(p):
-    raw = p.init(PARAMS, KEY)
-    free, fixed = rpx.partition(raw)
-
-    def loss(apply):
-        return lambda free: sum(jnp.sum(jnp.sin(w)) for w in jax.tree.leaves(apply(rpx.combine(free, fixed))))
-
-    want = jax.grad(loss(lambda raw: p.apply(raw, KEY)))(free)
-    last = max((i + 1 for i, stage in enumerate(p) if stage.stochastic), default=0)
-    for k in range(last, len(p) + 1):
-        got = jax.grad(loss(lambda raw, k=k: p[k:].apply(p.apply(raw, KEY, upto=k))))(free)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_before_the_first_stage_it_is_the_raw_tree_and_after_the_last_the_effective_one():

@@ -49,7 +49,6 @@ SHAPES = {
 }
 FIXED = {path for path in SHAPES if "@fixed" in path}
 ENC = {path for path in SHAPES if path.startswith("net/enc/")}
-LENGTHS = {path for path in SHAPES if path.endswith("/g")}
 
 
 def flat(tree):
@@ -64,10 +63,6 @@ def moved(tx):
     """The paths of the values that ``tx`` moves, where every gradient is one."""
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, RAW), tx.init(RAW), RAW)
     return {path for path, x in flat(updates).items() if np.all(np.asarray(x) == -1)}
-
-
-def by_role(raw):
-    return rpx.training.param_labels(raw, main="rest", aux="g", fixed="rest")
 
 
 # ---- Tools that name each array.
@@ -147,44 +142,6 @@ def test_unboxing_reaches_a_raw_value_inside_of_a_box():
     assert jax.tree.map(jnp.shape, raw) == {"kernel": {"@weight_norm": {"g": (1, 3), "v": (3, 3)}}}
 
 
-def test_a_traversal_of_flax_changes_the_values_that_it_selects_alone():
-    with pytest.warns(DeprecationWarning, match="Traversal"):
-        fixed = traverse_util.ModelParamTraversal(lambda path, _: "/@fixed/" in path)
-    doubled = fixed.update(lambda x: 2 * x, RAW)
-    assert_identical(rpx.partition(doubled)[0], rpx.partition(RAW)[0])
-    assert_identical(rpx.partition(doubled)[1], jax.tree.map(lambda x: 2 * x, rpx.partition(RAW)[1]))
-
-
-def test_an_nnx_param_holds_a_raw_tree_that_an_nnx_optimizer_moves():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.raw = nnx.Param(RAW)
-
-    model = Model()
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-
-    def loss(model):
-        return jnp.sum(CHAIN.fold(model.raw.get_value())["net"]["bias"])
-
-    @nnx.jit
-    def step(model, optimizer):
-        optimizer.update(model, nnx.grad(loss)(model))
-
-    step(model, optimizer)
-    raw = model.raw.get_value()
-    CHAIN.check(raw, like=PARAMS)
-    assert_identical(jax.tree.leaves(raw)[1:], jax.tree.leaves(RAW)[1:])
-    np.testing.assert_array_equal(raw["net"]["bias"], np.asarray(PARAMS["net"]["bias"]) - 0.5)
-    assert nnx.jit(loss)(model) == 1.5
-
-
-def test_an_nnx_param_refuses_the_parts_of_the_raw_tree_that_it_holds():
-    """The one tool that does not take a raw tree: keep it in a State, as above, or replace the Param's whole value."""
-    state = nnx.state(nnx.Dict(raw=nnx.Param(RAW)))
-    with pytest.raises(ValueError, match="not available in state"):
-        nnx.replace_by_pure_dict(state, nnx.to_pure_dict(state))
-
-
 @pytest.mark.parametrize("use", [jnp.asarray, lambda w: jnp.ones((2, 4)) @ w, lambda w: np.asarray(w, np.float32)])
 def test_a_raw_value_that_is_taken_for_a_weight_is_an_error_and_never_an_array(use):
     with pytest.raises((TypeError, ValueError)):
@@ -233,17 +190,3 @@ def test_functions_of_raw_trees_take_any_leaf(sentinel):
     assert rpx.combine(free, fixed) == filled
     roles = flat(rpx.training.param_labels(RAW)) if sentinel == "eval_shape" else dict.fromkeys(SHAPES, "fixed")
     assert flat(rpx.training.param_labels(filled)) == {path: roles[path] for path in flat(filled)}
-
-
-def test_labels_inside_of_a_mask_see_the_rest_alone():
-    inner = optax.partition({"g": optax.sgd(1.0), "rest": optax.set_to_zero()}, by_role)
-    assert moved(optax.masked(inner, {"net": {"enc": True, "dec": False, "bias": False}})) == LENGTHS
-
-
-def test_gradients_of_a_tree_with_integers_split_as_the_tree_does():
-    raw = {**RAW, "step": jnp.int32(3)}
-    gradient = jax.grad(lambda raw: jnp.sum(CHAIN.fold(raw)["net"]["dec"]), allow_int=True)(raw)
-    _, fixed = rpx.partition(gradient)
-    assert set(flat(fixed)) == FIXED | {"step"}
-    assert fixed["step"].dtype == jax.dtypes.float0
-    assert rpx.training.param_labels(gradient) == rpx.training.param_labels(raw)

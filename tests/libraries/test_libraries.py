@@ -1,7 +1,6 @@
 """What holds of the parameters of every neural-network library alike, and under every transform of JAX."""
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
@@ -175,23 +173,6 @@ def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: 
     _assert_identical(raw, eqx.filter_jit(lambda: CHAIN.init(again))())
 
 
-@of_libraries(linen_boxes, nnx_module, equinox)
-def test_a_noisy_training_step_is_jitted_and_moves_every_raw_array(build: Callable[[], Case], key: Array) -> None:
-    case = build()
-    p = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075, where=lambda path, w: w.shape == (3, 4) or w.shape == (4, 3))
-    raw = eqx.filter_jit(p.init)(case.params)
-
-    def loss(raw: Any) -> Array:
-        return jnp.sum(case.forward(p.apply(raw, key), X) ** 2)
-
-    noisy, gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss))(raw)
-    assert abs(noisy - np.sum(np.asarray(case.forward(case.params, X)) ** 2)) > 1e-4
-    assert len(_arrays(gradient)) == len(_arrays(raw))
-    for g in map(np.asarray, _arrays(gradient)):
-        assert np.all(np.isfinite(g))
-        assert np.any(g != 0)
-
-
 @every_library
 def test_a_predicate_sees_the_same_paths_in_every_library(build: Callable[[], Case], key: Array) -> None:
     case = build()
@@ -207,23 +188,6 @@ def test_a_predicate_sees_the_same_paths_in_every_library(build: Callable[[], Ca
     seen.clear()
     jax.eval_shape(lambda: _arrays((NORM >> noise).apply(NORM.init(case.params), key)))
     assert sorted(seen) == case.paths
-
-
-@pytest.mark.parametrize(
-    "build",
-    mostly_thorough([linen_boxes, linen_frozen, nnx_state, haiku], linen_boxes, linen_frozen, nnx_state),
-    ids=lambda build: build.__name__,
-)
-def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build: Callable[[], Case]) -> None:
-    p = rpx.SpectralNorm() >> rpx.WeightNorm()
-    tx = optax.partition({"free": optax.sgd(1.0), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
-    shapes = jax.eval_shape(p.init, build().params)
-    raw = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 2, x.dtype)), shapes)
-    updates, _ = tx.update(jax.tree.map(np.ones_like, raw), tx.init(raw), raw)
-    free, fixed = rpx.partition(optax.apply_updates(raw, updates))
-    _assert_identical(fixed, rpx.partition(raw)[1])
-    _assert_close(free, jax.tree.map(lambda w: np.asarray(w) - 1, rpx.partition(raw)[0]))
-    p.check(rpx.combine(free, fixed), like=build().params)
 
 
 @two_libraries
@@ -279,33 +243,6 @@ def test_apply_inside_a_scan_over_layers_is_the_loop_over_layers(p: rpx.Parametr
 
 
 @pytest.mark.thorough
-def test_a_static_argument_and_a_closure_and_a_bound_method_give_the_same(key: Array) -> None:
-    raw = jax.jit(CHAIN.init)(_member(_layers(), 0))
-    argument = jax.jit(lambda p, raw, key: p.apply(raw, key), static_argnums=0)(CHAIN, raw, key)
-    _assert_identical(jax.jit(lambda raw, key: CHAIN.apply(raw, key))(raw, key), argument)
-    _assert_identical(jax.jit(CHAIN.apply)(raw, key), argument)
-    _assert_close(CHAIN.apply(raw, key), argument)
-
-
-@every_chain
-def test_an_exported_apply_gives_the_same_values(p: rpx.Parametrization) -> None:
-    raw = jax.jit(p.init)(_member(_layers(), 0))
-    apply = jax.jit(lambda raw, seed: p.apply(raw, jax.random.key(seed)))
-    exported = jax.export.export(apply)(raw, jnp.uint32(5))
-    _assert_close(exported.call(raw, jnp.uint32(5)), apply(raw, jnp.uint32(5)))
-
-
-@pytest.mark.thorough
-@every_chain
-def test_no_tracer_leaks(p: rpx.Parametrization, key: Array) -> None:
-    gc.freeze()  # what other tests have left, which each search for leaks would go through
-    with jax.checking_leaks():
-        raw = jax.jit(p.init)(_member(_layers(), 0))
-        jax.eval_shape(p.update, raw)
-        assert np.isfinite(jax.jit(jax.value_and_grad(lambda raw: p.apply(raw, key)["kernel"].sum()))(raw)[0])
-
-
-@pytest.mark.thorough
 @every_chain
 def test_no_key_is_used_twice(p: rpx.Parametrization, key: Array) -> None:
     chain = p >> rpx.VarNoise(0.1, where="kernel") >> rpx.VarNoise(0.2)
@@ -314,15 +251,3 @@ def test_no_key_is_used_twice(p: rpx.Parametrization, key: Array) -> None:
         raw = jax.jit(chain.init)(params, jax.random.key(1))
         effective = jax.jit(chain.apply)(raw, key)
     assert _types(effective) == _types(params)
-
-
-def test_one_draw_serves_every_step_of_a_recurrent_loop(key: Array) -> None:
-    raw = jax.jit(CHAIN.init)({"w": np.eye(4, dtype=np.float32)})
-
-    def states(raw: Any) -> Array:
-        w = CHAIN.apply(raw, key)["w"]
-        return jax.lax.scan(lambda h, _: (h @ w, h @ w), jnp.ones(4), None, length=3)[1]
-
-    w = np.asarray(jax.jit(CHAIN.apply)(raw, key)["w"])
-    want = [np.ones(4) @ w, np.ones(4) @ w @ w, np.ones(4) @ w @ w @ w]
-    np.testing.assert_allclose(jax.jit(states)(raw), want, rtol=1e-5, atol=1e-6)

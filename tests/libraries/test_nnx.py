@@ -44,29 +44,6 @@ def values(state: Any) -> list[Any]:
 # The same numbers as in every library. ----------------------------------------------------------------------------
 
 
-def test_a_split_model_is_merged_in_the_loss() -> None:
-    graph, params, rest = nnx.split(model(), nnx.Param, ...)
-    raw = jax.jit(mlp.P.init)(params)
-    tx = optax.sgd(mlp.RATE)
-
-    @jax.jit
-    def step(raw: Any, state: Any) -> Any:
-        def loss(raw: Any) -> Array:
-            return mlp.mean_square(nnx.merge(graph, mlp.P.apply(raw), rest)(X), Y)
-
-        value, slope = jax.value_and_grad(loss)(raw)
-        updates, state = tx.update(slope, state, raw)
-        return optax.apply_updates(raw, updates), state, value, slope
-
-    state, losses, slopes = tx.init(raw), [], []
-    for _ in range(mlp.STEPS):
-        raw, state, loss, slope = step(raw, state)
-        losses.append(loss)
-        slopes.append(slope)
-    mlp.assert_gradients(*values(slopes[0]))
-    mlp.assert_trained(losses, values(jax.jit(mlp.P.fold)(raw)))
-
-
 def test_nnx_optimizer_trains_a_module_of_raw_values() -> None:
     raw = jax.jit(mlp.P.init)(model())
     optimizer = nnx.Optimizer(raw, optax.sgd(mlp.RATE), wrt=nnx.Param)
@@ -197,13 +174,6 @@ def test_a_state_stays_a_state_of_params() -> None:
     assert isinstance(effective["l1"]["kernel"], nnx.Param)
 
 
-def test_a_module_of_raw_values_splits_and_merges() -> None:
-    raw = mlp.P.init(model())
-    merged = nnx.merge(*nnx.split(raw))
-    assert jax.tree.structure(merged) == jax.tree.structure(raw)
-    assert values(nnx.state(merged))[0].keys() == {"@weight_norm"}
-
-
 def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> None:
     class Shared(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -223,53 +193,3 @@ def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> Non
 
 
 # Places without an array of their own. ----------------------------------------------------------------------------
-
-
-class Decoder(nnx.Module):
-    """An embedding, and an output layer that may be the embedding's transposed."""
-
-    def __init__(self, metadata: Any) -> None:
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(7, 4, rngs=rngs)
-        self.output = nnx.Linear(4, 7, use_bias=False, rngs=rngs)
-        self.output.kernel = nnx.Param(self.embed.embedding[...].T, **metadata)
-
-
-NAMED_AXES = {"out_sharding": (None, None), "eager_sharding": False}
-
-
-@pytest.mark.parametrize("metadata", [{}, NAMED_AXES], ids=["plain", "named axes"])
-@pytest.mark.parametrize("tx", [optax.sgd(0.5, momentum=0.0), rpx.optimizer(optax.sgd(0.5, momentum=0.0))])
-def test_nnx_optimizer_trains_a_tied_embedding(tx: optax.GradientTransformation, metadata: Any) -> None:
-    tied = rpx.Tie({"output/kernel": ("embed/embedding", jnp.transpose)})
-    raw = tied.init(Decoder(metadata))
-    start = np.array(raw.embed.embedding[...])
-    optimizer = nnx.Optimizer(raw, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(raw: Decoder, optimizer: nnx.Optimizer[Decoder]) -> None:
-        optimizer.update(raw, nnx.grad(lambda raw: jnp.sum(tied.apply(raw).output.kernel[...] ** 2) / 2)(raw))
-
-    for _ in range(3):
-        step(raw, optimizer)
-    tied.check(raw, like=Decoder(metadata))
-    effective = tied.apply(raw)
-    assert jax.tree.structure(effective) == jax.tree.structure(Decoder(metadata))
-    np.testing.assert_allclose(effective.output.kernel[...], start.T / 8, rtol=1e-5)  # w - 0.5 w, three times
-    np.testing.assert_array_equal(effective.embed.embedding[...].T, effective.output.kernel[...])
-    as_dicts = tied.apply(nnx.to_pure_dict(nnx.state(raw)))
-    np.testing.assert_array_equal(as_dicts["output"]["kernel"], effective.output.kernel[...])
-
-
-def test_nnx_optimizer_trains_raw_blocks() -> None:
-    class Cell(nnx.Module):
-        def __init__(self) -> None:
-            self.input, self.hidden = nnx.Param(jnp.ones((3, 4))), nnx.Param(2 * jnp.ones((2, 4)))
-
-    p = rpx.shared.Split({"w": rpx.shared.Concat(("input: 3 4", "hidden: 2 4"))}, where="")
-    raw = p.init(Cell())
-    optimizer = nnx.Optimizer(raw, optax.sgd(0.5, momentum=0.0), wrt=nnx.Param)
-    for _ in range(3):
-        optimizer.update(raw, nnx.grad(lambda raw: jnp.sum(p.apply(raw).hidden[...] ** 2))(raw))
-    np.testing.assert_array_equal(p.apply(raw).input[...], np.ones((3, 4)))
-    np.testing.assert_array_equal(p.apply(raw).hidden[...], np.zeros((2, 4)))  # w - 0.5 * 2 w

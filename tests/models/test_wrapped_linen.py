@@ -7,16 +7,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import mlp
 import numpy as np
 import optax
-import pytest
 from errors import Case, table
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from jax import Array
-from jax.sharding import PartitionSpec
 
 import reparax as rpx
 
@@ -191,42 +188,6 @@ def started(p: rpx.Parametrization = FROZEN) -> Any:
 def test_without_noise_a_module_computes_what_the_plain_one_does() -> None:
     plain: Any = MLP().apply({"params": mlp.tree(*NAMES)}, X)
     np.testing.assert_allclose(wrapped(NOISY).deterministic.apply(started(NOISY), X), plain, rtol=1e-5, atol=1e-6)
-
-
-class Scanned(nn.Module):
-    """Three wrapped layers by ``nn.scan``, recomputed in the backward pass, and a wrapped part that is called twice."""
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-        dense = nn.remat(nn.Dense)(3, kernel_init=init, parent=None)
-        layer = rpx.linen.parametrized(dense, rpx.Freeze(where="bias") >> NOISY, name="layer")
-        run = nn.scan(
-            lambda layer, x, _: (layer(x), None),
-            variable_axes={"params": 0, "fixed": 0},
-            split_rngs={"params": True, "noise": True},
-            length=3,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )
-        head = rpx.linen.parametrized(MLP(parent=None), mlp.P, name="head")
-        x, _ = run(layer, x, None)
-        return head(x) + head.hidden(x)[:, :2]
-
-
-@pytest.mark.thorough
-def test_wrapped_modules_are_parts_of_others_under_scan_and_remat_with_boxes(key: Array) -> None:
-    rngs = {"params": key, "noise": key}
-    variables = jax.jit(Scanned().init)(rngs, X)
-    specs = nn.get_partition_spec(variables)["params"]["layer"]["kernel"]["@weight_norm"]
-    assert specs == {"g": PartitionSpec("layers", None, "out"), "v": PartitionSpec("layers", "in", "out")}
-    assert variables["fixed"]["layer"]["bias"]["@freeze"]["@fixed"]["w"].shape == (3, 3)
-
-    def total(params: Any) -> Array:
-        y: Any = Scanned().apply({**variables, "params": params}, X, rngs=rngs)
-        return jnp.sum(y)
-
-    grads = jax.jit(jax.grad(total))(variables["params"])
-    assert all(bool(jnp.all(jnp.any(g != 0))) for g in jax.tree.leaves(grads))
 
 
 @table(__file__)

@@ -9,10 +9,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax import Array
 
 import reparax as rpx
@@ -153,96 +151,3 @@ def test_where_no_call_can_the_user_is_told_to_update_by_hand(library: str, p: A
 
 
 # Trainers that own the loss. --------------------------------------------------------------------------------------
-
-
-@nnx.jit
-def gan_step(gen: Any, disc: Any, gopt: Any, dopt: Any, real: Array, z: Array) -> None:
-    """A step of a trainer that knows of no chain."""
-
-    def d_loss(disc: Any) -> Array:
-        return jnp.mean(nnx.softplus(-disc(real))) + jnp.mean(nnx.softplus(disc(gen(z))))
-
-    dopt.update(disc, nnx.grad(d_loss)(disc))
-    gopt.update(gen, nnx.grad(lambda gen: jnp.mean(nnx.softplus(-disc(gen(z)))))(gen))
-
-
-class Disc(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.c1 = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
-        self.c2 = nnx.Conv(8, 8, (3, 3), rngs=rngs)
-        self.d1, self.d2 = nnx.Linear(128, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
-
-    def __call__(self, x: Array) -> Array:
-        x = nnx.leaky_relu(self.c2(nnx.leaky_relu(self.c1(x), 0.2)), 0.2)
-        return self.d2(nnx.leaky_relu(self.d1(x.reshape(len(x), -1)), 0.2))[:, 0]
-
-
-def norm_of_convolution(kernel: Any, size: int, stride: int) -> float:
-    """The largest singular value of the matrix of a convolution."""
-
-    def convolve(x: Array) -> Array:
-        image = x.reshape(1, size, size, -1)
-        names = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(image, kernel, (stride, stride), "SAME", dimension_numbers=names).ravel()
-
-    return float(np.linalg.norm(jax.jacobian(convolve)(jnp.zeros(size * size * kernel.shape[2])), 2))
-
-
-@pytest.mark.thorough
-def test_a_discriminator_keeps_its_operator_norms_in_a_trainer_that_owns_the_loss() -> None:
-    p = (
-        rpx.SpectralNorm(n_steps=5, input_shape=(8, 8), strides=2, where="c1/kernel")
-        >> rpx.SpectralNorm(n_steps=5, input_shape=(4, 4), where="c2/kernel")
-        >> rpx.SpectralNorm(n_steps=5, where="d[12]/kernel")
-    )
-    disc = rpx.nnx.Parametrized(Disc(nnx.Rngs(0)), p)
-    first, second = (nnx.Linear(n, 64, rngs=nnx.Rngs(n)) for n in (8, 64))
-    layers = first, nnx.relu, second, nnx.tanh, lambda x: x.reshape(-1, 8, 8, 1)
-    gen = rpx.nnx.Parametrized(nnx.Sequential(*layers), rpx.WeightNorm())
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        gopt, dopt = (nnx.Optimizer(x, optax.adam(1e-3, b1=0.5), wrt=nnx.Param) for x in (gen, disc))
-        for key in jax.random.split(jax.random.key(0), 300):
-            a, b = jax.random.uniform(key, (2, 32, 1, 1, 1))
-            real = jnp.sin(a * jnp.arange(8.0)[:, None, None] + 2 * b * jnp.arange(8.0)[None, :, None])
-            gan_step(gen, disc, gopt, dopt, real, jax.random.normal(key, (32, 8)))
-    plain = disc.fold()
-    found = [norm_of_convolution(plain.c1.kernel[...], 8, 2), norm_of_convolution(plain.c2.kernel[...], 4, 1)]
-    found += [float(np.linalg.norm(np.asarray(layer.kernel[...]), 2)) for layer in (plain.d1, plain.d2)]
-    np.testing.assert_allclose(found, np.ones(4), atol=0.02)
-
-
-class State(TrainState):
-    """A state with the collections that calls change, as flax's guide to batch normalization has it."""
-
-    others: Any = None
-
-
-@pytest.mark.thorough
-def test_a_linen_module_keeps_its_operator_norms_in_a_train_state() -> None:
-    class MLP(nn.Module):
-        @nn.compact
-        def __call__(self, x: Array) -> Array:
-            return nn.Dense(1)(nn.relu(nn.Dense(32)(nn.BatchNorm(use_running_average=False)(x))))
-
-    @jax.jit
-    def step(state: State, x: Array, y: Array) -> State:
-        def loss(params: Any) -> Any:
-            variables = {"params": params, **state.others}
-            out, others = state.apply_fn(variables, x, mutable=list(state.others))
-            return jnp.mean((out - y) ** 2), others
-
-        grads, others = jax.grad(loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads).replace(others=others)
-
-    module = rpx.linen.parametrized(MLP(), rpx.SpectralNorm(where="Dense_.*kernel"))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = module.init(jax.random.key(0), jnp.ones((2, 8)))
-        params = variables.pop("params")
-        assert set(variables) == {"batch_stats", "fixed"}
-        state = State.create(apply_fn=module.apply, params=params, tx=optax.adam(1e-2), others=variables)
-        for key in jax.random.split(jax.random.key(0), 300):
-            x = jax.random.normal(key, (32, 8))
-            state = step(state, x, 10 * jnp.sin(x[:, :1]))
-    params = module.fold({"params": state.params, **state.others})["params"]
-    found = [float(np.linalg.norm(params[name]["kernel"], 2)) for name in ("Dense_0", "Dense_1")]
-    np.testing.assert_allclose(found, np.ones(2), atol=0.02)

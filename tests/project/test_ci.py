@@ -37,18 +37,6 @@ def run(tmp_path):
     return run
 
 
-def test_each_part_is_a_line_with_its_times_and_last_words(run):
-    assert run("lint", "test", "docs") == (
-        0,
-        [
-            ("lint", "0 errors, 0 warnings, 0 informations"),
-            ("test", "4362 passed, 3 skipped in 293.10s (0:04:53)"),
-            ("docs", "done"),
-            ("in all", "nothing failed."),
-        ],
-    )
-
-
 def test_parts_that_fail_are_named_and_those_after_them_are_run(run):
     assert run("bad", "docs", "bad") == (
         1,

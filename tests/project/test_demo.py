@@ -19,10 +19,6 @@ for extra in ("matplotlib", "optax", "rich", "sklearn"):
 demo = importlib.import_module("reparax.demo")
 
 
-def scores(perturbed, quantized):
-    return demo.Scores(jnp.array(perturbed), jnp.array(quantized))
-
-
 def test_quantize_rounds_matrices_to_evenly_spaced_values():
     # Two bits between -3 and 3 are -3, -1, 1 and 3.
     params = {"kernel": jnp.array([[-3.0, -2.1, -1.9], [0.5, 1.9, 2.1]]), "bias": jnp.array([0.3, 5.0])}
@@ -54,10 +50,6 @@ def test_all_seeds_and_steps_draw_their_own_minibatches_and_keys(key):
     assert len(np.unique(rows.reshape(6, -1), axis=0)) == 6
 
 
-def test_a_cell_is_mean_and_sample_standard_deviation():
-    assert demo.cell(jnp.array([90.0, 92.0])) == "91.0 ± 1.4"
-
-
 def test_a_verdict_names_the_configurations_whose_intervals_are_clear_of_plain():
     plain, near, far = jnp.array([90.0, 92.0]), jnp.array([92.0, 94.0]), jnp.array([86.0, 88.0])
     assert demo.verdict("clean", {"plain": plain, "near": near}) == (
@@ -66,18 +58,6 @@ def test_a_verdict_names_the_configurations_whose_intervals_are_clear_of_plain()
     assert demo.verdict("noisy", {"plain": plain, "near": near, "far": far}) == (
         "Noisy accuracy shows a difference from plain (91.0 ± 1.4) beyond the spread over seeds: far (87.0 ± 1.4)."
     )
-
-
-def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
-    rows = {name: scores(np.full((2, 9), [[i], [i + 2.0]]), [0.0, 0.0]) for i, name in enumerate(demo.CONFIGURATIONS)}
-    (axes,) = demo.plot(rows).axes
-    assert [line.get_label() for line in axes.lines] == list(demo.CONFIGURATIONS)
-    for i, line in enumerate(axes.lines):
-        np.testing.assert_array_equal(line.get_xdata(), demo.STDS)
-        np.testing.assert_allclose(line.get_ydata(), i + 1.0)
-    assert "standard deviation" in axes.get_xlabel()
-    assert "accuracy" in axes.get_ylabel()
-    assert axes.get_legend() is not None
 
 
 @pytest.mark.thorough

@@ -20,8 +20,8 @@ from public import FAMILIES, PUBLIC, TOP, TYPES
 import reparax as rpx
 from benchmarks.common.shown import Results
 from benchmarks.evidence.record import found
-from benchmarks.evidence.summary import NONE, difference, told
-from examples.speech import report
+from benchmarks.evidence.summary import NONE, difference
+from examples.speech.voices import VOICES
 from reparax.core.names import FAMILIES as TABLE
 from reparax.core.names import family_of
 from reparax.testing import check_laws
@@ -40,41 +40,6 @@ PROSE = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")), *NOTEBOOKS
 @pytest.fixture(scope="module")
 def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_short(path):
-    assert 0 < path.read_text().count("```{code-cell}") <= 13
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_something_to_change(path):
-    (cell,) = re.findall(r"## Try it\n\n[^`#][^#]*?```\{code-cell\}\n(.*?)```", path.read_text(), flags=re.DOTALL)
-    assert re.search(r"^for .* in ", cell, flags=re.MULTILINE)  # over two or three values
-
-
-@pytest.mark.parametrize(
-    "path", [README, *sorted((ROOT / "docs").glob("*.md")), *API, *NOTEBOOKS], ids=lambda path: path.stem
-)
-def test_examples_are_as_wide_as_a_page(path):
-    blocks = re.findall(
-        r"^( *)```(?:python|\{code-block\} python)\n(.*?)^\1```", path.read_text(), re.DOTALL | re.MULTILINE
-    )
-    lines = [
-        line for _, block in blocks for line in block.split("\n") if ">>>" not in block or line[:3] in (">>>", "...")
-    ]
-    assert [line for line in lines if len(line) > 88] == []
-
-
-def test_the_line_that_users_ask_for_is_what_the_readme_writes_in_two():
-    line = "effective = (rpx.WeightNorm() >> rpx.VarNoise(0.075)).apply(raw, key)"
-    assert f"\n{line}\n" in (ROOT / "docs" / "concepts.md").read_text()
-    (chain, apply) = re.fullmatch(r"effective = \((.*)\)(\.apply.*)", line).groups()
-    (step,) = re.findall(r"^p = .*(?=^for key)", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert f"p = {chain} " in step
-    assert f"        effective = p{apply} " in step
-    assert "@jax.jit" in step
-    assert "optax.apply_updates(raw, updates)" in step
 
 
 def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
@@ -135,13 +100,6 @@ def test_the_lines_of_the_readme_for_each_library_run(row, make):
         assert eval(line, names).shape == (3,)
 
 
-def test_the_readme_is_short_and_names_both_commands():
-    text = re.sub(r"<[^>]+>", "", README.read_text())
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 510
-    assert "    make demo " in text
-    assert "    make test\n" in text
-
-
 def compared(claim, told, task: str, ours: str, other: str) -> dict[str, str]:
     """How one way of training differs from another in each measure of a task: higher, lower or not significantly."""
     here, there = (claim.reported(told[claim.chosen(told, task)[way]]) for way in (ours, other))
@@ -164,9 +122,8 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     assert f"{taken} (By hand: {by_hand:.0f}.)" in text
     on_gpu, gpt = Results.newest("nvidia-h200"), "GPT-2, batch 8 x 512: peak MiB of a process"
     assert "on a GPU at batch 8 x 512 it saved nothing" in text
-    ways = report.ways_of(found("digits_lstm", report.RESULTS))
-    noisy, without = (told(report.wrong(ways[way], "unseen", None)) for way in ("noise", "plain"))
-    assert f"word error rate on unseen voices is {noisy} % with noise, and {without} % without" in text
+    assert len(VOICES["unseen"]) == 12
+    assert "a small fixed set without augmentation, tested on twelve voices" in text
     assert on_gpu.ratio("steps", gpt, "remat", "apply") >= 1
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert "is as fast as LoRA written by hand" in text
@@ -179,15 +136,6 @@ def test_what_a_page_calls_by_our_name_exists(page):
     assert [name for name, _ in named if not hasattr(rpx, name)] == []
     below = [(FAMILIES[family], name) for family, name in named if family in FAMILIES and name]
     assert [name for family, name in below if not hasattr(family, name)] == []
-
-
-@pytest.mark.parametrize("page", [*PROSE, *API], ids=lambda page: page.stem)
-def test_no_text_is_lost_for_the_sign_that_a_line_begins_with(page):
-    """A percent sign would make the line a comment, and a minus would begin a list within a sentence."""
-    text = re.sub(r"(?ms)^```.*?^```|\A---.*?^---", "", page.read_text(encoding="utf-8"))
-    assert not re.findall(r"(?m)^%.*", text)
-    items = re.findall(r"(?m)^[-+*] .*(?:\n .*)*", text)
-    assert [item for item in items if item.count("`") % 2] == []
 
 
 @pytest.mark.thorough
@@ -237,27 +185,6 @@ def test_the_table_of_stages_says_in_which_family_each_is():
     assert listed == stages - vars(rpx.stage).keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    {
-        "weight noise": rpx.VarNoise,
-        "DropConnect": rpx.WeightDropout,
-        "NoisyNet": rpx.Gaussian,
-        "QLoRA": rpx.Quantized,
-        "IA3": rpx.adapters.Gain,
-        "LoHa": rpx.adapters.Hadamard,
-        "OFT": rpx.adapters.Rotated,
-        "2:4": rpx.sparse.NByM,
-        "BitNet": rpx.FakeQuantized,
-        "parametrize": rpx.Reparametrization,
-    }.items(),
-)
-def test_a_name_that_people_search_for_is_in_the_table_and_at_the_stage(name, stage):
-    assert name in (stage.__doc__ or "")
-    pages = (ROOT / "docs" / page for page in ("choosing.md", "coming_from.md"))
-    assert any(re.search(rf"^\|.*\b{name}\b.*\|", page.read_text(), flags=re.MULTILINE) for page in pages)
-
-
 def test_the_page_of_versions_names_the_oldest_python_and_jax_and_the_newest_of_the_readme():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = re.findall(r"^\| (Python|JAX) \| ([\d.]+) \| ([\d.]+) \|$", VERSIONS.read_text(), flags=re.MULTILINE)
@@ -268,24 +195,10 @@ def test_the_page_of_versions_names_the_oldest_python_and_jax_and_the_newest_of_
     assert f"Tested on Python {python} and JAX {jax_versions}." in README.read_text()
 
 
-def test_links_to_the_project_are_made_from_one_place():
-    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"].get("Source")
-    named = [line for line in CITATION.read_text().splitlines() if line.startswith("repository-code:")]
-    assert named == ([f"repository-code: {address}"] if address else [])
-
-
 def test_the_changelog_begins_with_this_version():
     versions = re.findall(r"^## (.*)$", CHANGELOG.read_text(), flags=re.MULTILINE)
     assert re.fullmatch(rf"\[{re.escape(rpx.__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)", versions[0])
     assert len(versions) == len({version.partition(" ")[0] for version in versions})
-
-
-def test_the_list_of_the_first_version_is_short_and_has_a_line_for_each_family():
-    first = CHANGELOG.read_text().partition("## [0.1.0] - ")[2].partition("\n## ")[0]
-    assert len(first.split()) <= 400
-    index = (ROOT / "docs" / "api" / "index.md").read_text()
-    families = set(re.findall(r"^## \[(.*?)\]\(", index, flags=re.MULTILINE))
-    assert families <= set(re.findall(r"^- \*\*(.*?)\*\*: ", first, flags=re.MULTILINE))
 
 
 def test_the_citation_names_this_version():

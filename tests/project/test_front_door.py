@@ -4,7 +4,6 @@ import ast
 import inspect
 import json
 import pickle
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ import jax
 import pytest
 from cases import CASES
 from errors import raises
-from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
+from public import FAMILIES, PUBLIC, TOP, WRAPPED
 
 import reparax as rpx
 from reparax.core import names
@@ -69,15 +68,6 @@ def test_type_checkers_see_the_names_of_the_table():
     assert sorted(seen) == sorted([*modules, *((homes[name], name) for name in names.TOP)])
 
 
-def test_help_is_a_map_of_all_families():
-    shown = re.findall(r"^``rpx\.(\w+)``  +(.*)$", inspect.getdoc(rpx), flags=re.MULTILINE)
-    assert sorted(family for family, _ in shown) == sorted([*FAMILIES, *WRAPPED])
-    for family, text in shown:
-        named = re.findall(r"``(\w+)``", text)
-        assert named
-        assert [name for name in named if name not in names.FAMILIES[family].names] == []
-
-
 def test_nothing_of_a_family_is_imported_before_it_is_named():
     code = (
         "import json, sys\n"
@@ -94,24 +84,6 @@ def test_nothing_of_a_family_is_imported_before_it_is_named():
 
 
 NEW = f"import sys; sys.path[:0] = {sys.path!r}; import reparax as rpx, jax, jax.numpy as jnp\n"
-
-
-@pytest.mark.thorough
-def test_without_what_is_imported_a_stage_of_yours_has_its_marker_and_chains_and_raw_trees_of_ours_are_read():
-    """One has the name of a stage of ours, and one that of a private base of several."""
-    yours = "".join(
-        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
-        f"print({name}.kind)\n"
-        for name in ("Tie", "Prune")
-    )
-    read = (
-        'text = \'{"reparax": 1, "stages": [{"class": "reparax.RigL", "sparsity": 0.5}]}\'\n'
-        "print(rpx.from_json(text))\n"
-        "print(rpx.partition({'w': {'@low_rank': {'u': jnp.ones((3, 1)), 'v': jnp.ones((1, 2))}}})[0]['w'].keys())\n"
-    )
-    kinds = ["main_tie", "prune"]
-    assert in_a_new_process(NEW + yours + read) == [*kinds, "RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
-    assert in_a_new_process(NEW + "rpx.shared.Tie\nrpx.sparse.RigL\n" + yours) == kinds
 
 
 IN_CHILDREN = """
@@ -184,23 +156,3 @@ def test_a_name_that_left_the_top_says_where_it_lives(family):
     for name in set(names.FAMILIES[family].names) - set(TOP):
         with raises(AttributeError, f"reparax has no {name!r} at the top: it is `rpx.{family}.{name}`."):
             getattr(rpx, name)
-
-
-def test_signatures_name_types_and_no_private_modules():
-    signatures = {name: str(inspect.signature(x)) for name, x in PUBLIC.items() if name not in TYPES}
-    assert [name for name, text in signatures.items() if "reparax." in text] == []
-    assert signatures["VarNoise"].startswith("(std: 'Number', *, where: 'Where' = None, stacked: 'Axes' = (), ")
-    assert signatures["partition"] == "(raw: 'T') -> 'tuple[T, T]'"
-
-
-def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():
-    p = rpx.matrices.AlmostOrthogonal(0.25) >> rpx.WeightNorm()
-    text = "AlmostOrthogonal(radius=0.25) >> WeightNorm()"
-    assert repr(p) == text
-    assert eval(text, PUBLIC) == p
-    written = (
-        '{"reparax": 1, "stages": '
-        '[{"class": "reparax.AlmostOrthogonal", "radius": 0.25}, {"class": "reparax.WeightNorm"}]}'
-    )
-    assert p.to_json() == written
-    assert rpx.from_json(written) == p

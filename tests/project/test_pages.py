@@ -2,12 +2,10 @@
 
 import doctest
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 import jax
 import numpy as np
@@ -131,13 +129,6 @@ def test_links_and_pictures_lead_to_files_and_headings(path):
             assert anchor in slugs, f"{target}#{anchor}"
 
 
-def test_what_the_readme_links_to_shows_its_results_where_the_repository_is_read():
-    for target in re.findall(r"\]\((docs/[\w/]+\.md)", (ROOT / "README.md").read_text()):
-        text = (ROOT / target).read_text()
-        assert "{code-cell}" not in text
-        assert "```{include}" not in text
-
-
 # Numbers in prose -----------------------------------------------------------------------------------------------------
 
 
@@ -171,22 +162,6 @@ def test_what_the_page_on_fine_tuning_says_of_its_tables():
     written = (ROOT / "examples" / "smollm" / "results" / "example.txt").read_text().splitlines()
     assert [line for line in written[:6] if " ".join(line.split()) not in text] == []
     assert {len(cell["curve"][0]) for name, cell in cells.items() if ", rate " in name} == {20}
-
-
-def test_a_smaller_network():
-    cells = json.loads((ROOT / "benchmarks" / "results" / "smaller.json").read_text())["cells"]
-    whole, half = (cells[name] for name in ("100% left", "50% left"))
-    assert max(max(cell["apart"]) for cell in cells.values()) < 1e-5
-    before, after = (100 * mean(cell["right"]) for cell in (whole, half))
-    took = mean(half["time beside masks"])
-    text = said("docs/recipes.md")
-    assert f"Its accuracy falls from {before:.1f} % to {after:.1f} %, and a step takes {took:.2f} times as long" in text
-
-
-def test_no_group_of_many_networks_is_wrong():
-    total = json.loads((ROOT / "benchmarks" / "results" / "axis_groups.json").read_text())["total"]
-    assert total["wrong"] == 0
-    assert total["found"] == total["planted"] > 0
 
 
 def test_costs_of_experts():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.shown import Results, cell
+from benchmarks.common.shown import Results
 from benchmarks.common.timing import of_runs, rows
 
 FACTS = {"device": "cpu", "cores": 2, "machine": "x86_64", "python": "3.11.7", "jax": "0.10.2"}
@@ -63,30 +63,8 @@ def test_several_runs_are_their_medians_with_the_quartiles_of_these():
     assert of_runs(runs[:1]) == runs[0]
 
 
-def test_a_ratio_has_its_quartiles_where_they_are_on_file():
-    row = {"median": 6.0, "ratio": 0.5, "ratio_q1": 0.48, "ratio_q3": 0.55}
-    assert cell(row) == "6.0 (0.50, 0.48 to 0.55)"
-    assert cell(row | {"ratio_q1": 0.5, "ratio_q3": 0.5}) == "6.0 (0.50)"
-
-
 def test_a_ratio_is_that_of_paired_calls_and_not_of_medians(results):
     assert results.ratio("peers", "noise, 6 layers of 8", "reparax", "flax linen") == 0.5 / 0.4
-
-
-def test_ratios_of_one_way_stand_in_one_line_for_each_start_of_a_title(results):
-    results.tables["local"] = {
-        f"MLP, {noise}, batch 8: {what}": {
-            "apply": {"median": 2.0, "ratio": 1.0},
-            "local": {"median": 1.0, "ratio": 0.5},
-        }
-        for noise, what in (("Gaussian", "ms"), ("VarNoise", "ms"), ("VarNoise", "MiB"))
-    }
-    assert results.ratios("local", r"(.+), (\w+), batch 8", {"time": "ms", "memory": "MiB"}, "local").split("\n") == [
-        "|  |  | time | memory |",
-        "| --- | --- | --- | --- |",
-        "| MLP | Gaussian | 0.5 |  |",
-        "| MLP | VarNoise | 0.5 | 0.5 |",
-    ]
 
 
 def test_what_is_behind_by_five_percent_is_shown_and_nothing_else(results):
@@ -94,7 +72,3 @@ def test_what_is_behind_by_five_percent_is_shown_and_nothing_else(results):
         "| noise, 6 layers of 8 | reparax: 6.0 ms | flax linen: 4.0 ms | 1.25 |",
         "| noise, 6 layers of 8 | reparax, remat: 9.0 ms | reparax: 6.0 ms | 2.00 |",
     ]
-
-
-def test_no_table_is_said_to_be_missing(results):
-    assert results.table("peers", "nothing (.*)", "ms") == "Not measured."

@@ -2,14 +2,12 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from compiled import init
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
-from public import PUBLIC
 
 import reparax as rpx
 
@@ -46,17 +44,6 @@ def decaying(tree):
 )
 def test_weights_decay_and_nothing_else(p, expected):
     assert decaying(rpx.decay_mask(jax.eval_shape(p.init, PARAMS, jax.random.key(0)))) == expected
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["Positive", "Orthogonal", "Simplex", "PositiveDefinite", "Invertible"])
-def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
-    stage = PUBLIC[name]()
-    raw = stage.init({"w": jnp.full((3, 3), 0.1) + 0.9 * jnp.eye(3)})
-    main, rest = rpx.partition(raw)
-    at_zero = stage.fold(rpx.combine(jax.tree.map(jnp.zeros_like, main), rest))["w"]
-    assert float(jnp.max(jnp.abs(at_zero))) > 0.05
-    assert not any(value.decays for value in stage.raw_values.values() if value.main)
 
 
 @pytest.mark.parametrize("name", ["bias_n", "bias_ih_l0", "in_proj_bias", "relative_position_bias_table"])

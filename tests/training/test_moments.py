@@ -96,19 +96,6 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
-@pytest.mark.thorough
-def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
-    w = np.float32([[5, 4, 0, 0]])
-    p = rpx.sparse.RigL(count=2, drop_fraction=1.0)
-    before = init(p, {"w": w, "mu": {"w": w}}, jax.random.key(0))
-    after = update(p, before, grads={"w": np.float32([[9, 9, 0, 0]]), "mu": {"w": np.float32([[0, 0, 9, 9]])}})
-    state = jax.tree.map(np.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))
-    got = jax.jit(rpx.training.reset_moments)(state, before, after)[0]
-    for moment in (got.mu, got.nu):
-        np.testing.assert_array_equal(moment["w"]["@rigl"]["w"], [[1, 1, 1, 1]])
-        np.testing.assert_array_equal(moment["mu"]["w"]["@rigl"]["w"], [[1, 1, 0, 0]])
-
-
 def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
     p = rpx.LoRA(4) >> rpx.MagnitudePruning(0.5)
     before = init(p, {"w": COUNTED}, jax.random.key(0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import effective, fold, init
+from compiled import init
 from errors import raises
 from grids import mostly_thorough
 from jax import Array
@@ -20,7 +20,6 @@ import reparax as rpx
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 Y = np.linspace(1, -1, 8, dtype=np.float32).reshape(4, 2)
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
-DECAYED = functools.partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
 def _relaxed(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -123,35 +122,6 @@ def test_partition_and_combine_train_the_free_part_alone(p: rpx.Parametrization)
     _assert_all_differ(rpx.partition(raw)[0], free)
 
 
-def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights(key: Array) -> None:
-    p = rpx.Orthogonal(where="dense/kernel") >> rpx.VarNoise(0.1)
-    raw = init(p, _params())
-    free, fixed = rpx.partition(raw)
-    moved = jax.jit(lambda free: jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), free))(free)
-    average = rpx.combine(optax.incremental_update(moved, free, 0.25), fixed)
-    assert jax.tree.structure(average) == jax.tree.structure(raw)
-    np.testing.assert_allclose(average["dense"]["bias"], 0.75 * free["dense"]["bias"] + 0.25 * moved["dense"]["bias"])
-
-    def gram(weights: Any) -> Any:
-        return np.asarray(weights["dense"]["kernel"]).T @ np.asarray(weights["dense"]["kernel"])
-
-    of_effective = optax.incremental_update(fold(p, rpx.combine(moved, fixed)), fold(p, raw), 0.25)
-    np.testing.assert_allclose(gram(fold(p, average)), np.eye(2), atol=1e-5)
-    assert np.abs(gram(of_effective) - np.eye(2)).max() > 0.01
-
-
-def test_a_schedule_of_the_learning_rate_is_injected_beside_a_mask_made_of_labels() -> None:
-    raw = rpx.WeightNorm().init(_params())
-    adamw = optax.inject_hyperparams(optax.adamw, static_args="mask")
-    tx = _relaxed(adamw(optax.linear_schedule(0.1, 0.3, 2), weight_decay=0.5, mask=DECAYED))
-    state, update = tx.init(raw), jax.jit(tx.update)
-    for rate in (0.1, 0.2, 0.3):
-        updates, state = update(_zeros(raw), state, raw)
-        node = updates["dense"]["kernel"]["@weight_norm"]
-        np.testing.assert_allclose(node["v"], -rate * 0.5 * np.asarray(_params()["dense"]["kernel"]), rtol=1e-6)
-        np.testing.assert_array_equal(node["g"], np.zeros((1, 2), np.float32))
-
-
 # Hyperparameters that change while training. ----------------------------------------------------------------------
 
 
@@ -164,34 +134,6 @@ def _counted(traces: Counter[Any]) -> Callable[..., Array]:
         return p.apply(raw, key)
 
     return step
-
-
-@pytest.mark.thorough
-def test_a_learned_std_gets_the_gradient_of_the_formula_and_moves(key: Array) -> None:
-    raw = _params()
-    trainable = {"raw": raw, "log_std": jnp.log(jnp.float32(0.1))}
-
-    @jax.jit
-    def gradient_of(trainable: Any) -> Any:
-        return jax.grad(lambda t: _loss(rpx.VarNoise(jnp.exp(t["log_std"])), t["raw"], key))(trainable)
-
-    gradient = gradient_of(trainable)
-    # d loss / d log(std) = <d loss / d w, std * eps>, and std * eps is what apply added to w.
-    noise = jax.tree.map(lambda noisy, w: np.asarray(noisy) - w, effective(rpx.VarNoise(0.1), raw, key), raw)
-    want = sum(np.vdot(g, n) for g, n in zip(*map(jax.tree.leaves, (gradient["raw"], noise)), strict=True))
-    assert abs(want) > 1e-3
-    np.testing.assert_allclose(gradient["log_std"], want, rtol=1e-4)
-    tx = _relaxed(optax.adam(0.1))
-    updates, _ = jax.jit(tx.update)(gradient, tx.init(trainable), trainable)
-    moved = optax.apply_updates(trainable, updates)["log_std"] - trainable["log_std"]
-    np.testing.assert_allclose(moved, -0.1 * np.sign(want), rtol=1e-3)
-
-
-def test_a_learned_rate_gets_a_finite_gradient(key: Array) -> None:
-    rate = jnp.float32(0.3)
-    gradient = jax.jit(jax.grad(lambda r: _loss(rpx.WeightDropout(r), _params(), key)))(rate)
-    assert bool(jnp.isfinite(gradient))
-    assert gradient != 0
 
 
 # Compilation. -----------------------------------------------------------------------------------------------------
@@ -248,29 +190,6 @@ def test_raw_trees_can_be_donated(key: Array) -> None:
     assert not before.is_deleted()
     _assert_identical(step(raw), expected)
     assert before.is_deleted()
-
-
-COPIES = {
-    "copied": lambda params: jax.tree.map(jnp.copy, NOISY.init(params)),
-    "by a compiled init": lambda params: jax.jit(NOISY.init)(params),
-}
-
-
-@pytest.mark.parametrize("copy", COPIES)
-def test_a_copied_raw_tree_is_donated_without_the_models_own_arrays(copy: str) -> None:
-    params = _params()
-    raw = COPIES[copy](params)
-    jax.block_until_ready(jax.jit(lambda raw: jax.tree.map(lambda w: w - 1, raw), donate_argnums=0)(raw))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(raw))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-    _assert_identical(NOISY.init(params), NOISY.init(_params()))
-
-
-def test_a_raw_tree_made_of_aliased_parameters_can_be_donated_once_they_are_tied() -> None:
-    kernel = jnp.copy(_params()["dense"]["kernel"])
-    raw = rpx.Tie({"out": "in"}).init({"in": kernel, "out": kernel})
-    step = jax.jit(lambda raw: jax.tree.map(lambda w: w - 1, raw), donate_argnums=0)
-    np.testing.assert_array_equal(step(raw)["in"], np.asarray(_params()["dense"]["kernel"]) - 1)
 
 
 def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_latest() -> None:

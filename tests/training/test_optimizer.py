@@ -93,14 +93,6 @@ def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -
     assert all(np.any(np.asarray(x) != np.asarray(y)) for x, y in pairs)
 
 
-@pytest.mark.thorough
-def test_without_it_decay_moves_frozen_values_and_orthogonality_is_lost() -> None:
-    raw, _ = trained(adamw(), init(P, params()), 500)
-    after = jax.tree.map(np.asarray, effective(P, raw))
-    assert np.abs(after["turn"] @ after["turn"].T - np.eye(4)).max() > 0.1
-    assert np.abs(after["frozen"] - np.asarray(params()["frozen"])).max() > 0.1
-
-
 # Wrapped in it, and around it. ------------------------------------------------------------------------------------
 
 ALL = jax.tree.map(lambda _: True, jax.eval_shape(P.init, params()))
@@ -158,36 +150,6 @@ def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, rpx.partition(after)[1], rpx.partition(raw)[1])
     weights = [np.asarray(tree["sparse"]["@magnitude_pruning"]["w"]) for tree in (raw, after)]
     assert (weights[0] != weights[1]).any()
-
-
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_lookahead_holds_fixed_values_in_both_of_its_trees(inside) -> None:
-    sgd = optax.sgd(0.1)
-    around = optax.lookahead(sgd if inside else rpx.optimizer(sgd), 2, 0.5)
-    tx = rpx.optimizer(around) if inside else around
-
-    @jax.jit
-    def step(both: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.grad(loss)(both.fast), state, both)
-        return optax.apply_updates(both, updates), state
-
-    raw = init(P, params())
-    both = optax.LookaheadParams.init_synced(raw)
-    state = jax.jit(tx.init)(both)
-    for _ in range(4):
-        both, state = step(both, state)
-    for tree in both:
-        jax.tree.map(np.testing.assert_array_equal, rpx.partition(tree)[1], rpx.partition(raw)[1])
-    assert loss(both.slow) < loss(raw)
-
-
-def test_schedule_free_evaluates_the_free_part() -> None:
-    raw = init(P, params())
-    after, state = trained(rpx.optimizer(optax.contrib.schedule_free_sgd(0.05)), raw, 50)
-    free, fixed = rpx.partition(after)
-    average = rpx.combine(jax.jit(optax.contrib.schedule_free_eval_params)(state, free), fixed)
-    P.check(average, like=params())
-    assert loss(average) < loss(raw)
 
 
 # What it gives to what it wraps. ----------------------------------------------------------------------------------
@@ -263,26 +225,6 @@ def test_the_value_of_the_loss_passes_through() -> None:
         np.testing.assert_allclose(update, np.full(update.shape, -8 / 3), rtol=1e-6)
 
 
-@pytest.mark.thorough
-def test_a_line_search_gets_the_loss_as_a_function_of_free_values() -> None:
-    p = rpx.Freeze(where="b")
-    a = jnp.array([[2.0, -0.5], [-0.5, 1.0]])
-    raw = p.init({"b": jnp.array([1.0, 2.0]), "w": jnp.zeros(2)})
-
-    def value_fn(raw: Any) -> jax.Array:
-        effective = p.apply(raw)
-        return effective["w"] @ a @ effective["w"] / 2 - effective["b"] @ effective["w"]
-
-    tx, after = rpx.optimizer(optax.lbfgs()), raw
-    state = tx.init(raw)
-    for _ in range(10):
-        value, grad = jax.value_and_grad(value_fn)(after)
-        updates, state = tx.update(grad, state, after, value=value, grad=grad, value_fn=value_fn)
-        after = optax.apply_updates(after, updates)
-    np.testing.assert_allclose(after["w"], np.linalg.solve(np.asarray(a), [1.0, 2.0]), rtol=1e-4)
-    assert bits(after["b"]) == bits(raw["b"])
-
-
 class Counted(NamedTuple):
     """A transformation of no library."""
 
@@ -329,17 +271,6 @@ def test_every_bit_of_a_fixed_float_stays(compiled) -> None:
     assert bits(after["w"]) == bits(w)
     assert sorted(str(x.dtype) for x in jax.tree.leaves(after["w"])) == sorted(FLOATS)
     assert (after["b"] != raw["b"]).all()
-
-
-def test_fixed_subnormal_numbers_stay_where_the_free_part_alone_is_updated() -> None:
-    w = np.array([1e-42, -2e-40, 0.0], np.float32)
-    raw = rpx.Freeze(where="w").init({"w": jnp.asarray(w), "b": jnp.ones(2)})
-    tx = rpx.optimizer(optax.sgd(0.5))
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
-    free, fixed = rpx.partition(raw)
-    after = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
-    assert np.asarray(after["w"]["@freeze"]["@fixed"]["w"]).tobytes() == w.tobytes()
-    np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
 
 
 def test_complex_values_train_and_fixed_ones_keep_the_signs_of_their_zeros() -> None:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import treescope
 from flax import nnx
 from rich.console import Console
 
@@ -257,26 +256,3 @@ def test_rich_shows_the_same_table():
         "steps                              int32[]                  0       1        4 B     -",
         "total                                                  16,452       5   64.2 KiB     -",
     ]
-
-
-def test_rich_takes_brackets_for_what_they_are_and_folds_what_is_too_long():
-    report = rpx.summary(rpx.Freeze(where="[a-z]+"), {"b": jnp.ones(3), "[b]": jnp.ones(3)})
-    assert shown_by_rich(report, width=200)[0] == "Freeze(where='[a-z]+')"
-    lines = shown_by_rich(report, width=46)
-    assert any(line.startswith("[b]") for line in lines)
-    assert max(map(len, lines)) <= 46
-
-
-# treescope 0.1.10 reads every name of numpy, and numpy 2.5 warns of some: https://github.com/numpy/numpy/pull/30605.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:treescope")
-def test_treescope_shows_raw_trees_stages_and_summaries_by_their_contents():
-    p = rpx.SpectralNorm() >> rpx.VarNoise(0.1)
-    params = {"w": jnp.eye(3)}
-    for value, words in (
-        (p.init(params), ("'@spectral_norm': {", "'@fixed': {", "'u': <jax.Array(")),
-        (p, ("SpectralNorm(", "n_steps=1", "VarNoise(", "std=0.1")),
-        (rpx.summary(p, params), ("chain='SpectralNorm() >> VarNoise(0.1)'", "type='float32[3, 3]'", "free=9")),
-    ):
-        text = treescope.render_to_text(value)
-        assert "object at 0x" not in text
-        assert [word for word in words if word not in text] == []

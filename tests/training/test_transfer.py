@@ -331,19 +331,6 @@ def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
         np.testing.assert_array_equal(values[0][path], values[1][path])
 
 
-def test_a_tuple_of_a_chain_without_markers_is_asked_for_too_and_a_tuple_inside_is_not():
-    with pytest.raises(ValueError, match="transfer cannot tell whether a tuple is a raw tree of Chain"):
-        rpx.transfer(rpx.Chain(), rpx.WeightNorm(axis=-1), (K, K))
-    moved = rpx.transfer(rpx.Chain(), rpx.WeightNorm(axis=-1), (K, K), like=(K, K))
-    assert_equal(moved, rpx.WeightNorm(axis=-1).init((K, K)))
-    old, new, params = rpx.Chain(), rpx.WeightNorm(axis=-1), {"layers": (K, {"kernel": K}), "bias": K[0]}
-    assert_equal(rpx.transfer(old, new, params), new.init(params))
-    raw = new.init(params)
-    state = trained(optax.adam(1e-3), raw)
-    assert_equal(rpx.transfer(new, new, state), state)
-    assert_equal(rpx.transfer(new, old, state, like=raw), rpx.transfer(new, old, state))
-
-
 def test_a_state_in_a_dict_is_a_state():
     raw = init(OLD, PARAMS)
     tx = optax.named_chain(("adam", optax.scale_by_adam()), ("rate", optax.scale(-1e-3)))
@@ -433,30 +420,12 @@ def test_unfrozen_values_start_without_momentum():
     assert_equal(got, tx.init(PARAMS))
 
 
-def test_states_of_trees_with_functions():
-    old, new = rpx.WeightNorm(axis=-1, where="a"), rpx.WeightNorm(axis=-1)
-    params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2)), "f": jnp.tanh}
-    tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(params)
-    got = rpx.transfer(old, new, tx.init(raw), like=raw)
-    assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(params)))
-
-
 def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
     params = {"x": np.ones((4, 3), np.float32), "y": np.ones((4, 3), np.float32)}
     new = rpx.LoRA(2, columns=-1)
     got = transferred(rpx.Chain(), new, params)
     assert_equal(got, init(new, params, jax.random.key(0)))
     assert not np.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
-
-
-def test_boxes_with_axis_names_come_along():
-    nn = pytest.importorskip("flax.linen")
-    raw = init(rpx.WeightNorm(), {"kernel": nn.Partitioned(np.ones((4, 3), np.float32), ("embed", "mlp"))})
-    same, plain = (transferred(rpx.WeightNorm(), new, raw) for new in (rpx.WeightNorm(), rpx.Chain()))
-    values = same["kernel"]["@weight_norm"]
-    assert (values["g"].names, values["v"].names) == ((None, "mlp"), ("embed", "mlp"))
-    assert plain["kernel"].names == ("embed", "mlp")
-    np.testing.assert_allclose(plain["kernel"].value, np.ones((4, 3)), rtol=1e-6)
 
 
 def test_trained_values_go_to_the_chain_without_randomness():

@@ -1,29 +1,19 @@
 """Follows axes through a program, and through the programs inside it."""
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from reparax.axes._rules import AxisSum, Operands, Zeros, all_of, axes_of
+from reparax.axes._rules import Operands, axes_of, with_equal
 from reparax.axes._uses import Members, Uses
-from reparax.axes._values import NEVER, Axis, Labelled, Labels, Origin, Origins, Source
+from reparax.axes._values import Axis, Labelled, Labels, Origins, Source
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, check_call, is_keys
 from reparax.programs.equations import Cond, Scan, ShardMap, View, While, view_of
 from reparax.programs.sources import describe_read, lines_by_origin
-
-
-@dataclass(frozen=True)
-class LabelledArray:
-    """An array that the user named: its path, its shape, and the labels of its axes."""
-
-    path: str
-    shape: tuple[int, ...]
-    labels: tuple[int, ...]
 
 
 def arguments_of(method: str, fun: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> Arguments:
@@ -46,83 +36,56 @@ class Reading:
       labels: The labels of all axes.
       members: Which outputs of products index the members of an ensemble.
       uses: How weights are used.
-      sums: Which equations sum along an axis.
-      parameters: The arrays that the user named, by their number among all arrays.
-      steps: Axes of parameters that a scan slices.
+      parameters: The labels of the axes of each parameter, by its number among all arrays.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         """Reads the program of a call."""
         traced = arguments.trace()
         self.labels = Labels()
-        self.sums = list[AxisSum]()
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
-        self.parameters: dict[int, LabelledArray] = {}
-        self.steps = frozenset[Origin]()
-        self._displaced: dict[Origin, list[Labelled]] = {}
-        self._meetings: list[_Meeting] = []
+        self.parameters: dict[int, tuple[int, ...]] = {}
         self._lines = lines_by_origin(traced.program)
-        for value in self._read_program(traced.program, self._values_of_inputs(arguments, traced.inputs)):
-            for axis in value.axes:
-                self.labels.freeze(axis.label, "an axis of the result")
-        self._share_axes_of_steps()
+        self._read_program(traced.program, self._values_of_inputs(arguments, traced.inputs))
 
     def _values_of_inputs(self, arguments: Arguments, inputs: Sequence[Any]) -> list[Labelled]:
         """The values of a program's inputs: first its constants, then the arguments."""
-        triples = list(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True))
+        pairs = list(zip(arguments.arrays, arguments.is_chosen, strict=True))
         # Without any data but keys among the arguments, they are closed over.
-        no_data = all(is_keys(x) for x, _, is_parameter in triples if not is_parameter)
+        no_data = all(is_keys(x) for x, is_parameter in pairs if not is_parameter)
         kind = Source.DATA if no_data else Source.CONSTANT
-        constants = inputs[: len(inputs) - len(triples)]
-        values = [self._fixed_value(x.shape, "an axis of a constant", kind) for x in constants]
-        values += [self._argument(i, x, path, is_parameter=chosen) for i, (x, path, chosen) in enumerate(triples)]
-        return values
+        values = [self._value_of(x, kind) for x in inputs[: len(inputs) - len(pairs)]]
+        return values + [self._argument(i, x, is_parameter=chosen) for i, (x, chosen) in enumerate(pairs)]
 
-    def _argument(self, number: int, x: Any, path: str, *, is_parameter: bool) -> Labelled:
+    def _argument(self, number: int, x: Any, *, is_parameter: bool) -> Labelled:
         """The value of an argument; the axes of a parameter get labels of their own."""
-        name = path.partition("/")[2]
         if not is_parameter:  # noise on weights is no data
-            kind = Source.CONSTANT if is_keys(x) else Source.DATA
-            return self._fixed_value(x.shape, f"an axis of {path!r}, which is data", kind)
+            return self._value_of(x, Source.CONSTANT if is_keys(x) else Source.DATA)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            why = f"an axis of {name!r}, which has no floating numbers"
-            return self._fixed_value(x.shape, why, Source.CONSTANT)
-        labels = tuple(self.labels.new() for _ in x.shape)
-        self.parameters[number] = LabelledArray(name, x.shape, labels)
+            return self._value_of(x, Source.CONSTANT)
+        labels = self.parameters[number] = tuple(self.labels.new() for _ in x.shape)
         self.members.add_parameter({(number, k): label for k, label in enumerate(labels)})
         axes = tuple(Axis(label, frozenset([(number, k)])) for k, label in enumerate(labels))
-        return Labelled(axes, Source.WEIGHT, vanishing=tuple(frozenset([axis.origins]) for axis in axes))
+        return Labelled(axes, Source.WEIGHT)
 
-    def _share_axes_of_steps(self) -> None:
-        """Gives one order to arrays of several steps that meet, or change their places, outside of the scan."""
-        values = [value for origin in self.steps for value in self._displaced.get(origin, ())]
-        for meeting in self._meetings:
-            if _are_several([self.steps & origins for origins in meeting.origins_of_axes]):
-                values += meeting.values
-        for value in values:
-            self._share_axes(value)
-
-    def _fixed_value(self, shape: Sequence[int], why: str, kind: Source) -> Labelled:
-        """A value of which no axis can be permuted, and why."""
-        return Labelled(tuple(Axis(self.labels.new(why)) for _ in shape), kind)
+    def _value_of(self, x: Any, kind: Source) -> Labelled:
+        """The value of an array that is no parameter."""
+        return Labelled(tuple(Axis(self.labels.new()) for _ in x.shape), kind)
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Labelled]) -> list[Labelled]:
         """The outputs of a program for these inputs, equation by equation."""
         env: dict[Any, Labelled] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Labelled:
-            if not isinstance(v, Literal):
-                return env[v]
-            fixed = self._fixed_value(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT)
-            return replace(fixed, is_zero=bool(v.val == 0))
+            return self._value_of(jaxprs.type_of(v), Source.CONSTANT) if isinstance(v, Literal) else env[v]
 
         for eqn in program.eqns:
             env |= zip(eqn.outvars, self._read_equation(eqn, list(map(value, eqn.invars))), strict=True)
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Labelled]) -> Sequence[Labelled]:
-        """The outputs of an equation; what it says of uses and sums is added."""
+        """The outputs of an equation; what it says of uses is added."""
         view = view_of(eqn)
         match view:
             case Scan():
@@ -142,46 +105,24 @@ class Reading:
     def _read_plain_equation(self, view: View, operands: list[Labelled]) -> list[Labelled]:
         """The outputs of an equation without a body."""
         line = describe_read(view.eqn, "reads it", self._lines)
-        axes = axes_of(view, Operands(self.labels, view, operands, line))
-        zeros = Zeros(self.labels, view, operands)
-        outs = list(map(zeros.with_zeros, itertools.count(), self.uses.outputs(view, operands, axes, line)))
-        self.sums += zeros.sums(outs, line)
-        self._note_places(operands, outs)
-        return outs
-
-    def _note_places(self, operands: Sequence[Labelled], outs: Sequence[Labelled]) -> None:
-        """Notes which arrays meet in an equation, and which axes of parameters are not in place behind it."""
-        if len(operands) > 1:
-            for out in outs:
-                origins_of_axes = [axis.origins for axis in out.axes if axis.in_place and axis.origins]
-                if len(origins_of_axes) > 1:
-                    self._meetings.append(_Meeting(origins_of_axes, [*operands, out]))
-        kept = _axes_in_place(outs)
-        for value in operands:
-            for origin in _axes_in_place([value]) - kept:
-                self._displaced.setdefault(origin, []).append(value)
-
-    def _share_axes(self, value: Labelled) -> None:
-        """Says that the axes of a value are the same in all steps of a scan."""
-        for axis in value.axes:
-            self.labels.share(axis.label)
+        axes = axes_of(view, Operands(self.labels, view, operands))
+        outs = self.uses.outputs(view, operands, axes, line)
+        return [with_equal(self.labels, view, operands, n, out) for n, out in enumerate(outs)]
 
     def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Labelled]) -> list[Labelled]:
         """The outputs of a program inside an equation."""
         program, consts = body
-        fixed = [self._fixed_value(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
-        return self._read_program(program, [*fixed, *operands])
+        return self._read_program(program, [*(self._value_of(x, Source.CONSTANT) for x in consts), *operands])
 
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Labelled]) -> Sequence[Labelled]:
-        """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
+        """What a body for each shard gives: an axis of which a shard has a part is another one."""
         eqn = view.eqn
         program, consts = jaxprs.body(eqn)
-        line = describe_read(eqn, "lays it over devices", self._lines)
-        ordered = Operands(self.labels, view, operands, line).ordered
 
         def with_shape(value: Labelled, old: Any, new: Any) -> Labelled:
             sizes = zip(value.axes, jaxprs.type_of(old).shape, jaxprs.type_of(new).shape, strict=True)
-            return replace(value, axes=tuple(axis if n == m else ordered(axis) for axis, n, m in sizes))
+            axes = (axis if n == m else replace(axis, label=self.labels.new()) for axis, n, m in sizes)
+            return replace(value, axes=tuple(axes))
 
         inputs = list(map(with_shape, operands, eqn.invars, program.invars[len(consts) :]))
         return list(map(with_shape, self._read_body((program, consts), inputs), program.outvars, eqn.outvars))
@@ -193,7 +134,6 @@ class Reading:
         joined = Labelled(
             axes,
             joined_kind,
-            vanishing=tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes))),
             unread_outputs=Origins().union(*(value.unread_outputs for value in values)),
             mixed_outputs=Origins().union(*(value.mixed_outputs for value in values)),
         )
@@ -217,10 +157,10 @@ class Reading:
     ) -> tuple[list[Labelled], list[Labelled]]:
         """What a loop carries in the end, and what else its body then gives.
 
-        The body is read again until it says no more of what is carried; ``uses`` and ``sums`` have the last reading.
+        The body is read again until it says no more of what is carried; ``uses`` has the last reading.
         """
-        n_uses, n_sums = len(self.uses), len(self.sums)
-        carry = [replace(value, vanishing=(), is_zero=False, equal=()) for value in carry]
+        n_uses = len(self.uses)
+        carry = [replace(value, equal=()) for value in carry]
         while True:
             outs = self._read_body(body, [*consts, *carry, *steps])
             next_carry = [self._join(pair) for pair in zip(carry, outs, strict=False)]
@@ -228,22 +168,16 @@ class Reading:
                 return next_carry, outs[len(carry) :]
             carry = next_carry
             del self.uses[n_uses:]
-            del self.sums[n_sums:]
 
     def _read_scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         """What a scan carries in the end, and the stacks of what its body gives at each step."""
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
         stacks = operands[n_consts + n_carry :]
-        line = describe_read(eqn, "takes it in steps", self._lines)
         for value in stacks:
-            self.labels.freeze(value.axes[0].label, line)
             self.labels.same(stacks[0].axes[0].label, value.axes[0].label)
-            self.steps |= value.axes[0].origins
         carry, outs = self._read_loop(jaxprs.body(eqn), consts, carry, list(map(_step_of, stacks)))
-        for value in (*consts, *carry, *outs):
-            self._share_axes(value)
-        return [*carry, *(_stack_of(value, self.labels.new(line)) for value in outs)]
+        return [*carry, *(_stack_of(value, self.labels.new()) for value in outs)]
 
     def _read_while(self, view: While, operands: Sequence[Labelled]) -> list[Labelled]:
         """What a loop carries in the end; its condition is read for what it says of axes."""
@@ -255,49 +189,18 @@ class Reading:
         return carry
 
 
-class _Meeting(NamedTuple):
-    """The values of an equation with several operands, and of which axes of parameters each axis of its output is."""
-
-    origins_of_axes: list[Origins]
-    values: list[Labelled]
-
-
 def _step_of(value: Labelled) -> Labelled:
     """What a scan takes of a value at each step: one index of the first axis."""
-    return replace(
-        value,
-        axes=value.axes[1:],
-        stacked=value.stacked | value.axes[0].origins,
-        vanishing=tuple(value.vanishes(i) for i in range(1, len(value.axes))),
-        is_zero=False,
-        equal=value.equal[1:],
-    )
+    stacked = value.stacked | value.axes[0].origins
+    return replace(value, axes=value.axes[1:], stacked=stacked, equal=value.equal[1:])
 
 
 def _stack_of(value: Labelled, label: int) -> Labelled:
     """What a scan makes of the values of all steps: one more axis, with this label, before the others."""
-    return replace(
-        value,
-        axes=(Axis(label), *value.axes),
-        vanishing=(NEVER, *(value.vanishes(i) for i in range(len(value.axes)))),
-        equal=(False, *value.equal) if value.equal else (),
-    )
-
-
-def _axes_in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
-    """The axes of parameters of which values have all indices in their places."""
-    axes = (axis for value in values for axis in value.axes if axis.in_place)
-    return frozenset[Origin]().union(*(axis.origins for axis in axes))
-
-
-def _are_several(steps_of_axes: Sequence[Origins]) -> bool:
-    """Whether entries of a value are of several steps: those of arrays in one step are along the same axes."""
-    stepping = list(filter(None, steps_of_axes))
-    parameters = {frozenset(parameter for parameter, _ in steps) for steps in stepping}
-    return len(parameters) > 1 or sum(map(len, stepping)) > len(frozenset().union(*stepping))
+    return replace(value, axes=(Axis(label), *value.axes), equal=(False, *value.equal) if value.equal else ())
 
 
 def _known_of(value: Labelled) -> tuple[object, ...]:
     """What is known of a value beside the labels of its axes."""
-    axes = [(axis.origins, axis.in_place) for axis in value.axes]
+    axes = [axis.origins for axis in value.axes]
     return value.kind, value.stacked, value.unread_outputs, value.mixed_outputs, value.if_rows, axes

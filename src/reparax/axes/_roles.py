@@ -86,7 +86,7 @@ def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[
 
     def atoms_of(axes: Origins) -> frozenset[int]:
         """What axes of parameters are merged from."""
-        labels = [reading.parameters[parameter].labels[axis] for parameter, axis in axes]
+        labels = [reading.parameters[parameter][axis] for parameter, axis in axes]
         return frozenset[int]().union(*map(reading.labels.atoms, labels))
 
     contracted = frozenset[int]().union(*(atoms_of(product.inputs) for product in products))

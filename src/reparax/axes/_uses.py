@@ -136,7 +136,7 @@ def _axes_in_new_basis(dot: Contraction, operands: Sequence[Labelled], axes: Axe
     constant = [value.kind for value in operands].index(Source.CONSTANT)
     labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
     contracted = operands[1 - constant].origins_of(dot.contracted(1 - constant))
-    return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
+    return tuple(Axis(axis.label, contracted) if axis.label in labels else axis for axis in axes)
 
 
 def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:

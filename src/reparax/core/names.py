@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 _NAMES = {
     "stages.norms": "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
-    "stages.noise": "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
+    "stages.noise": "VarNoise WeightDropout Gaussian VariationalDropout HardConcrete",
     "stages.numbers": "Positive Bounded Simplex Scale Elementwise",
     "stages.matrices": (
         "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
@@ -35,8 +35,8 @@ _NAMES = {
         "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"
     ),
     "transforms": "remat factored local_reparametrization explain saved_residuals",
-    "axes": "roles Role check_axes axis_groups permute shrink prune_units",
-    "io": "from_torch to_torch from_peft to_peft from_quantized",
+    "axes": "roles Role check_axes",
+    "io": "from_torch to_torch from_peft to_peft",
     "core.stage": (
         "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint main aux "
         "fixed field number_field axes_field other_axes Term Where Axes Number"

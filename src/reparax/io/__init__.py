@@ -1,4 +1,4 @@
-"""Files and state dicts of torch and PEFT, and files of quantized weights, without torch or PEFT themselves.
+"""Files and state dicts of torch and PEFT, without torch or PEFT themselves.
 
 Begin with ``_parameters.py``: torch's names and layouts of a model's parameters, on which all readers and writers rely.
 A stage that torch has too is a row of ``_torch_stages.py``, a PEFT method one of ``_peft_methods.py``, and a form of
@@ -7,6 +7,5 @@ quantized weights one of ``_quantized_formats.py``. Imports core, stages and num
 
 from reparax.io._peft_read import from_peft as from_peft
 from reparax.io._peft_write import to_peft as to_peft
-from reparax.io._quantized import from_quantized as from_quantized
 from reparax.io._torch import from_torch as from_torch
 from reparax.io._torch import to_torch as to_torch

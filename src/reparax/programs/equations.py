@@ -514,8 +514,6 @@ class Scan(View, names=("scan",)):
 
     length = Setting[int]()
     """The number of steps."""
-    reverse = Setting[bool]()
-    """Whether the last slices are taken first."""
 
 
 class While(View, names=("while",)):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from compiled import contained, fold, init, projected, read, trained
+from compiled import contained, projected, read
 from errors import table
 from grids import mostly_thorough
 from jax.extend.core import jaxprs_in_params
@@ -190,81 +190,7 @@ def test_rebase_moves_the_base_to_the_current_point_and_keeps_it(map):
     np.testing.assert_allclose(read(p, moved), read(p, raw), rtol=0, atol=1e-6)
 
 
-def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
-    p = rpx.matrices.FixedRank(2)
-    raw = init(p, {"w": normal(4, 3, dtype=np.float32)})
-    free, fixed = rpx.partition(raw)
-    raw = rpx.combine(jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), free), fixed)
-    moved = jax.jit(p.update_base)(raw)
-    np.testing.assert_allclose(read(p, moved), read(p, raw), rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["u"], np.zeros((4, 2)))
-    np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["s"], raw["w"]["@fixed_rank"]["s"])
-    assert not np.allclose(moved["w"]["@fixed_rank"]["@fixed"]["base_v"], fixed["w"]["@fixed_rank"]["@fixed"]["base_v"])
-
-
-def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
-    p = (
-        rpx.VarNoise(0.5)
-        >> rpx.Orthogonal(where="w")
-        >> rpx.WeightNorm(where="w")
-        >> rpx.WeightNorm(axis=-1, where="v")
-    )
-    raw = init(p, {"w": normal(3, 2, dtype=np.float32), "v": np.ones((2, 2), np.float32)})
-    raw["w"]["@weight_norm"]["v"]["@orthogonal"]["x"] += 0.3
-    moved = p.update_base(raw)
-    node = moved["w"]["@weight_norm"]
-    np.testing.assert_array_equal(moved["v"]["@weight_norm"]["v"], raw["v"]["@weight_norm"]["v"])
-    np.testing.assert_array_equal(node["v"]["@orthogonal"]["x"], np.zeros((3, 2)))
-    np.testing.assert_array_equal(node["g"], raw["w"]["@weight_norm"]["g"])
-    np.testing.assert_allclose(fold(p, moved)["w"], fold(p, raw)["w"], rtol=0, atol=1e-6)
-
-
-def test_a_chain_without_bases_has_nothing_to_rebase():
-    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
-    raw = init(p, {"w": np.ones((3, 2), np.float32)})
-    moved = p.update_base(raw)
-    assert all(a is b for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(raw), strict=True))
-
-
 # ---- membership, samples
-
-
-FAMILY = {
-    "tall": rpx.Orthogonal(where="tall"),
-    "wide": rpx.Orthogonal("expm", where="wide"),
-    "batch": rpx.Orthogonal("householder", stacked=0, where="batch"),
-    "rotation": rpx.matrices.SpecialOrthogonal("householder", where="rotation"),
-    "frame": rpx.matrices.Stiefel(where="frame"),
-    "subspace": rpx.matrices.Grassmann("cayley", where="subspace"),
-    "almost": rpx.matrices.AlmostOrthogonal(0.2, where="almost"),
-}
-SHAPES = {
-    "tall": (5, 2),
-    "wide": (2, 4),
-    "batch": (2, 4, 3),
-    "rotation": (3, 3),
-    "frame": (4, 4),
-    "subspace": (5, 3),
-    "almost": (4, 3),
-}
-
-
-@pytest.mark.parametrize("names", mostly_thorough([("rotation", "almost"), tuple(SHAPES)], ("rotation", "almost")))
-def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay(names):
-    family = rpx.Chain(tuple(FAMILY[name] for name in names))
-    params = {name: normal(*SHAPES[name], dtype=np.float32) for name in names}
-    target = {name: 5 * normal(*SHAPES[name], seed=1, dtype=np.float32) for name in names}
-    effective, losses = jax.tree.map(np.asarray, trained(family, init(family, params), target))
-    assert losses[-1] < losses[0] - 10
-    for name in {"tall", "frame", "rotation", "subspace", "batch"} & set(names):
-        q = np.asarray(effective[name], np.float64)
-        expected = np.broadcast_to(np.eye(q.shape[-1]), (*q.shape[:-2], q.shape[-1], q.shape[-1]))
-        np.testing.assert_allclose(q.swapaxes(-1, -2) @ q, expected, rtol=0, atol=1e-5, err_msg=name)
-    if "wide" in names:
-        np.testing.assert_allclose(effective["wide"] @ effective["wide"].T, np.eye(2), rtol=0, atol=1e-5)
-    assert np.linalg.det(effective["rotation"]) == pytest.approx(1, abs=1e-5)
-    singular = np.linalg.svd(effective["almost"], compute_uv=False)
-    assert (np.abs(singular - 1) <= 0.2 + 1e-5).all()
 
 
 @pytest.mark.parametrize(
@@ -292,9 +218,6 @@ def test_samples_of_rotations_are_uniform(key):
     assert (np.abs(q.mean(0)) < 5 * np.sqrt(1 / 3 / count)).all()
     assert (np.abs((q**2).mean(0) - 1 / 3) < 5 * np.sqrt(4 / 45 / count)).all()
     assert abs(np.trace(q, axis1=1, axis2=2).mean()) < 5 / np.sqrt(count)
-
-
-# ---- examples of geotorch
 
 
 # ---- bad input

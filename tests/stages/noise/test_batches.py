@@ -132,13 +132,3 @@ def test_inside_shard_map_arrays_of_one_type_draw_in_a_loop(key):
     want = p.apply(dict.fromkeys(tree, np.ones((4, 8), np.float32)), key)
     for name, w in local(tree, key).items():
         np.testing.assert_allclose(w, np.tile(want[name], (4, 1)), rtol=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("std", mostly_thorough([0.1, 0.3], 0.3))
-def test_company_changes_no_more_than_the_last_bits(std):
-    draw = jax.jit(rpx.VarNoise(std).apply)
-    w = np.full((64, 64), 0.7, np.float32)
-    alone, together = (np.asarray(draw(dict.fromkeys(names, w), KEY)["a"]) for names in ("a", "ab"))
-    largest = np.maximum(np.float32(0.7), abs(alone - w))
-    assert np.max(abs(alone - together) / largest) <= 2 * EPS

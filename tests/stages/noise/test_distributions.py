@@ -126,21 +126,6 @@ def test_complex_weights_have_the_divergence_of_their_parts():
     np.testing.assert_allclose(penalty_at_start(p, {"w": w}), both, rtol=1e-5)
 
 
-@pytest.mark.thorough
-def test_nothing_of_a_drawn_weight_is_kept_under_remat():
-    p = rpx.Gaussian(std=0.1)
-    raw, x = p.init({"w": normal(16, 16)}), normal(4, 16)
-
-    def loss(raw, key, x):
-        w = p.apply(raw, key)["w"]
-        return jnp.sum(jnp.tanh(x @ w) @ w) + p.penalty(raw)
-
-    args = raw, jax.random.key(0), x
-    assert rpx.transforms.saved_residuals(rpx.remat(loss), *args).bytes("weights") == 0
-    plain, again = (jax.grad(f)(*args) for f in (loss, rpx.remat(loss)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
-
-
 def test_penalties_add_up_over_stages_each_on_what_it_sees():
     params = {"w": normal(4, 3)}
     p = rpx.WeightNorm() >> rpx.Gaussian(std=0.1)
@@ -286,19 +271,6 @@ def test_a_narrow_gaussian_has_a_finite_divergence():
     value, slope = jax.jit(jax.value_and_grad(p.penalty))(raw)
     np.testing.assert_allclose(value, 199.5, rtol=1e-6)
     assert np.isfinite(slope["w"]["@gaussian"]["rho"]).all()
-
-
-def test_the_mean_of_a_stage_with_a_base_moves_its_base():
-    class Shifted(Laplace):
-        kind = "shifted_laplace"
-
-        def update_base_leaf(self, values):
-            return {**values, "log_scale": values["log_scale"] + 1}
-
-    raw = Shifted().init({"w": normal(2)})
-    rebased = Shifted().update_base(raw)
-    assert jax.tree.all(jax.tree.map(np.array_equal, Shifted().deterministic.update_base(raw), rebased))
-    assert not np.array_equal(rebased["w"]["@shifted_laplace"]["log_scale"], -3)
 
 
 def test_weights_of_little_signal_to_noise_are_pruned():

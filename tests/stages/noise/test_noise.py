@@ -1,6 +1,5 @@
 """Noise judged by statistics: bounds follow from the sample size, at five standard errors of a fixed key."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,19 +49,10 @@ def test_var_noise_is_added_to_the_weight(key, w, noise):
     np.testing.assert_allclose(applied(rpx.VarNoise(0.5), w, key), w + 0.5 * noise, rtol=1e-6)
 
 
-def test_var_noise_of_zero_leaves_the_weight_as_it_is(key, w):
-    np.testing.assert_array_equal(applied(rpx.VarNoise(0.0), w, key), w)
-
-
 @pytest.mark.parametrize("part", [np.real, np.imag], ids=["real", "imaginary"])
 def test_var_noise_of_complex_weights_is_normal_in_both_parts(key, part):
     noise = applied(rpx.VarNoise(1.0), np.zeros(SIZE, np.complex64), key)
     assert stats.kstest(part(noise), stats.norm(0, np.sqrt(0.5)).cdf).pvalue > 1e-3
-
-
-def test_var_noise_of_complex_weights_has_independent_parts(key):
-    noise = applied(rpx.VarNoise(1.0), np.zeros(SIZE, np.complex64), key)
-    assert within(correlation(noise.real, noise.imag), 0, 1 / np.sqrt(SIZE))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
@@ -72,13 +62,6 @@ def test_var_noise_of_half_precision_is_the_rounded_sum_in_float32(key, w, noise
     expected = half.astype(np.float32) + np.float32(0.1) * noise
     assert got.dtype == dtype
     np.testing.assert_allclose(got.astype(np.float32), expected, rtol=float(jnp.finfo(dtype).eps) / 2 * 1.001)
-
-
-def test_var_noise_of_float64_weights_has_float64_resolution(key):
-    with jax.enable_x64():
-        noise = applied(rpx.VarNoise(1.0), np.zeros(1000), key)
-    assert noise.dtype == np.float64
-    assert (noise != noise.astype(np.float32)).mean() > 0.99
 
 
 # ---- the distribution of WeightDropout
@@ -104,10 +87,6 @@ def test_a_traced_rate_of_half_precision_drops_the_share_asked_for(key):
     assert within(jax.jit(dropped)(np.asarray(1e-3, jnp.bfloat16)), 1e-3, np.sqrt(1e-3 / 1e6))
 
 
-def test_weight_dropout_of_zero_leaves_the_weight_as_it_is(key, w):
-    np.testing.assert_array_equal(applied(rpx.WeightDropout(0.0), w, key), w)
-
-
 def test_weight_dropout_of_a_half_precision_weight_is_that_of_float32_rounded(key, w):
     half = w.astype(jnp.bfloat16)
     got = applied(rpx.WeightDropout(0.3), half, key)
@@ -122,25 +101,10 @@ def test_weight_dropout_keeps_real_and_imaginary_part_together(key, w):
     np.testing.assert_array_equal(got, np.where(got == 0, 0, 2 * z))
 
 
-def test_weight_dropout_passes_gradient_where_it_keeps(key, w):
-    p = rpx.WeightDropout(0.5)
-    grad = jax.grad(lambda w: jnp.sum(p.apply({"w": w}, key)["w"]))(jnp.asarray(w))
-    np.testing.assert_array_equal(grad, np.where(applied(p, w, key) != 0, 2.0, 0.0))
-
-
-def test_weight_dropout_next_to_one_is_finite_with_finite_gradients(key, w):
-    p = rpx.WeightDropout(1 - 1e-9)
-    value, grad = jax.value_and_grad(lambda w: jnp.sum(p.apply({"w": w}, key)["w"]))(jnp.asarray(w))
-    assert np.isfinite(value)
-    assert np.isfinite(grad).all()
-
-
 # ---- axes that share one draw
 
 BROADCASTS = [
     pytest.param((SIZE // 10, 3), -1, (SIZE // 10, 1), id="rows"),
-    pytest.param((3, SIZE // 10), 0, (1, SIZE // 10), id="columns", marks=pytest.mark.thorough),
-    pytest.param((SIZE // 10, 2, 3), (1, 2), (SIZE // 10, 1, 1), id="heads", marks=pytest.mark.thorough),
     pytest.param((2, SIZE // 10, 3), (-1, 0), (1, SIZE // 10, 1), id="first and last"),
 ]
 
@@ -156,19 +120,12 @@ def test_broadcast_axes_share_one_draw(key, shape, broadcast, drawn):
     np.testing.assert_array_equal(mask, np.broadcast_to(first, shape))
 
 
-def test_neighbours_along_an_axis_that_is_not_shared_are_uncorrelated(key):
-    rows = kept(key, (SIZE, 2), -1)[:, 0]
-    assert within(correlation(rows[1:], rows[:-1]), 0, 1 / np.sqrt(SIZE))
-
-
 def test_sharing_all_axes_is_one_draw_for_the_whole_array():
     p, keys = rpx.WeightDropout(0.3, broadcast_dims=(0, 1)), jax.random.split(jax.random.key(0), 10_000)
     masks = np.asarray(jax.jit(jax.vmap(p.apply, (None, 0)))({"w": np.ones((2, 3), np.float32)}, keys)["w"]) != 0
     np.testing.assert_array_equal(masks, np.broadcast_to(masks[:, :1, :1], masks.shape))
     assert within(masks[:, 0, 0].mean(), 0.7, np.sqrt(0.3 * 0.7 / 10_000))
 
-
-# ---- what the stages act on, and that draws do not repeat
 
 # ---- neighbours on one array draw once
 
@@ -248,12 +205,6 @@ def test_what_has_no_distribution_of_its_own_class_draws_twice(key, p):
     assert draws(p, ONE, key) == 2
 
 
-def test_a_subclass_keeps_its_override(key, w):
-    p = Clipped(0.1) >> Clipped(0.1)
-    assert [type(stage) for stage in p] == [Clipped, Clipped]
-    assert np.abs(applied(p, np.zeros_like(w), key)).max() <= 0.2 + 1e-6
-
-
 @pytest.mark.parametrize(
     "compose",
     [
@@ -280,21 +231,6 @@ def test_the_gradient_of_two_standard_deviations_is_finite(key, w, noise):
         total = float(np.hypot(*stds))
         expected = [std / total * noise.sum() if total else 0.0 for std in stds]
         np.testing.assert_allclose(slopes(*stds), expected, rtol=1e-5, err_msg=repr(stds))
-
-
-def test_rates_next_to_one_compose(key, w):
-    p = rpx.WeightDropout(1 - 1e-9)
-    np.testing.assert_array_equal(applied(p >> p, w, key), np.zeros_like(w))
-
-
-# ---- casts round one after the other
-
-
-def test_float8_after_bfloat16_rounds_twice():
-    p = rpx.quantized.Cast("bfloat16") >> rpx.quantized.Cast(
-        "float8_e4m3fn"
-    )  # halfway between 1 and 1.125, after the first
-    assert float(p.apply({"w": jnp.array([1.0625 + 1e-6])})["w"][0]) == 1.0
 
 
 # ---- draws depend on the key, the kind and the path, and on nothing else
@@ -324,36 +260,3 @@ def positive(w, noise):
 def test_draws_do_not_change_when_a_stage_is_added_after(key, w, noise, after, expected):
     got = applied(rpx.VarNoise(1.0) >> after, w, key)
     np.testing.assert_allclose(got, expected(w.astype(np.float64), noise.astype(np.float64)), rtol=1e-5, atol=2e-6)
-
-
-def test_draws_do_not_change_when_the_weight_is_cast_to_half_precision_before(key, w, noise):
-    got = applied(rpx.quantized.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
-    expected = w.astype(jnp.bfloat16).astype(np.float32) + noise
-    np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-8)
-
-
-# ---- draws are the same under every transformation
-
-# ---- traced hyperparameters
-
-
-def test_the_derivative_by_the_standard_deviation_is_the_noise_drawn(key, w, noise):
-    _, slope = jax.jvp(lambda std: rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"], (0.3,), (1.0,))
-    np.testing.assert_allclose(slope, noise, rtol=1e-6)
-
-
-def test_a_changing_standard_deviation_compiles_once(key, w):
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def noisy(std):
-        return (rpx.WeightNorm() >> rpx.VarNoise(std)).apply(raw, key)["w"]
-
-    raw = rpx.WeightNorm().init({"w": jnp.asarray(w)})
-    results = {float(noisy(std)[0, 0]) for std in (0.1, 0.2, 0.3)}
-    assert len(results) == 3
-
-
-def test_standard_deviations_are_mapped_over(key, w, noise):
-    stds = [0.1, 0.2, 0.3]
-    got = jax.vmap(lambda std: rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"])(jnp.array(stds))
-    np.testing.assert_allclose(got, [w + std * noise for std in stds], rtol=1e-6)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from compiled import contained, init, projected, pulled, read
 from errors import raises, table
-from flax import nnx
 
 import reparax as rpx
 
@@ -55,8 +54,9 @@ REPRODUCED = {
     "a column of zeros": (zero_column(normal(64, 8)), -1),
     "all zero": (np.zeros((64, 8), np.float32), -1),
     "all zero, one length": (np.zeros((64, 8), np.float32), None),
-    "1e30": (normal(64, 8, scale=1e30), -1),
-    "1e-25": (normal(64, 8, scale=1e-25), -1),
+    "1e36": (normal(64, 8, scale=1e36), -1),
+    "1e-35": (normal(64, 8, scale=1e-35), -1),
+    "bfloat16": (normal(64, 8, scale=1e36, dtype=jnp.bfloat16), -1),
     "complex": (rotated(8, 4), -1),
     "complex 1e30": (rotated(8, 4, scale=1e30), -1),
     "complex 1e-25": (rotated(8, 4, scale=1e-25), -1),
@@ -82,30 +82,7 @@ def reproduced_by_weight_norm():
 def test_weight_norm_reproduces_the_weight_that_it_starts_from(name):
     w, got = REPRODUCED[name][0], reproduced_by_weight_norm()[name]
     assert got.dtype == w.dtype
-    np.testing.assert_allclose(got, w, rtol=4 * np.finfo(w.dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64, jnp.bfloat16], ids=["float32", "complex64", "bfloat16"])
-@pytest.mark.parametrize("scale", [1e-36, 1e-34, 1e-30, 1e30, 1e34, 1e37])
-def test_weight_norm_is_exact_and_trains_wherever_the_length_is_finite(scale, dtype):
-    # A column of each size, next to an ordinary one.
-    w = (normal(8, 2).astype(dtype) * np.array([scale, 1], dtype)).astype(dtype)
-    p = rpx.WeightNorm()
-    raw = started(p, w)
-    got = np.asarray(read(p, raw))
-    np.testing.assert_allclose(wide(got), wide(w), rtol=4 * float(jnp.finfo(dtype).eps), atol=0)
-    if dtype == np.complex64:
-        return
-    d = normal(8, 2, seed=1).astype(dtype)
-    slopes = pulled(p, raw, jnp.asarray(d))["@weight_norm"]
-    g, v = (wide(raw["w"]["@weight_norm"][name]).real for name in ("g", "v"))
-    # Salimans and Kingma 2016, equation 3.
-    length = np.linalg.norm(v, axis=0)
-    dg = np.sum(wide(d).real * v / length, axis=0)
-    np.testing.assert_allclose(wide(slopes["g"]).real[0], dg, rtol=1e-5)
-    dv = g / length * (wide(d).real - dg / length * v)
-    near = 1e-5 if dtype == np.float32 else 1e-2
-    np.testing.assert_allclose(wide(slopes["v"]).real / np.abs(dv).max(0), dv / np.abs(dv).max(0), rtol=0, atol=near)
+    np.testing.assert_allclose(wide(got), wide(w), rtol=4 * float(jnp.finfo(w.dtype).eps), atol=0)
 
 
 @pytest.mark.parametrize(
@@ -118,22 +95,14 @@ def test_weight_norm_is_exact_and_trains_wherever_the_length_is_finite(scale, dt
         pytest.param(normal(5, 4, 3), (0, 2), 1, id="two"),
         pytest.param(normal(3, 3, 8, 16), -1, (0, 1, 2), id="conv kernel"),
         pytest.param(rotated(6, 4), -1, 0, id="complex"),
+        pytest.param(normal(6, 4, dtype=jnp.bfloat16), -1, 0, id="bfloat16"),
     ],
 )
 def test_weight_norm_starts_with_the_lengths_along_all_but_the_feature_axes(w, axis, normed):
     g = started(rpx.WeightNorm(axis=axis), w)["w"]["@weight_norm"]["g"]
     expected = np.sqrt(np.sum(np.abs(w.astype(complex)) ** 2, axis=normed, keepdims=True))
-    assert g.shape == expected.shape
+    assert (g.shape, g.dtype) == (expected.shape, np.float32)
     np.testing.assert_allclose(np.asarray(g), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "length"),
-    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("complex64", "float32")],
-)
-def test_weight_norm_keeps_lengths_real_and_in_float32_at_least(dtype, length):
-    raw = started(rpx.WeightNorm(), jnp.ones((3, 2), dtype))["w"]["@weight_norm"]
-    assert {name: value.dtype.name for name, value in raw.items()} == {"g": length, "v": dtype}
 
 
 def test_weight_norm_has_the_length_g_whatever_the_length_of_v():
@@ -198,37 +167,7 @@ def test_weight_norm_at_zero_passes_gradient_to_the_length_and_none_that_is_infi
     np.testing.assert_array_equal(grad["v"], np.zeros((8, 4)))
 
 
-def test_weight_norm_trains_a_layer_that_starts_at_zero():
-    p = rpx.WeightNorm()
-    x = normal(64, 8)
-    y = x @ normal(8, 4, seed=1)
-
-    @jax.jit
-    def loss(raw):
-        return jnp.mean(jnp.square(x @ p.apply(raw)["w"] - y))
-
-    def step(_, raw):
-        return jax.tree.map(lambda value, slope: value - 0.3 * slope, raw, jax.grad(loss)(raw))
-
-    raw = started(p, np.zeros((8, 4), np.float32))
-    trained = jax.jit(lambda raw: jax.lax.fori_loop(0, 200, step, raw))(raw)
-    assert loss(raw) > 1
-    assert loss(trained) < 0.05
-
-
 # ---- weight norm: flax
-
-
-@pytest.mark.parametrize("axis", [-1, 0], ids=str)
-def test_weight_norm_agrees_with_flax_nnx_where_its_scale_is_our_length(axis):
-    p = rpx.WeightNorm(axis=axis)
-    layer = nnx.Linear(6, 4, use_bias=False, kernel_init=lambda *_: jnp.asarray(normal(6, 4)), rngs=nnx.Rngs(0))
-    raw = started(p, layer.kernel[...])
-    peer = nnx.WeightNorm(layer, feature_axes=axis, rngs=nnx.Rngs(0))
-    peer.scales = nnx.data({("kernel",): raw["w"]["@weight_norm"]["g"].reshape(-1)})
-    np.testing.assert_allclose(
-        read(p, raw), nnx.jit(nnx.WeightNorm.__call__)(peer, np.eye(6, dtype=np.float32)), rtol=2e-6
-    )
 
 
 # ---- spectral norm: values
@@ -322,16 +261,6 @@ def test_spectral_norm_starts_near_one_without_any_update(shape):
     assert top(reproduced(p, w)) == pytest.approx(1, rel=0.05)
 
 
-def test_spectral_norm_outside_of_jit_compiles_its_update_once(caplog):
-    p = rpx.SpectralNorm()
-    raw = p.update(started(p, normal(6, 4)))
-    with jax.log_compiles():
-        p.update(raw)
-        assert not [record for record in caplog.records if "ompil" in record.message]
-        p.update(started(p, normal(7, 4)))
-        assert [record for record in caplog.records if "ompil" in record.message]
-
-
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
 def test_spectral_norm_update_is_power_iteration_on_the_current_matrix(n_steps):
     w, u, v = normal(6, 4), unit(4), unit(6, seed=1)
@@ -342,13 +271,6 @@ def test_spectral_norm_update_is_power_iteration_on_the_current_matrix(n_steps):
         v = rows.T @ u / np.linalg.norm(rows.T @ u)
     np.testing.assert_allclose(got["u"], u, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["v"], v, rtol=1e-5, atol=1e-6)
-
-
-def test_spectral_norm_update_moves_the_singular_vectors_and_nothing_else():
-    p = rpx.SpectralNorm(where="w")
-    raw = {**spectral(normal(6, 4), unit(4), unit(6, seed=1)), "b": np.ones(4, np.float32)}
-    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), raw, p.update(raw))
-    assert moved == {"w": {"@spectral_norm": {"w": False, "@fixed": {"u": True, "v": True}}}, "b": False}
 
 
 def test_spectral_norm_apply_takes_the_singular_vectors_as_they_are():
@@ -362,12 +284,6 @@ def test_spectral_norm_of_a_zero_matrix_is_zero_before_and_after_an_update():
     raw = started(p, np.zeros((6, 4), np.float32))
     np.testing.assert_array_equal(read(p, raw), np.zeros((6, 4)))
     np.testing.assert_array_equal(read(p, p.update(raw)), np.zeros((6, 4)))
-
-
-def test_spectral_norm_of_a_zero_matrix_has_finite_gradients():
-    p = rpx.SpectralNorm()
-    grad = pulled(p, started(p, np.zeros((6, 4), np.float32)), np.ones((6, 4), np.float32))
-    assert np.isfinite(grad["@spectral_norm"]["w"]).all()
 
 
 def test_spectral_norm_of_a_layer_that_was_zero_for_one_update_is_one_afterwards():
@@ -401,14 +317,6 @@ def test_spectral_norm_has_the_gradient_of_the_paper_at_every_scale(scale):
     sigma = v @ wide @ u
     expected = dw / sigma - np.sum(dw * wide) / sigma**2 * np.outer(v, u)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("name", ["u", "v"])
-def test_spectral_norm_passes_no_gradient_to_its_singular_vectors(name):
-    p = rpx.SpectralNorm()
-    raw = spectral(normal(6, 4), unit(4), unit(6, seed=1))
-    grad = pulled(p, raw, normal(6, 4, seed=1))
-    assert not np.any(grad["@spectral_norm"]["@fixed"][name])
 
 
 @table(__file__)

@@ -94,13 +94,6 @@ def test_numbers_between_the_bounds_are_members():
     assert jax.jit(lambda key: p.contains(p.sample(key, (100,))))(jax.random.key(0))
 
 
-def test_bounds_may_be_traced():
-    w = jax.jit(lambda low, high, raw: rpx.numbers.Bounded(low, high).apply(raw)["w"])(
-        -1.0, 3.0, raw_of("bounded", np.zeros(2))
-    )
-    np.testing.assert_array_equal(w, [1, 1])
-
-
 # ---- Simplex
 
 
@@ -154,15 +147,6 @@ def test_scales_in_a_row_multiply_one_after_the_other_however_they_are_composed(
     raw = init(p, {"w": w})
     np.testing.assert_allclose(jax.tree.leaves(raw)[0], w / 0.006, rtol=1e-6)
     np.testing.assert_allclose(read(p, raw), w, rtol=1e-6)
-
-
-def test_a_traced_factor_has_a_gradient():
-    def loss(c, raw):
-        p = rpx.numbers.Scale(c) >> rpx.numbers.Scale(2.0)
-        return jnp.sum(p.apply(raw)["w"])
-
-    raw = (rpx.numbers.Scale(1.0) >> rpx.VarNoise(0.0) >> rpx.numbers.Scale(1.0)).init({"w": np.ones(3, np.float32)})
-    assert float(jax.jit(jax.grad(loss))(3.0, raw)) == 6
 
 
 # ---- Elementwise

@@ -1,7 +1,6 @@
 """Volumes: against the determinant of the Jacobian."""
 
 import dataclasses
-import doctest
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,6 @@ import reparax as rpx
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def log_slope(f, x):
-    """Of a function of as many numbers as it gives, in float64."""
-    jacobian = np.asarray(jax.jacobian(lambda x: f(x).reshape(-1))(x), np.float64).reshape(x.size, x.size)
-    return np.linalg.slogdet(jacobian)[1]
 
 
 def lower(w):
@@ -82,40 +75,6 @@ def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_d
     np.testing.assert_allclose(volume, want, rtol=1e-4)
 
 
-def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior():
-    # Raw values at equal distances cover all places that matter; a flat direction would make their sum as large as the
-    # square that they cover.
-    ends = np.linspace(-12, 8, 201)
-    p, x = rpx.numbers.Simplex(along=-1), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
-
-    def density(x):
-        raw = {"w": {"@simplex": {"x": x}}}
-        w = p.fold(raw)["w"]
-        return w[0], jnp.exp(jax.scipy.stats.beta.logpdf(w[0], 3.0, 2.0) + p.log_det(raw))
-
-    first, found = jax.jit(jax.vmap(density))(x)
-    cell = (ends[1] - ends[0]) ** 2
-    np.testing.assert_allclose(np.sum(found) * cell, 1, rtol=1e-3)
-    np.testing.assert_allclose(np.sum(first * found) * cell, 3 / 5, rtol=1e-3)  # the mean of the beta distribution
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_the_volume_of_the_example_of_a_stage_is_that_of_the_jacobian_to_free_entries(n):
-    examples = doctest.DocTestParser().get_examples(rpx.Reparametrization.log_det_leaf.__doc__)
-    names = {"__name__": "examples"}
-    for example in examples[:2]:
-        exec(example.source, names)
-    factor = np.linalg.cholesky(np.corrcoef(normal(n, 2 * n + 1))).astype(np.float32)
-    p, below = names["CorrelationFactor"](), np.tril_indices(n, -1)
-    marker = f"@{p.kind}"
-    raw = p.init({"w": factor})
-    np.testing.assert_allclose(p.fold(raw)["w"], factor, atol=1e-5)
-    x = raw["w"][marker]["x"]
-    want = log_slope(lambda x: p.fold({"w": {marker: {"x": x}}})["w"][below], x)
-    np.testing.assert_allclose(p.log_det(raw), want, rtol=1e-4, atol=1e-5)
-
-
 def test_frozen_values_do_not_count():
     params = {name: np.full(n, np.e, np.float32) for name, n in (("a", 2), ("b", 3))}
     p = rpx.Freeze(where="b") >> rpx.Positive("exp")
@@ -129,16 +88,6 @@ def test_small_slopes_have_logarithms():
     for p, want in ((rpx.Positive(), -300.0), (rpx.numbers.Bounded(0, 1), -600.0)):
         raw = {"w": {f"@{p.kind}": {"x": x}}}
         np.testing.assert_allclose(jax.jit(p.log_det)(raw), want, rtol=1e-6)
-
-
-@pytest.mark.thorough
-def test_stacked_matrices_add_up_and_half_precision_is_a_number_in_single():
-    p, one = rpx.matrices.PositiveDefinite(stacked=0), rpx.matrices.PositiveDefinite()
-    both = p.log_det(p.init({"w": jnp.stack([SQUARE, 2 * SQUARE])}))
-    alone = [one.log_det(one.init({"w": w})) for w in (SQUARE, 2 * SQUARE)]
-    np.testing.assert_allclose(both, sum(alone), rtol=1e-5)
-    q = rpx.Positive("exp")
-    assert q.log_det(q.init({"w": jnp.ones(3, jnp.bfloat16)})).dtype == jnp.float32
 
 
 # ---- pairs of stages
@@ -166,47 +115,6 @@ def on_w(p, shape=(3, 3)):
     p = rpx.Chain(tuple(dataclasses.replace(stage, where="w") for stage in p))
     types = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct(shape, np.dtype(float))})
     return p, jax.tree.map(lambda x: normal(*x.shape).astype(x.dtype), types)
-
-
-def distinct_rows(jacobian):
-    """One row for each free entry: neither zeros nor, up to its sign, a row that was there before."""
-    rows = np.asarray(jacobian).reshape(-1, jacobian.shape[-1])
-    signs = np.sign(rows[np.arange(len(rows)), (rows != 0).argmax(1)])
-    rows = (signs[:, None] * rows)[signs != 0]
-    return rows[np.unique(np.round(rows, 9), axis=0, return_index=True)[1]]
-
-
-@pytest.mark.thorough
-def test_a_volume_of_two_stages_is_that_of_the_jacobian_to_the_free_entries():
-    pairs = {
-        (a, b): on_w(ELEMENTWISE[a] >> second)
-        for a in ELEMENTWISE
-        for b, second in (ELEMENTWISE | WITH_DEPENDENT_ENTRIES).items()
-    }
-
-    def volume_and_jacobian(p, raw):
-        (x,), treedef = jax.tree.flatten(raw)
-
-        def entries(flat):
-            raw = treedef.unflatten([flat.reshape(x.shape)])
-            w = p.fold(raw)["w"]
-            if not isinstance(p[1], rpx.numbers.Simplex):
-                return w
-            read = p[:1].fold({"w": raw["w"]["@simplex"]["x"]})["w"]
-            return jnp.concatenate([w[..., :-1], jax.nn.logsumexp(read, -1, keepdims=True)], -1)
-
-        unread = entries(x.reshape(-1))[..., -1] if isinstance(p[1], rpx.numbers.Simplex) else None
-        return p.log_det(raw), jax.jacobian(entries)(x.reshape(-1)), unread
-
-    with jax.enable_x64():
-        pairs = {name: (p, jax.tree.map(np.float64, raw)) for name, (p, raw) in pairs.items()}
-        found = jax.jit(lambda raws: {n: volume_and_jacobian(pairs[n][0], raw) for n, raw in raws.items()})(
-            {name: raw for name, (_, raw) in pairs.items()}
-        )
-    for name, (volume, jacobian, unread) in found.items():
-        density = 0 if unread is None else stats.norm.logpdf(unread).sum()
-        want = np.linalg.slogdet(distinct_rows(jacobian))[1] + density
-        np.testing.assert_allclose(volume, want, rtol=1e-9, atol=1e-9, err_msg=str(name))
 
 
 @pytest.mark.parametrize("a", WITH_DEPENDENT_ENTRIES)

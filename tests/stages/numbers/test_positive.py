@@ -68,6 +68,3 @@ def test_positive_starts_next_to_zero_by_word_where_a_number_is_not_positive(w, 
 
 def test_positive_of_a_traced_nan_is_nan():
     assert np.isnan(projected(rpx.Positive(), np.float32(np.nan)))
-
-
-# ---- Freeze

@@ -1,7 +1,5 @@
 """Each row of the table of formats against numpy, ml_dtypes, the specification of OCP, and numbers of its reference."""
 
-from typing import get_args
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from grids import mostly_thorough
 from ml_dtypes import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
 
 import reparax as rpx
-from reparax.stages.quantized._formats import FORMATS, FormatName
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -174,7 +171,6 @@ SIZES = [
     (rpx.Quantized("mxfp8"), 8.25),
     (rpx.Quantized("mxfp4"), 4.25),
     (rpx.Quantized("nvfp4"), 4.5),
-    (rpx.Quantized("nvfp4-pack"), 4.5),
     (rpx.Quantized("int8", block_size=(128, 128)), 8.01),
 ]
 
@@ -183,27 +179,3 @@ SIZES = [
 def test_bits_for_each_weight(p, bits):
     raw = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct((1024, 512), np.float32)})
     assert sum(8 * x.size * x.dtype.itemsize for x in jax.tree.leaves(raw)) / (1024 * 512) <= bits + 1e-3
-
-
-def test_the_settings_are_kept_in_json():
-    p = rpx.Quantized(
-        "uint4", block_size=(8, 2), calibration_method="rms", calibration_scale=2.5, rounding="stochastic"
-    )
-    assert rpx.from_json(p.to_json()) == p
-
-
-@pytest.mark.parametrize("stacked", mostly_thorough([(), (0,)], (0,)))
-def test_stored_entries_may_have_an_order_of_their_own(stacked):
-    w = jnp.asarray(np.random.default_rng(6).standard_normal((2,) * len(stacked) + (16, 6)), jnp.float32)
-    plain, p = (rpx.Quantized("int4", block_size=4, stacked=stacked, desc_act=desc_act) for desc_act in (False, True))
-    raw = init(p, {"w": w})
-    held = raw["w"]["@quantized"]["@fixed"]
-    _, want = stored(plain, w)
-    np.testing.assert_array_equal(effective(p, raw)["w"], want)
-    place = np.random.default_rng(7).permutation(16)
-    held["order"] = np.broadcast_to(place.astype(np.int32), held["order"].shape)
-    np.testing.assert_array_equal(effective(p, raw)["w"], np.take(want, place, axis=-2))
-
-
-def test_type_checkers_know_each_format():
-    assert get_args(FormatName) == tuple(FORMATS)

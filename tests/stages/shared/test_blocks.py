@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import init
 from flax import nnx
 from grids import mostly_thorough
 from jax.experimental import rnn
@@ -111,21 +110,6 @@ def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():
     assert (noise["b"] == 0).all()
     grads = jax.jit(jax.grad(lambda raw: sum(jnp.sum(x) for x in jax.tree.leaves(p.fold(raw)))))(raw)
     same(grads["cell"]["wi"]["@split"], {"w": np.ones((5, 8), np.float32)})
-
-
-def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
-    w = normal(6, 2)
-    pack = rpx.shared.Pack({"w": rpx.shared.Concat(("a: 3 2", "c: 3 2"))})
-    before, after = rpx.WeightNorm(axis=-1) >> pack, pack >> rpx.WeightNorm()
-    raw, effective = made_and_read(before, {"w": w})
-    lengths = [x["@weight_norm"]["g"] for x in raw["w"]["@pack"].values()]
-    np.testing.assert_allclose(lengths, [np.linalg.norm(x, axis=0)[None] for x in (w[:3], w[3:])], rtol=1e-6)
-    np.testing.assert_allclose(effective["w"], w, rtol=1e-6)
-    raw, effective = made_and_read(after, {"w": w})
-    node = raw["w"]["@weight_norm"]
-    np.testing.assert_allclose(np.asarray(node["g"])[0], np.linalg.norm(w, axis=0), rtol=1e-6)
-    assert list(node["v"]) == ["@pack"]
-    np.testing.assert_allclose(effective["w"], w, rtol=1e-6)
 
 
 def test_blocks_are_made_in_the_modules_of_equinox_and_the_states_of_nnx():
@@ -389,50 +373,6 @@ def test_the_cell_gate_may_be_called_c(order, same_as):
 
 
 # ---- The AWD-LSTM case, and the flat vector of cuDNN.
-
-
-@pytest.mark.parametrize(
-    ("name", "where", "hidden"),
-    [
-        ("haiku.lstm", "lstm/linear/w/hidden_.", lambda tree: tree["linear"]["w"][INPUTS:]),
-        pytest.param(
-            "equinox.lstm", "lstm/weight_hh/hidden_.", lambda tree: tree["weight_hh"], marks=pytest.mark.thorough
-        ),
-    ],
-)
-def test_weight_dropout_takes_the_hidden_to_hidden_block_alone_with_one_mask_for_the_sequence(name, where, hidden):
-    p = rpx.WeightDropout(0.5, where=where) >> rpx.shared.Pack(name, where="lstm")
-    params = {"lstm": jax.tree.map(np.ones_like, cell(name))}
-    raw = init(p, params)
-    drawn = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(jax.random.key(0), 200))
-    drawn = jax.tree.map(np.asarray, drawn)
-    masks = np.stack([hidden(jax.tree.map(lambda x, i=i: x[i], drawn["lstm"])) for i in range(200)])
-    assert set(np.unique(masks)) == {0, 2}
-    assert abs(masks.mean() - 1) < 4 / np.sqrt(masks.size)
-    assert sum(int((x != 1).sum()) for x in jax.tree.leaves(drawn)) == masks.size
-
-    @jax.jit
-    def over_time(key):
-        effective = p.apply(raw, key)["lstm"]
-        return jax.lax.scan(lambda _, x: (None, hidden(effective) * x), None, jnp.arange(1.0, 4.0))[1]
-
-    first, second, third = np.asarray(over_time(jax.random.key(1)))
-    np.testing.assert_array_equal(second, 2 * first)
-    np.testing.assert_array_equal(third, 3 * first)
-
-
-def test_a_fused_weight_is_built_once_outside_of_the_loop_over_time():
-    p = rpx.shared.Pack("nnx.optimized_lstm")
-    raw = p.init(cell("nnx.optimized_lstm"))
-
-    def run(raw, xs):
-        w = p.apply(raw)["dense_h"]["kernel"]
-        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w)[:, :HIDDEN] + x, None), jnp.zeros((1, HIDDEN)), xs)[0]
-
-    jaxpr = jax.make_jaxpr(run)(raw, jnp.ones((5, 1, HIDDEN)))
-    inside = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan").params["jaxpr"]
-    assert "concatenate" in str(jaxpr)
-    assert "concatenate" not in str(inside)
 
 
 unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3), static_argnames="bidirectional")

@@ -2,27 +2,17 @@
 
 import functools
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from grids import mostly_thorough
 from recurrent import (
     CELLS,
     GRU,
-    HIDDEN,
-    INPUTS,
     LSTM,
     TARGET,
-    cudnn_lstm,
-    haiku_cell,
-    nnx_cell,
-    normal,
-    torch_lstm,
-    zeros,
 )
 
 import reparax as rpx
@@ -82,41 +72,3 @@ def test_a_cell_of_flax_trains_the_same_with_the_blocks_of_each_library_as_raw_v
     stages = [rpx.shared.Pack(name), *(rpx.shared.Split(layout, model=name) for layout in SAME_VALUES[name])]
     for got in compared(CELLS[name], stages, params):
         np.testing.assert_allclose(got, expected(name), rtol=1e-5)
-
-
-@pytest.mark.thorough
-def test_the_flat_vector_of_cudnn_trains_from_gates_as_flax_with_one_bias_and_as_torch_with_two():
-    arrays = rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")
-    vector = jnp.concatenate([arrays[name].ravel() for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")])
-    stages = [rpx.shared.CudnnLSTM(INPUTS, HIDDEN, biases=biases) for biases in (1, 2)]
-    one, two = compared(cudnn_lstm, stages, {"weights": vector})
-    np.testing.assert_allclose(one, expected("flax.lstm"), rtol=1e-5)
-    np.testing.assert_allclose(two, compared(torch_lstm, [rpx.Chain()], arrays)[0], rtol=1e-5)
-
-
-OTHERS = {
-    "torch.lstm": lambda: (torch_lstm, rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")),
-    "nnx.gru": lambda: (
-        lambda params: nnx_cell(nnx.GRUCell, zeros(), params),
-        {
-            "dense_h": {"kernel": normal(HIDDEN, 3 * HIDDEN, seed=60)},
-            "dense_i": {"bias": normal(3 * HIDDEN, seed=61), "kernel": normal(INPUTS, 3 * HIDDEN, seed=62)},
-        },
-    ),
-    "haiku.gru": lambda: (
-        lambda params: haiku_cell(hk.GRU, params),
-        {
-            "b": normal(3 * HIDDEN, seed=63),
-            "w_h": normal(HIDDEN, 3 * HIDDEN, seed=64),
-            "w_i": normal(INPUTS, 3 * HIDDEN, seed=65),
-        },
-    ),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_cell_with_values_of_its_own_trains_the_same_from_its_parts(name):
-    run, params = OTHERS[name]()
-    alone, packed = compared(run, [rpx.Chain(), rpx.shared.Pack(name)], params)
-    np.testing.assert_allclose(packed, alone, rtol=1e-5)

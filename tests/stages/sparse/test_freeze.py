@@ -27,12 +27,6 @@ def test_partition_puts_frozen_weights_among_the_fixed():
     assert jax.tree.map(jnp.shape, fixed) == {"kernel": {"@freeze": {"@fixed": {"w": (3, 2)}}}, "bias": None}
 
 
-def test_freeze_after_weight_norm_freezes_length_and_direction():
-    p = rpx.WeightNorm() >> rpx.Freeze()
-    free, fixed = rpx.partition(init(p, {"w": np.ones((3, 2), np.float32)}))
-    assert (len(jax.tree.leaves(free)), len(jax.tree.leaves(fixed))) == (0, 2)
-
-
 def test_freeze_before_weight_norm_freezes_the_direction_alone():
     p = rpx.Freeze() >> rpx.WeightNorm()
     free, fixed = rpx.partition(init(p, {"w": np.ones((3, 2), np.float32)}))
@@ -51,9 +45,6 @@ def test_a_part_is_frozen_and_unfrozen_while_training_with_the_weights_kept():
     free, fixed = rpx.partition(frozen)
     assert (len(jax.tree.leaves(free["encoder"])), len(jax.tree.leaves(fixed["head"]))) == (0, 0)
     assert jax.tree.structure(thawed) == jax.tree.structure(raw)
-
-
-# ---- Cast
 
 
 CODES = {
@@ -79,11 +70,6 @@ def test_freeze_leaves_codes_alone_and_freezes_what_is_beside_them():
     like = jax.eval_shape(p.init, params)["dense"]
     assert set(like["kernel"]) == {"@quantized"}
     assert set(like["bias"]) == {"@freeze"}
-
-
-def test_a_model_in_which_nothing_trains_has_nothing_to_freeze():
-    params = {"count": np.ones(3, np.int32)}
-    assert jax.tree.map(jnp.shape, rpx.Freeze().apply(rpx.Freeze().init(params))) == {"count": (3,)}
 
 
 ERRORS = {

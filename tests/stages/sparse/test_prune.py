@@ -3,11 +3,9 @@
 import functools
 from fractions import Fraction
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from compiled import fold, init, pulled, read, update
 from errors import table
@@ -145,23 +143,6 @@ def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
             assert np.count_nonzero(read(p, init(p, {"w": w}))) == left
 
 
-def test_a_cubic_schedule_compiles_once_and_follows_the_paper():
-    schedule = optax.polynomial_schedule(0.0, 0.9, 3, transition_steps=10, transition_begin=2)
-    w = normal(20, 25)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step_of(raw, step):
-        return rpx.MagnitudePruning((schedule(step), 0.0)).update(raw)
-
-    raw = rpx.MagnitudePruning(0.0).init({"w": w})
-    for step in (0, 2, 3, 7, 11, 12, 40):
-        raw = step_of(raw, step)
-        # Zhu and Gupta 2017, equation 1.
-        share = 0.9 - 0.9 * (1 - np.clip((step - 2) / 10, 0, 1)) ** 3
-        assert np.sum(np.asarray(mask_of(raw, "magnitude_pruning"))) == 500 - round(share * 500)
-
-
 # ---- all arrays together
 
 
@@ -194,16 +175,6 @@ def test_global_pruning_ranks_factors_that_share_a_path():
         np.testing.assert_array_equal(node["w"], factor)
     pruned = [np.where(np.abs(factors[name]) >= sizes[7], factors[name], 0) for name in ("u", "v")]
     np.testing.assert_allclose(read(p, raw), pruned[0] @ pruned[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
-def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
-    p = rpx.numbers.Scale(2.0, where="a") >> rpx.sparse.GlobalMagnitudePruning(0.5)
-    raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
-    raw["a"]["@global_magnitude_pruning"]["w"]["@scale"]["x"] *= 10
-    got = fold(p, update(p, raw))
-    np.testing.assert_array_equal(got["a"], [[10, 20]])
-    np.testing.assert_array_equal(got["c"], [[0, 0]])
 
 
 # ---- given masks, groups and random masks

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from compiled import effective, fold, init, update
 from errors import raises, table
@@ -22,14 +21,6 @@ def mask_of(raw, kind="rigl"):
 def with_values(raw, values, kind="rigl"):
     """``raw`` as an optimizer left it."""
     return {"w": {f"@{kind}": {**raw["w"][f"@{kind}"], "w": jnp.asarray(values)}}}
-
-
-def regrown(weights, active, scores, share):
-    """The new set of active places, as a sorted list would give it: the algorithm of Evci et al., 2020."""
-    dropped = int(np.float32(len(active)) * np.float32(share))
-    kept = sorted(active, key=lambda i: -abs(weights[i]))[: len(active) - dropped]
-    grown = sorted((i for i in range(len(weights)) if i not in kept), key=lambda i: -scores[i])[:dropped]
-    return {*kept, *grown}
 
 
 # Six weights, of which four are active. The two smallest active ones go; what grows are the two of largest gradient
@@ -51,34 +42,6 @@ def test_masks_worked_by_hand(grads, expected):
     # What was dropped and has grown at once goes on, and what is new begins at zero.
     weights = np.array([4.0, -3.0, 1.0, 2.0, 0.0, 0.0]) * expected
     np.testing.assert_array_equal(effective(p, raw)["w"], [weights])
-
-
-@pytest.mark.thorough
-def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates():
-    share = optax.cosine_decay_schedule(0.4, 1000)
-
-    @jax.jit
-    def step(raw, t, x):
-        values, grads = x
-        raw = with_values(raw, raw["w"]["@rigl"]["w"] + values)
-        before = rpx.sparse.RigL(0.8, drop_fraction=share(t)).fold(raw)["w"]
-        raw = rpx.sparse.RigL(0.8, drop_fraction=share(t)).update(raw, grads={"w": grads})
-        return raw, (before, mask_of_traced(raw), rpx.sparse.RigL(0.8).fold(raw)["w"])
-
-    def mask_of_traced(raw):
-        return raw["w"]["@rigl"]["@fixed"]["mask"]
-
-    raw = rpx.sparse.RigL(0.8).init({"w": normal(10, 12)}, jax.random.key(0))
-    active = set(np.flatnonzero(mask_of(raw)))
-    assert len(active) == 24
-    for t in range(1000):
-        values, grads = normal(10, 12, seed=2 * t), normal(10, 12, seed=2 * t + 1)
-        raw, (before, mask, after) = step(raw, float(t), (values, grads))
-        new = regrown(before.reshape(-1).tolist(), active, np.abs(grads).reshape(-1), float(share(float(t))))
-        assert set(np.flatnonzero(mask)) == new, t
-        born = sorted(new - active)
-        np.testing.assert_array_equal(after.reshape(-1)[np.array(born, int)], 0)
-        active = new
 
 
 def test_set_drops_the_smallest_and_grows_at_random():
@@ -165,28 +128,6 @@ def test_gradients_behind_noise_are_those_by_its_mean():
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
-@pytest.mark.thorough
-def test_set_draws_for_each_of_stacked_arrays_alone():
-    p, w = rpx.sparse.SET(0.5, drop_fraction=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
-    first = init(p, {"w": w}, jax.random.key(0))
-    after = update(p, first, jax.random.key(1))
-    masks = [mask_of(raw, "set") for raw in (first, after)]
-    for mask in masks:
-        np.testing.assert_array_equal(mask.sum((1, 2)), 8)
-    assert len({mask.tobytes() for mask in masks[1]}) > 1
-    np.testing.assert_array_equal(fold(p, after)["w"], w * masks[0] * masks[1])
-
-
-@pytest.mark.thorough
-def test_set_grows_others_than_it_dropped_with_the_key_of_init_too(key):
-    p, w = rpx.sparse.SET(0.5, drop_fraction=0.5), normal(40, 40)
-    first = init(p, {"w": w}, key)
-    before, after = (mask_of(raw, "set") for raw in (first, update(p, first, key)))
-    # Of the 800 that were kept 400 are dropped. Draws of their own bring back a third of these, as 1,200 are free.
-    dropped = 800 - (before * after).sum()
-    assert 400 * 2 / 3 - 4 * 10 < dropped < 400 * 2 / 3 + 4 * 10
-
-
 class Remembers(rpx.Reparametrization):
     raw_values = {"x": rpx.stage.main(), "seen": rpx.stage.fixed(), "drawn": rpx.stage.fixed()}
 
@@ -208,16 +149,6 @@ def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
     np.testing.assert_allclose(values["seen"], [3.0, 6.0])  # by 2 x, of which the effective weight is three times
     assert (values["drawn"] != 0).all()
     jax.tree.map(np.testing.assert_array_equal, *(p.update(raw, key) for key in (None, jax.random.key(0))))
-
-
-@pytest.mark.thorough
-def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
-    p = Remembers(where="w") >> Remembers(where="w")
-    raw = init(p, {"w": jnp.ones(2), "x": jnp.ones(2), "y": jnp.ones(2)})
-    grads = {"w": jnp.array([1.0, 2.0]), "x": jnp.array([5.0, 5.0]), "y": jnp.array([7.0, 7.0])}
-    node = p.update(raw, jax.random.key(0), grads)["w"]["@remembers"]
-    np.testing.assert_array_equal(node["@fixed"]["seen"], [1.0, 2.0])
-    np.testing.assert_array_equal(node["x"]["@remembers@2"]["@fixed"]["seen"], [2.0, 4.0])
 
 
 # ---- errors

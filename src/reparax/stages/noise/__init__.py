@@ -7,6 +7,5 @@ once for all of them.
 from reparax.stages.noise._distributions import Gaussian as Gaussian
 from reparax.stages.noise._distributions import HardConcrete as HardConcrete
 from reparax.stages.noise._distributions import VariationalDropout as VariationalDropout
-from reparax.stages.noise._distributions import ivon as ivon
 from reparax.stages.noise._noise import VarNoise as VarNoise
 from reparax.stages.noise._noise import WeightDropout as WeightDropout

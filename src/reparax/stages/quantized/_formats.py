@@ -252,14 +252,12 @@ class Scales:
       top: The code of the largest scale.
       shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
         all of the array.
-      divided: Whether a float32 number divides scales; the unit is then 1, and only records the dtype of the weights.
     """
 
     dtype: str
     least: float = 0.0
     top: float = 1.0
     shared: int | None = 0
-    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,7 +297,7 @@ ROUNDED = Scales("int8", least=8, top=127, shared=None)
 FormatName = Literal[
     "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1",
     "uint8", "uint7", "uint6", "uint5", "uint4", "uint3", "uint2", "uint1",
-    "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "nvfp4-pack",
+    "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
 # A new one also needs its word above, and a line in the table of `Quantized`.
@@ -314,7 +312,6 @@ FORMATS = {
     "mxfp8": Format(floating_numbers("float8_e4m3fn"), 32, POWERS),
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
-    "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
     "gguf:q4_0": Format(whole_numbers(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
     "gguf:q4_1": Format(whole_numbers(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
     "gguf:q5_0": Format(whole_numbers(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),

@@ -288,10 +288,7 @@ class Scaled(Reparametrization):
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
         codes = jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype)
-        if not self._scales.divided:
-            return {name: codes, _UNIT_OF[name]: unit}
-        divisor = divide(jnp.ones_like(widened(unit)), widened(unit))
-        return {name: codes, _UNIT_OF[name]: jnp.ones_like(unit), "per": divisor}
+        return {name: codes, _UNIT_OF[name]: unit}
 
     def _scales_of_units(self, scale: Array) -> Grid:
         """The blocks of scales that share a unit."""
@@ -311,8 +308,7 @@ class Scaled(Reparametrization):
         unit = widened(values[_UNIT_OF[name]])
         if self._scales.dtype == "exponent":
             codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
-        scale = clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
-        return scale / values["per"].astype(scale.dtype) if "per" in values else scale
+        return clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
         """The scale of each entry, with its zero and its offset where there are some."""
@@ -341,7 +337,6 @@ class Scaled(Reparametrization):
         """The array of ``codes``."""
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
-        x = jnp.take(x, values["order"], axis=self._block_axis(codes)) if "order" in values else x
         dtype = values["unit" if self._scales else "scale"].dtype
         return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
 
@@ -388,7 +383,6 @@ class Quantized(Scaled):
     ``"mxfp8"``                   those of float8_e4m3fn              8.25: scales are powers of two, by 32
     ``"mxfp4"``                   those of float4_e2m1fn              4.25: scales are powers of two, by 32
     ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
-    ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
     ``"gguf:q4_0"``               -8 to 7; also q5_0, q8_0            4.5, 5.5, 8.5: scales are float16, by 32
     ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
     ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
@@ -397,9 +391,8 @@ class Quantized(Scaled):
 
     Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of
     the weights; and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the
-    dtype of the weights, which multiplies stored scales; ``offset`` and ``offset_unit`` are like these two; ``per``, in
-    float32, divides scales. Codes of fewer than eight bits share bytes along the cut axis: a stream of bits, the first
-    code in the lowest ones.
+    dtype of the weights, which multiplies stored scales; ``offset`` and ``offset_unit`` are like these two. Codes of
+    fewer than eight bits share bytes along the cut axis: a stream of bits, the first code in the lowest ones.
 
     Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
     number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
@@ -421,8 +414,6 @@ class Quantized(Scaled):
         ``"fixed"``, 1.
       calibration_scale: A factor for that, as in ``calibration_method="rms", calibration_scale=3.0``. Numbers beyond
         are cut off.
-      desc_act: Whether stored entries may have another order along the cut axis, as in files of GPTQ of that setting.
-        The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
         then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
@@ -430,8 +421,7 @@ class Quantized(Scaled):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block_size``, ``double_quant``, ``calibration_scale`` or ``desc_act`` has the wrong
-        type.
+      TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
       ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
         ``calibration_method`` or ``rounding`` is not one of the words above.
 
@@ -454,7 +444,6 @@ class Quantized(Scaled):
 
     format: FormatName = field(one_of(FormatName))
     rounding: Rounding = field(one_of(Rounding), default="nearest", kw_only=True)
-    desc_act: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -472,9 +461,7 @@ class Quantized(Scaled):
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         codes, values = self._codes_and_scales(w, key)
-        block_axis = self._block_axis(w)
-        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
-        return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
+        return {"q": pack(codes, self._format.numbers.bits, self._block_axis(w)), **values}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         self._require_dtypes({name: x.dtype for name, x in values.items()})
