@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from reparax.core.advance import update, update_base
 from reparax.core.axes_by_roles import visit_with_roles
-from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
     CallName,
     checked_key,
@@ -36,7 +35,7 @@ from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.site import RawValues, Site
-from reparax.core.start import follow, start
+from reparax.core.start import follow, start, with_boxes
 from reparax.core.totals import total_log_det, total_penalty
 from reparax.numerics.arguments import is_whole
 
@@ -118,8 +117,8 @@ class Parametrization(Static, ABC):
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(CallName(self, "init"), params, advice)
-        raw = nest(start(self._parts, flatten(params), Keys(typed_key)))
-        return spread_boxes(self._follow, params, raw)
+        tree = flatten(params)
+        return nest(with_boxes(self._parts, tree, start(self._parts, tree, Keys(typed_key))))
 
     def _follow(self, params: PyTree) -> Origins:
         """For each axis of a raw value the axis of a parameter that it follows."""
@@ -163,7 +162,7 @@ class Parametrization(Static, ABC):
             )
         require_no_references(self, "apply", raw)
         typed_key = needed_key(self, key)
-        tree, n_stages = flatten(gather_boxes(raw)), len(self) if upto is None else upto
+        tree, n_stages = flatten(raw), len(self) if upto is None else upto
         planned = plan("apply", self._parts[:n_stages], tree)
         require_no_markers(self, planned.after, later=self._parts[n_stages:])
         return run_plan(planned, typed_key)
@@ -215,7 +214,7 @@ class Parametrization(Static, ABC):
           >>> raw["b"]
           {'@positive': {'x': Array([1., 1.], dtype=float32)}}
         """
-        return spread_like(raw, with_array(self, gather_boxes(raw), path, w, self._start_key("set", key)))
+        return with_array(self, raw, path, w, self._start_key("set", key))
 
     @verb
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
@@ -236,9 +235,8 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        slopes = None if grads is None else gather_boxes(grads)
         plan = plan_for(self, raw, "update", mean=True)
-        return spread_like(raw, nest(update(CallName(self, "update"), plan, keys, slopes)))
+        return nest(update(CallName(self, "update"), plan, keys, grads))
 
     @verb
     def update_base(self, raw: T) -> T:
@@ -252,7 +250,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return spread_like(raw, nest(update_base(plan_for(self, raw, "update_base", mean=True))))
+        return nest(update_base(plan_for(self, raw, "update_base", mean=True)))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -527,7 +525,7 @@ class Parametrization(Static, ABC):
         if like is not None:
             require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
         if since is not None:
-            require_unmoved(CallName(self, "check"), self._parts, gather_boxes(raw), gather_boxes(since))
+            require_unmoved(CallName(self, "check"), self._parts, raw, since)
 
     @verb
     def shardings(

@@ -11,33 +11,17 @@ from typing import Any
 
 import jax
 
-from reparax.core.paths import Names, PyTree, items, path_text, types_of_result
-from reparax.core.raw import parameter_path
+from reparax.core.paths import Names, PyTree, items, types_of_result
 from reparax.numerics.arithmetic import is_array
 
-Init = Callable[[PyTree], PyTree]
 FollowedAxes = tuple[int | None, ...]
 """For each axis of an array the axis of its source that it follows; None if it follows none."""
 Origins = dict[Names, tuple[Names, FollowedAxes]]
 """For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
-Follow = Callable[[PyTree], Origins]
+Start = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+"""For arrays by their names, the raw values of each."""
 Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
 Shapes = dict[Names, tuple[int, ...]]
-
-
-def inherit_entries(
-    follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
-) -> dict[Names, tuple[Any, ...]]:
-    """For each raw array of ``params``, the entries of the parameter axes that its axes follow; None for those of none.
-
-    ``entries`` has for the path of a parameter one entry for each of its axes.
-    """
-
-    def inherit(source: Names, axes: FollowedAxes) -> tuple[Any, ...]:
-        axis_entries = entries.get(path_text(source))
-        return tuple(None if axis_entries is None or axis is None else axis_entries[axis] for axis in axes)
-
-    return {path: inherit(*origin) for path, origin in follow(params).items()}
 
 
 def keep_origins(arrays: Mapping[Names, Any]) -> Origins:
@@ -51,17 +35,14 @@ def compose(origin: tuple[Names, FollowedAxes], axes: FollowedAxes) -> tuple[Nam
     return root, tuple(None if axis is None else root_axes[axis] for axis in axes)
 
 
-def probe_origins(init: Init, tree: PyTree) -> Origins:
-    """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
-    param_shapes, raw_shapes = zip(*_trace_doublings(init, tree), strict=True)
-    growths = {path: _growth_of_axes(param_shapes, path) for path in param_shapes[0]}
-    first_of_parameter = {parameter_path(path): path for path in reversed(growths)}
+def probe_origins(start: Start, arrays: Mapping[str, Any]) -> Origins:
+    """The origins of the raw values of ``start(arrays)``, found by doubling lengths: each follows its own array."""
+    array_shapes, raw_shapes = zip(*_trace_doublings(start, arrays), strict=True)
 
     def origin(path: Names) -> tuple[Names, FollowedAxes]:
-        """The array around the raw array, or the first of its parameter, and the axes of that."""
-        around = [path[:i] for i in range(len(path), 0, -1) if path[:i] in growths]
-        source = around[0] if around else first_of_parameter.get(parameter_path(path), ())
-        return source, _match_growths(growths.get(source, []), _growth_of_axes(raw_shapes, path))
+        """The array of a raw value, and the axes of it that those of the value follow."""
+        growths = _growth_of_axes(array_shapes, path[:1])
+        return path[:1], _match_growths(growths, _growth_of_axes(raw_shapes, path))
 
     return {path: origin(path) for path in raw_shapes[0]}
 
@@ -83,13 +64,13 @@ def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence
     return tuple(followed)
 
 
-def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
-    """The shapes of parameters and raw arrays: the original ones, and those after each doubling that works."""
-    leaves, treedef = jax.tree.flatten(params)
+def _trace_doublings(start: Start, arrays: Mapping[str, Any]) -> Iterator[tuple[Shapes, Shapes]]:
+    """The shapes of arrays and raw values: the original ones, and those after each doubling that works."""
+    leaves, treedef = jax.tree.flatten(dict(arrays))
 
     def trace(lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
         grown = treedef.unflatten([_double(x, lengths) if is_array(x) else x for x in leaves])
-        return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
+        return _shapes_of(grown), _shapes_of(types_of_result(start, grown))
 
     def trace_if_possible(lengths: Collection[Length]) -> tuple[Shapes, Shapes] | None:
         try:

@@ -176,14 +176,12 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         return flatten_with_names(with_names(tree, is_leaf), is_leaf)
     boxes: set[Any] = set()
     if _VALUE in keys:
-        nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]
-        _require_one_place(nodes)
-        boxes = {keypath for keypath, _ in nodes}
+        nodes = {keypath: x for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)}
+        require_one_place({_names(keypath): x for keypath, x in nodes.items()})
+        boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
-        return tuple(
-            keystr((key,), simple=True) for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes)
-        )
+        return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
 
     return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
 
@@ -194,16 +192,21 @@ def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]
     return list(zip(paths, leaves, strict=True))
 
 
-def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
+def _names(keys: Iterable[Any]) -> Names:
+    """The names of keys of JAX."""
+    return tuple(keystr((key,), simple=True) for key in keys)
+
+
+def require_one_place(boxes: Mapping[Names, Any]) -> None:
     """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
-    first_keypaths = dict[int, Any]()
-    for keypath, box in boxes:
-        first_keypath = first_keypaths.setdefault(id(box), keypath)
-        if first_keypath != keypath and has_ancestor(box, "Variable"):
-            first, second = (keystr(keys, simple=True, separator="/") for keys in (first_keypath, keypath))
+    first_places = dict[int, Names]()
+    for place, box in boxes.items():
+        first = first_places.setdefault(id(box), place)
+        if first != place and has_ancestor(box, "Variable"):
             raise ValueError(
-                f"The tree holds one nnx variable at {first!r} and at {second!r}; the copies would diverge. Split the "
-                f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+                f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
+                f"would diverge. Split the module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: "
+                f"`params` has it once."
             )
 
 

@@ -16,7 +16,6 @@ import jax
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.boxes import gather_boxes
 from reparax.core.calls import CallName, require_no_references
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys, draw_at_sites
@@ -113,7 +112,7 @@ def plan(method: str, stages: Stages, raw: Flat, *, mean: bool = False) -> Plan:
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, otherwise: str = CONVERT) -> Plan:
     """What a chain does with a raw tree; an error if it did not make it, where ``otherwise`` says what to do."""
     require_no_references(p, method, raw)
-    planned = plan(method, p._parts, flatten(gather_boxes(raw)), mean=mean)
+    planned = plan(method, p._parts, flatten(raw), mean=mean)
     require_no_markers(p, planned.after, otherwise)
     return planned
 

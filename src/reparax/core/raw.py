@@ -7,12 +7,13 @@ main or auxiliary, free or fixed, and under which path a stage can select it.
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from reparax.core.boxes import box_of_parameter, value_in, with_value
 from reparax.core.layers import Convention, convention_by_name, conventions_by_class
 from reparax.core.names import import_stage
 from reparax.core.paths import (
@@ -28,6 +29,7 @@ from reparax.core.paths import (
     is_end,
     items,
     path_text,
+    require_one_place,
     type_of,
 )
 from reparax.core.values import Value, Values, value_of
@@ -100,7 +102,7 @@ class Leaf:
         """The names of its axes in the box of its parameter, if it has the axes of the parameter."""
         if self.tree is None or not is_aligned(self.place):
             return None
-        return self.tree.frame.axis_names[self.tree.parameter_of(self.place)]
+        return self.tree.frame.axis_names.get(self.tree.parameter_of(self.place))
 
     @property
     def is_state(self) -> bool:
@@ -184,12 +186,14 @@ def kind_of(mark: str) -> str:
     return mark.split("@")[1]
 
 
+def parameter_place(place: Names) -> Names:
+    """The key path of the parameter: all names before the first marker."""
+    return next((place[:i] for i, name in enumerate(place) if name.startswith("@")), place)
+
+
 def parameter_path(place: Names) -> str:
-    """The path of the parameter: all names before the first marker."""
-    for i, name in enumerate(place):
-        if name.startswith("@"):
-            return path_text(place[:i])
-    return path_text(place)
+    """The path of the parameter."""
+    return path_text(parameter_place(place))
 
 
 def next_number(place: Names, kind: str) -> int:
@@ -346,21 +350,26 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
 
 
 def state_flags(tree: PyTree) -> list[bool]:
-    """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
+    """For each leaf, whether it is model state, as the collections of linen and variables of nnx say."""
+    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
+    return [flag for flag, node in zip(_are_state(paths, nodes), nodes, strict=True) for _ in jax.tree.leaves(node)]
+
+
+def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
+    """For each place, whether it holds model state: an nnx variable other than ``Param``, or a linen collection.
 
     The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
     """
-    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
     has_params = any(path[:1] == ("params",) for path in paths)
 
-    def is_state(path: Names, node: Any) -> bool:
+    def is_state(path: Names, box: Any) -> bool:
         # The class `rpx.nnx.Fixed` holds a raw value of a parameter.
-        is_parameter = has_ancestor(node, "Param") or getattr(type(node), "holds_parameter", False)
-        if has_ancestor(node, "Variable") and not is_parameter:
+        is_parameter = has_ancestor(box, "Param") or getattr(type(box), "holds_parameter", False)
+        if has_ancestor(box, "Variable") and not is_parameter:
             return True
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
-    return [is_state(path, node) for path, node in zip(paths, nodes, strict=True) for _ in jax.tree.leaves(node)]
+    return list(map(is_state, paths, boxes))
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
@@ -369,17 +378,16 @@ Swap = tuple[Sequence[Names], Mapping[Names, Any]]
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree: its structure, boxes included, and the names on the path to each parameter."""
+    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters."""
 
     treedef: Any
     places: tuple[Names, ...]
+    boxes: Mapping[Names, Any]
 
     @cached_property
     def axis_names(self) -> Mapping[Names, AxisNames | None]:
         """The names of the axes of each parameter that has a box with names."""
-        boxes = jax.tree.leaves(self.skeleton, is_leaf=is_box)
-        names = [axis_names(box) if is_box(box) else None for box in boxes for _ in jax.tree.leaves(box)]
-        return dict(zip(self.places, names, strict=True))
+        return {place: axis_names(box) for place, box in self.boxes.items()}
 
     @cached_property
     def parameters(self) -> frozenset[Names]:
@@ -389,17 +397,13 @@ class Frame:
     @cached_property
     def state(self) -> frozenset[Names]:
         """The places of model state, which is no parameter."""
-        return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
+        boxes = [self.boxes.get(place) for place in self.places]
+        return frozenset(place for place, flag in zip(self.places, _are_state(self.places, boxes), strict=True) if flag)
 
     @cached_property
     def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
         return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef).items()}
-
-    @cached_property
-    def skeleton(self) -> PyTree:
-        """The tree with a number in place of each parameter."""
-        return self.treedef.unflatten(range(len(self.places)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,11 +413,13 @@ class Flat:
     Attributes:
       frame: The model's own tree.
       arrays: The arrays.
+      boxes: The box of each raw value that has one.
       later: The stages of the chain after the one that is bound to it.
     """
 
     frame: Frame
     arrays: Mapping[Names, Any]
+    boxes: Mapping[Names, Any] = field(default_factory=dict[Names, Any])
     later: Sequence[Any] = ()
 
     def parameter_of(self, place: Names) -> Names:
@@ -428,8 +434,9 @@ class Flat:
         return replace(self, arrays=arrays)
 
     def types(self) -> "Flat":
-        """The tree with types in place of arrays."""
-        return replace(self, arrays={place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()})
+        """The tree with types in place of arrays, and without boxes of raw values."""
+        types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
+        return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
         """The tree for a stage that stands before these."""
@@ -523,26 +530,49 @@ class Flat:
 
 
 def flatten(tree: PyTree) -> Flat:
-    """A raw tree, or a plain one, laid flat."""
-    paths, nodes, treedef = flatten_with_names(tree, holds_markers)
-    arrays = dict[Names, Any]()
+    """A raw tree, or a plain one, laid flat, without its boxes."""
+    paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box(x) or holds_markers(x))
+    arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
     for path, node in zip(paths, nodes, strict=True):
-        contents = items(node, is_end) if holds_markers(node) else [((), node)]
-        for path_below, x in contents:
-            place = (*path, *path_below)
+        if is_box(node):
+            boxes[path] = node
+        content = value_in(node) if is_box(node) else node
+        parts = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
+        for below, x in parts:
+            place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
-            arrays[place] = x
-    return Flat(Frame(treedef, tuple(paths)), arrays)
+            if is_box(x):
+                boxes_of_values[place] = x
+            value = value_in(x) if is_box(x) else x
+            arrays[place] = {} if type(value) is tuple and not value else value
+    require_one_place({**boxes, **boxes_of_values})
+    boxes |= _boxes_of_parameters(boxes_of_values)
+    return Flat(Frame(treedef, tuple(paths), boxes), arrays, boxes_of_values)
+
+
+def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
+    """The box of each parameter of whose raw values some have boxes."""
+    parts = dict[Names, list[Any]]()
+    for place, box in boxes_of_values.items():
+        parts.setdefault(parameter_place(place), []).append(box)
+    boxes = {place: box_of_parameter(boxes) for place, boxes in parts.items()}
+    return {place: box for place, box in boxes.items() if box is not None}
 
 
 def nest(tree: Flat) -> PyTree:
-    """The tree in its own structure."""
+    """The tree in its own structure, with its boxes."""
     nested: dict[Any, Any] = {}
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
-        _put(nested, [parameter, *place[len(parameter) :]], x)
-    return tree.frame.treedef.unflatten([nested[place] for place in tree.frame.places])
+        box = tree.boxes.get(place)
+        value = x if box is None else with_value(box, () if is_empty(x) else x)
+        _put(nested, [parameter, *place[len(parameter) :]], value)
+
+    with_boxed_values = {tree.parameter_of(place) for place in tree.boxes}
+    outer_boxes = {place: box for place, box in tree.frame.boxes.items() if place not in with_boxed_values}
+    parameters = [(nested[place], outer_boxes.get(place)) for place in tree.frame.places]
+    return tree.frame.treedef.unflatten([x if box is None else with_value(box, x) for x, box in parameters])
 
 
 def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:

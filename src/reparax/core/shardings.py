@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from reparax.core.origins import Follow, Init, inherit_entries
+from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED
 from reparax.numerics.arithmetic import is_array
@@ -17,7 +17,13 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def shardings_of_raw(
-    who: object, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
+    who: object,
+    init: Callable[[PyTree], PyTree],
+    follow: Callable[[PyTree], Origins],
+    specs: PyTree,
+    mesh: AnyMesh,
+    like: PyTree,
+    memory_kind: str | None,
 ) -> PyTree:
     """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
@@ -29,11 +35,13 @@ def shardings_of_raw(
         path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
         for path, x in _specs_by_path(who, specs, arrays).items()
     }
-    entries_of_raw = inherit_entries(follow, params, cuts)
+    origins = follow(params)
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
 
     def sharding_of(path: Names, x: Any) -> NamedSharding:
-        pairs = zip(entries_of_raw[path], x.shape, strict=True)
+        source, axes = origins[path]
+        entries = [None if axis is None else cuts[path_text(source)][axis] for axis in axes]
+        pairs = zip(entries, x.shape, strict=True)
         even_entries = [None if n % _count_parts(entry, mesh) else entry for entry, n in pairs]
         return NamedSharding(mesh, PartitionSpec(*even_entries), memory_kind=memory_kind if FIXED in path else None)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax.core.boxes import boxes_of_values, stated_entries
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
@@ -101,3 +103,13 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
                 (source,), axes = origins[name, place[-1]]
                 found[place] = compose(earlier[site.arrays[source]], axes)
     return found
+
+
+def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
+    """The raw tree of boxed parameters, with a box around each raw value."""
+    boxes = params.frame.boxes
+    if not boxes:
+        return raw
+    has_names = any(stated_entries(box) is not None for box in boxes.values())
+    origins = follow(stages, params)[1] if has_names else Origins()
+    return replace(raw, boxes=boxes_of_values(boxes, params.arrays, raw.arrays, origins))

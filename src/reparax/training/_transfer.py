@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.boxes import spread_boxes
 from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
@@ -23,7 +22,7 @@ from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_te
 from reparax.core.plan import plan_for, run_steps
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
 from reparax.core.site import Site
-from reparax.core.start import start_at
+from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free
 
@@ -139,7 +138,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
         tree = _put_values(start_at(new_sites, tree, keys), kept)
     effective = nest(old_chain.effective)
-    raw = spread_boxes(new._follow, effective, nest(tree))
+    raw = nest(with_boxes(new._parts, old_chain.effective, tree))
     return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
 
 
