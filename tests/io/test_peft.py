@@ -18,6 +18,10 @@ from reparax.io._parameters import pattern_of
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+ADVICE = (
+    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
+    "the weights with `from_torch`."
+)
 
 
 def normal(*shape, seed=0):
@@ -62,6 +66,26 @@ def test_a_weight_is_the_base_and_the_scaled_product():
     np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-5)
     assert jnp.array_equal(p.fold(raw)["out"]["kernel"], params["out"]["kernel"])
     assert [x.shape for x in jax.tree.leaves(rpx.partition(raw)[0])] == [(8, 2), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"use_rslora": True}, 4 / np.sqrt(2)),
+        ({"use_rslora": False}, 4 / 2),
+        ({"use_rslora": True, "alpha_pattern": {"dense": 3}}, 3 / np.sqrt(2)),
+        ({"use_rslora": True, "lora_alpha": None}, 8 / np.sqrt(2)),
+    ],
+)
+def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_bias(settings, factor):
+    params, bias = model(), normal(6, seed=5)
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_B.bias": bias}
+    p, raw = rpx.io.from_peft(tensors, CONFIG | {"lora_bias": True} | settings, params)
+    a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
+    folded = p.fold(raw)["dense"]
+    want = params["dense"]["kernel"] + factor * (b @ a).T
+    np.testing.assert_allclose(folded["kernel"], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(folded["bias"], params["dense"]["bias"] + factor * bias, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_with_outputs_first_is_the_transposed_one():
@@ -390,7 +414,7 @@ def test_settings_without_an_effect_on_what_is_read_are_read(setting):
 
 def reading(*lines):
     text = "\n  ".join(lines)
-    return f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+    return f"from_peft: the adapter does not fit this model:\n  {text}\n{ADVICE}"
 
 
 def changed(how):

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
 from reparax.io._peft_config import METHODS as METHODS_READ
+from reparax.io._peft_config import is_adapted, is_saved, read_config
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -188,6 +189,55 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     assert got.keys() == theirs.keys()
     for key in got:
         np.testing.assert_allclose(got[key], theirs[key], rtol=2e-3, atol=2e-4, err_msg=key)
+
+
+class Parts(torch.nn.Module):
+    """Modules by name, of which a number is a linear layer."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, torch.nn.Linear(8, part) if isinstance(part, int) else part)
+
+
+def named_parts():
+    """Modules of several names and depths."""
+    layers = [Parts(attn=Parts(q=8, v=8), experts=torch.nn.ModuleList([Parts(up=8)])) for _ in range(3)]
+    inner = Parts(embed=torch.nn.Embedding(10, 8), layers=torch.nn.ModuleList(layers), blocks=Parts(q=8))
+    return Parts(model=inner, q=8, head=Parts(dense=8, out=8), subhead=8)
+
+
+NAMED = [
+    {"target_modules": ["q"]},
+    {"target_modules": ["attn.q", "out", "ead", "model.layers.1.attn.v"]},
+    {"target_modules": r".*\.[02]\..*(q|up)"},
+    {"target_modules": "all-linear"},
+    {"target_modules": ["q", "up"], "layers_to_transform": 1},
+    {"target_modules": ["q", "up", "model.layers.2.attn.v"], "layers_to_transform": [0, 2]},
+    {"target_modules": ["q", "up"], "layers_to_transform": [0], "layers_pattern": "experts"},
+    {"target_modules": ["q", "up"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
+    {"target_modules": ["q", "up"], "layers_to_transform": []},
+    {"target_modules": ["q", "v"], "exclude_modules": ["model.layers.0.attn.q", "v"]},
+    {"target_modules": ["q", "v"], "exclude_modules": r"model\..*q"},
+    {"target_modules": ["q", "dense", "out"], "modules_to_save": ["head"]},
+    {"target_modules": ["q", "embed"], "modules_to_save": ["head.out", "subhead"]},
+    {"target_modules": ["head.out", "embed"], "modules_to_save": ["attn", "layers.1"]},
+]
+
+
+@pytest.mark.parametrize("settings", NAMED)
+def test_the_modules_that_a_configuration_names_are_those_that_peft_adapts_and_saves(settings, tmp_path):
+    net = named_parts()
+    modules = [name for name, module in net.named_modules() if name and not [*module.children()]]
+    model = peft.get_peft_model(net, peft.LoraConfig(r=1, **settings))
+    tensors, saved_config = saved(model, tmp_path)
+    ends = r"(\.base_layer)?\.(lora_(embedding_)?[AB].*|weight|bias)$"
+    held = {re.sub(ends, "", name.removeprefix("base_model.model.")) for name in tensors}
+    theirs = set(model.base_model.targeted_module_names)
+    assert theirs
+    for config in map(read_config, (saved_config, model.peft_config["default"].to_dict())):
+        assert {name for name in modules if is_adapted(config, name)} == theirs
+        assert {name for name in modules if is_saved(config, name)} == held - theirs
 
 
 class Attention(torch.nn.Module):

@@ -19,7 +19,7 @@ from reparax.core.bound import Provenance
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
 from reparax.io._parameters import require_known, unstack_stage
-from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, by_pattern, is_fed_forward
+from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, by_pattern, is_fed_forward, token_indices
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
@@ -154,14 +154,16 @@ def read_adapter(stored: Stored) -> Adapted:
     if method == "TRAINABLE_TOKENS":
         return _read_tokens(stored, DELTA, stored.config.get("token_indices", ()))
     if TOKENS in stored.tensors:
-        return _read_tokens(stored, TOKENS, _token_indices(stored))
+        return _read_tokens(stored, TOKENS, token_indices(stored.config, stored.target.module))
     return _read_bias(stored) if BIAS in stored.tensors else _read_lora(stored)
 
 
 def write_adapter(made: Made) -> tuple[str, Written]:
     """The method that adapts an array, and what PEFT stores of it."""
     match made.stage:
-        case LoRA() | WeightNorm(detach=True):
+        case LoRA():
+            method, write = "LORA", _write_lora
+        case WeightNorm(detach=True) if isinstance(made.value("v").maker, LoRA):
             method, write = "LORA", _write_lora
         case Delta() if len(made.target.shape) == 1 and isinstance(made.value("x").maker, Scale):
             method, write = "LORA", _write_bias
@@ -244,10 +246,7 @@ def _rank_and_alpha(stored: Stored) -> tuple[int, float]:
 def _write_lora(made: Made) -> Written:
     """The factors, with the lengths of DoRA."""
     target, is_dora = made.target, isinstance(made.maker, WeightNorm)
-    inner = made.value("v") if is_dora else made
-    if not isinstance(inner.maker, LoRA):
-        raise made.other_stages("v")
-    lora = inner.stage
+    lora = (made.value("v") if is_dora else made).stage
     target.expert().require_rows(lora)
     if lora.init_weights in ("pissa", "olora"):
         raise ValueError(f"PEFT adds the factors to the base of its model, from which {lora!r} has taken them away")
@@ -272,6 +271,8 @@ def _require_dora(stage: WeightNorm, target: Target) -> None:
 
 def _read_bias(stored: Stored) -> Adapted:
     """The difference of a bias, which has the factor of its weight."""
+    if not stored.config.get("lora_bias"):
+        raise ValueError(f"{BIAS} is unexpected without lora_bias")
     values = stored.values({BIAS: Part("@delta/x/@scale/x", stored.target.shape)})
     rank, alpha = _rank_and_alpha(stored)
     divisor = math.sqrt(rank) if stored.config.get("use_rslora") else rank
@@ -305,14 +306,6 @@ def _read_tokens(stored: Stored, name: str, indices: Sequence[int]) -> Adapted:
     if max(indices, default=0) >= stored.target.shape[axis]:
         raise ValueError(f"expected tokens below {stored.target.shape[axis]}, got {max(indices)}")
     return Adapted((TrainableSlices(tuple(indices), axis=axis),), values)
-
-
-def _token_indices(stored: Stored) -> Sequence[int]:
-    """The tokens that train beside LoRA, whose numbers may be given by table."""
-    indices = stored.config.get("trainable_token_indices") or {}
-    by_table = indices if isinstance(indices, Mapping) else {"": indices}
-    module = f".{stored.target.module}"
-    return next((by_table[table] for table in by_table if not table or module.endswith(f".{table}")), [])
 
 
 def _write_tokens(made: Made) -> Written:

@@ -200,6 +200,33 @@ def by_pattern(config: Mapping[str, Any], patterns: str, module: str, common: st
     return next((x for pattern, x in numbers.items() if re.fullmatch(in_a_name(pattern), module)), config[common])
 
 
+def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
+    """The tokens of a table that train beside LoRA, whose numbers may be given by table."""
+    indices = config.get("trainable_token_indices") or {}
+    by_table = indices if isinstance(indices, Mapping) else {module: indices}
+    return next((by_table[table] for table in by_table if _names_end([table], module)), [])
+
+
+def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
+    """The settings that name a parameter, and for each the ends of names of which a file has at least one."""
+    module, _, name = tensor.rpartition(".")
+    if is_saved(config, module):
+        return {"modules_to_save": ("",)}
+    adapted, tables, biases = is_adapted(config, module), config.get("trainable_token_indices"), config["bias"]
+    of_adapter = tuple(end for end in METHODS[config["peft_type"]].suffixes if end != TOKENS)
+    rows = (
+        ("target_modules", name == "weight" and adapted, of_adapter),
+        (
+            "trainable_token_indices",
+            name == "weight" and isinstance(tables, Mapping) and token_indices(config, module),
+            (TOKENS,),
+        ),
+        ("lora_bias", name == "bias" and adapted and config.get("lora_bias"), (BIAS,)),
+        ("bias", name == "bias" and (biases == "all" or (adapted and biases == "lora_only")), ("",)),
+    )
+    return {setting: ends for setting, is_named, ends in rows if is_named}
+
+
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:
     """Whether ``target_modules`` names a module, by PEFT's rules."""
     names = config.get("target_modules") or ()

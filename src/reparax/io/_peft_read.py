@@ -28,7 +28,7 @@ from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_known, stack_parts
 from reparax.io._peft_adapters import Adapted, Stored, read_adapter, require_shapes
-from reparax.io._peft_config import BIAS, MERGE, METHODS, Method, is_fed_forward, read_config
+from reparax.io._peft_config import BIAS, MERGE, METHODS, TOKENS, Method, ends_by_setting, is_fed_forward, read_config
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
@@ -99,18 +99,18 @@ def from_peft(
              [2., 2.]], dtype=float32)
     """
     config = read_config(config)
-    method = METHODS[config["peft_type"]]
     arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     if attention := next((name for name in arrays if ".base_layer.out_proj.lora_" in name), None):
         raise ValueError(f"from_peft does not read {attention!r}: {ATTENTION}. {MERGE}")
-    arrays = _of_adapter(arrays, method, config, adapter)
+    arrays = _of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
-        plain = names_by_parameter(arrays, method.suffixes, config, targets)
-    tensors_of, whole, lines = _sort_tensors(method, targets, {plain[name]: x for name, x in arrays.items()})
+        plain = names_by_parameter(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
+    tensors_of, whole, lines = _sort_tensors(config, targets, {plain[name]: x for name, x in arrays.items()})
     wholes, errors_of_wholes = _read_each(_read_whole, targets, whole)
     adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, config), targets, tensors_of)
     counts = Counter(target.path for target in targets.values())
+    lines += _missing_tensors(config, targets, tensors_of, whole)
     lines = [*lines, *errors_of_wholes, *errors_of_adapters] or [
         *_tied_tables(adapters, like),
         *_missing_layers(counts, adapters),
@@ -119,7 +119,8 @@ def from_peft(
     if lines or not adapters:
         text = "\n  ".join(lines or ["it contains no tensor of an adapter"])
         raise ValueError(
-            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names`, `layouts` or "
+            f"`config`, or merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
@@ -131,10 +132,11 @@ def from_peft(
     return p, _place_values(with_any_key(p.init)(_place_values(like, whole_arrays)), values)
 
 
-def _of_adapter(arrays: Tensors, method: Method, config: Mapping[str, Any], adapter: str | None) -> Tensors:
+def _of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
     """The tensors of one adapter, by the names that its file has; those of a file as they are."""
     # PEFT's unused original of a module whose copy trains.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
+    method = METHODS[config["peft_type"]]
     pattern = _live_names(method)
     match_of_name = {name: match for name in arrays if (match := re.fullmatch(pattern, name))}
     names = sorted({match[2] for match in match_of_name.values()})
@@ -178,6 +180,8 @@ def _tensors_beside(arrays: Tensors, adapter: str, biases: str, adapted_modules:
             tensors[saved[1] + saved[3]] = x
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             tensors[name] = x
+        elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
+            tensors[name] = x  # of a kind that is not read, which is an error later
     return tensors
 
 
@@ -188,21 +192,21 @@ def _live_names(method: Method) -> str:
 
 
 def _sort_tensors(
-    method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]
+    config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
     """The tensors of each adapted parameter, by their suffixes, the whole parameters, and errors for all others."""
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
     lines = list[str]()
     for name, x in arrays.items():
-        end = method.end_of(name)
+        end = METHODS[config["peft_type"]].end_of(name)
         parameter = name if end is None else _parameter_of(name, end, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             lines.append(f"{name}: expected floating numbers, got {x.dtype}")
         elif not is_finite(x):
             lines.append(f"{name}: expected finite numbers, got infinite ones or NaN")
         elif parameter not in targets:
-            lines.append(f"{name}: the model has no {parameter}")
+            lines.append(f"{name}: {_why_unread(config['peft_type'], parameter, targets)}")
         elif end is None:
             whole[name] = x
         else:
@@ -216,6 +220,35 @@ def _parameter_of(name: str, end: str, targets: Mapping[str, Target]) -> str:
     if owner in targets and targets[owner].n_experts:
         return owner
     return f"{owner}.{'bias' if end == BIAS else 'weight'}"
+
+
+def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
+    """Why a tensor is not read, which would be that of a parameter: the model lacks it, or it is of another kind."""
+    owners = (target.module for target in targets.values() if parameter.startswith(f"{target.module}."))
+    module = next(owners, None)
+    if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
+        return f"the model has no {parameter}"
+    return f"of {module!r} are read, for {method}: its parameters, {', '.join(METHODS[method].suffixes)}"
+
+
+def _missing_tensors(
+    config: Mapping[str, Any], targets: Collection[str], tensors_of: Mapping[str, Tensors], whole: Tensors
+) -> list[str]:
+    """For each setting that names what trains, an error if the file has no tensor of a part of it."""
+    missing: dict[str, list[str]] = {}
+    for tensor in targets:
+        held = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
+        for setting, ends in ends_by_setting(config, tensor).items():
+            if held.isdisjoint(ends):
+                missing.setdefault(setting, []).append(tensor)
+    tokens = config.get("trainable_token_indices")
+    if tokens and not isinstance(tokens, Mapping) and not any(TOKENS in found for found in tensors_of.values()):
+        missing["trainable_token_indices"] = ["tokens of a table"]
+    return [
+        f"{setting} names {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}, but the file has "
+        f"no tensor of {'them' if names[1:] else 'it'}"
+        for setting, names in missing.items()
+    ]
 
 
 def _read_each(

@@ -282,6 +282,7 @@ def _write_beside(
     """The tensors that train beside the adapters, and their configuration."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_separate(saved_modules, adapted_modules, {target.module for target in targets.values()})
+    _require_whole(saved_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
     tensors: dict[str, np.ndarray] = {}
     for tensor, x in free.items():
@@ -291,6 +292,16 @@ def _write_beside(
     which_biases = _which_biases(method, free.keys() & others.keys(), others, adapted_modules)
     config = {"bias": which_biases} if method == "LORA" else {}
     return tensors, config | {"modules_to_save": sorted(saved_modules) or None}
+
+
+def _require_whole(saved_modules: Collection[str], free: Collection[str], targets: Targets) -> None:
+    """Refuses modules of which PEFT would have to train a part: it saves all of their arrays, and trains them."""
+    for tensor, target in targets.items():
+        if target.module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
+            raise ValueError(
+                f"to_peft: PEFT trains each array of a module that it saves whole, such as {target.module!r}, but "
+                f"{target.path!r} is frozen. Freeze the others too, or train it."
+            )
 
 
 def _require_separate(saved_modules: set[str], adapted_modules: set[str], modules: set[str]) -> None:
