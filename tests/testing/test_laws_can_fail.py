@@ -385,6 +385,10 @@ def test_a_stage_breaks_that_law(p, text, key):
         check_laws(p, params(), key, laws=(law_of(text),))
 
 
+def test_a_chain_that_breaks_none_passes_all(key):
+    check_laws(Start() >> rpx.VarNoise(0.1), params(), key)
+
+
 def test_every_law_is_broken_by_one():
     assert QUICK.keys() == set(LAWS)
 
