@@ -159,7 +159,6 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
         [stage("LoRA", 2, init_weights="pissa"), stage("LoRA", 2, init_weights="olora"), stage("VeRA", 3)],
     ),
     (WITHOUT_ROWS, [stage("Hadamard"), (stage("LowRank", 1), stage("Hadamard"), stage("Delta"))]),
-    (ONE, [(stage("CayleyNeumann", 3, stacked=0), stage("Rotated", 2))]),
     (ONE, [(stage("Orthogonal", stacked=0), stage("Rotated", 2, block_share=True))]),
     (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("TrainableSlices", (0, 1), axis=-1)]),
     (WITHOUT_ROWS, [stage("Quantized", format, block_size=4) for format in ("nf4", "uint4", "mxfp4")]),

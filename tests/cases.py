@@ -240,10 +240,7 @@ CASES = {
         flat,
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
-    "rotated by a series": (
-        rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, block_share=True),
-        flat,
-    ),
+    "rotated alike": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2, block_share=True), flat),
     "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
     "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (

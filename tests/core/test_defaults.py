@@ -67,7 +67,6 @@ OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
     rpx.LoRA(2),
     rpx.adapters.VeRA(2),
     rpx.adapters.Rotated(2),
-    rpx.adapters.CayleyNeumann(),
     rpx.LowRank(2),
     rpx.matrices.FixedRank(2),
     rpx.Orthogonal(),

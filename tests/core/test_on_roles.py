@@ -316,7 +316,6 @@ SHAPED = [
     rpx.matrices.Kronecker((2, 2)),
     rpx.adapters.VeRA(2),
     rpx.adapters.Rotated(2),
-    rpx.adapters.CayleyNeumann(2),
 ]
 
 

@@ -18,6 +18,10 @@ from reparax.io._parameters import pattern_of
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+ADVICE = (
+    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
+    "the weights with `from_torch`."
+)
 
 
 def normal(*shape, seed=0):
@@ -62,6 +66,26 @@ def test_a_weight_is_the_base_and_the_scaled_product():
     np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-5)
     assert jnp.array_equal(p.fold(raw)["out"]["kernel"], params["out"]["kernel"])
     assert [x.shape for x in jax.tree.leaves(rpx.partition(raw)[0])] == [(8, 2), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"use_rslora": True}, 4 / np.sqrt(2)),
+        ({"use_rslora": False}, 4 / 2),
+        ({"use_rslora": True, "alpha_pattern": {"dense": 3}}, 3 / np.sqrt(2)),
+        ({"use_rslora": True, "lora_alpha": None}, 8 / np.sqrt(2)),
+    ],
+)
+def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_bias(settings, factor):
+    params, bias = model(), normal(6, seed=5)
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_B.bias": bias}
+    p, raw = rpx.io.from_peft(tensors, CONFIG | {"lora_bias": True} | settings, params)
+    a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
+    folded = p.fold(raw)["dense"]
+    want = params["dense"]["kernel"] + factor * (b @ a).T
+    np.testing.assert_allclose(folded["kernel"], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(folded["bias"], params["dense"]["bias"] + factor * bias, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_with_outputs_first_is_the_transposed_one():
@@ -160,7 +184,7 @@ def test_a_linear_layer_of_torch_is_no_table():
     p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
     with raises(
         ValueError,
-        "to_peft: PEFT has no such adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
+        "to_peft does not write this adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
         "columns=0), but no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
@@ -195,53 +219,6 @@ def test_only_a_whole_part_of_a_name_is_peft_s():
         tensors = lora(**{"block.q": (1, 3, 2)}) | {f"{module}.weight": scale}
         p, raw = read(tensors, CONFIG | {"r": 1}, params)
         np.testing.assert_array_equal(p.fold(raw)["block"]["base_layernorm"]["scale"], scale)
-
-
-def test_factors_that_all_modules_share_are_read_and_written_once():
-    like = {"dense": {"kernel": np.zeros((8, 6), np.float32)}, "out": {"kernel": np.zeros((6, 4), np.float32)}}
-    a, b = normal(2, 8, seed=1), normal(6, 2, seed=2)
-    tensors = {"base_model.vera_A": a, "base_model.vera_B": b}
-    for module, columns in (("dense", 6), ("out", 4)):
-        tensors[f"{PREFIX}{module}.vera_lambda_d"] = normal(2, seed=columns)
-        tensors[f"{PREFIX}{module}.vera_lambda_b"] = normal(columns, seed=9)
-    p, raw = read(tensors, {"peft_type": "VERA"}, like)
-    d, c = (tensors[f"{PREFIX}out.vera_lambda_{end}"] for end in "db")
-    want = (c[:, None] * (b[:4] * d) @ a[:, :6]).T
-    np.testing.assert_allclose(fold(p, raw)["out"]["kernel"], want, rtol=1e-5, atol=1e-6)
-    again, _ = rpx.io.to_peft(p, raw)
-    assert again.keys() == tensors.keys()
-    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
-    raw["out"]["kernel"]["@lora"]["a"]["@gain"]["w"]["@freeze"]["@fixed"]["w"] += 1
-    with raises(
-        ValueError, "to_peft: PEFT has one vera_A for all modules, but got several. Merge it with `p.fold(raw)`."
-    ):
-        rpx.io.to_peft(p, raw)
-
-
-def test_shared_factors_of_a_stack_are_those_of_each_layer():
-    a, b = normal(2, 8, seed=1), normal(6, 2, seed=2)
-    tensors = {"base_model.vera_A": a, "base_model.vera_B": b}
-    for i in range(3):
-        tensors[f"{PREFIX}model.layers.{i}.mlp.vera_lambda_d"] = normal(2, seed=i)
-        tensors[f"{PREFIX}model.layers.{i}.mlp.vera_lambda_b"] = normal(6, seed=10 + i)
-    p, raw = read(tensors, {"peft_type": "VERA"}, stack(3), names=LAYERS)
-    got = fold(p, raw)["layers"]["mlp"]["kernel"]
-    for i in range(3):
-        want = normal(3, 8, 6)[i] + (normal(6, seed=10 + i)[:, None] * (b * normal(2, seed=i)) @ a).T
-        np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
-    again, _ = rpx.io.to_peft(p, raw, names=LAYERS)
-    assert again.keys() == tensors.keys()
-    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
-
-
-def test_rotations_in_a_ball_are_read_where_peft_moves_them():
-    free = normal(2, 6, seed=3)
-    tensors = {f"{PREFIX}dense.oft_R.weight": free}
-    config = {"peft_type": "OFT", "coft": True, "eps": 0.5}
-    p, raw = read(tensors, config, model())
-    (got,) = rpx.io.to_peft(p, raw)[0].values()
-    lengths = np.sqrt(2 * (free**2).sum(1, keepdims=True))
-    np.testing.assert_allclose(got, free / lengths * 0.5 / np.sqrt(2), rtol=1e-5)
 
 
 def test_a_bias_of_another_factor_is_written_with_that_of_its_weight():
@@ -281,11 +258,6 @@ def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
     p, raw = read(tensors, {"peft_type": "LORA"}, params)  # whose r and alpha are 8
     a, b = (tensors[f"{PREFIX}head.lora_{end}.weight"] for end in "AB")
     np.testing.assert_allclose(fold(p, raw)["head"]["kernel"], params["head"]["kernel"] + (b @ a).T, rtol=1e-4)
-    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-    factors = {end: normal(2, 8, seed=i) if end[-1] == "a" else normal(8, 20, seed=i) for i, end in enumerate(names)}
-    p, raw = read({f"{PREFIX}head.{end}": x for end, x in factors.items()}, {"peft_type": "LOHA"}, params)
-    one, two = (factors[f"hada_w{i}_a"] @ factors[f"hada_w{i}_b"] for i in (1, 2))
-    np.testing.assert_allclose(fold(p, raw)["head"]["kernel"], params["head"]["kernel"] + (one * two).T, rtol=1e-4)
 
 
 # ---- stacks: an adapter for each layer
@@ -293,7 +265,6 @@ def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
 COUNT, KERNEL = 30, "layers/mlp/kernel"
 LAYERS = {r"layers/(\w+)/kernel": r"model.layers.{i}.\1.weight", r"layers/(\w+)/bias": r"model.layers.{i}.\1.bias"}
 SINGLE = {r"(\w+)/(\w+)/kernel": r"\1.\2.weight", r"(\w+)/(\w+)/bias": r"\1.\2.bias"}
-FACTORS = {"r": 2, "alpha": 3}
 OF_LAYERS = {
     "lora": (CONFIG, {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2)}),
     "rslora": (CONFIG | {"use_rslora": True}, {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2)}),
@@ -301,20 +272,8 @@ OF_LAYERS = {
         CONFIG | {"use_dora": True},
         {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2), "lora_magnitude_vector": (6,)},
     ),
-    "loha": (
-        {"peft_type": "LOHA", **FACTORS},
-        {f"hada_w{i}_{end}": shape for i in (1, 2) for end, shape in (("a", (6, 2)), ("b", (2, 8)))},
-    ),
-    "lokr": ({"peft_type": "LOKR", **FACTORS}, {"lokr_w1": (2, 2), "lokr_w2": (3, 4)}),
-    "lokr of factors": (
-        {"peft_type": "LOKR", "r": 1, "alpha": 3},
-        {"lokr_w1": (2, 2), "lokr_w2_a": (3, 1), "lokr_w2_b": (1, 4)},
-    ),
     "ia3": ({"peft_type": "IA3"}, {"ia3_l": (6, 1)}),
     "ia3 of inputs": ({"peft_type": "IA3", "feedforward_modules": [r"mlp"]}, {"ia3_l": (1, 8)}),
-    "oft": ({"peft_type": "OFT"}, {"oft_R.weight": (2, 6)}),
-    "oft by a series": ({"peft_type": "OFT", "use_cayley_neumann": True}, {"oft_R.weight": (2, 6)}),
-    "oft of equal blocks": ({"peft_type": "OFT", "block_share": True}, {"oft_R.weight": (1, 6)}),
     "lora with biases": (
         CONFIG | {"lora_bias": True},
         {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2), "lora_B.bias": (6,)},
@@ -326,7 +285,7 @@ def stack(count=COUNT):
     return {"layers": {"mlp": {"kernel": jnp.asarray(normal(count, 8, 6)), "bias": jnp.asarray(normal(count, 6))}}}
 
 
-@pytest.mark.parametrize("name", mostly_thorough(OF_LAYERS, "lora", "dora", "lokr of factors", "ia3"))
+@pytest.mark.parametrize("name", mostly_thorough(OF_LAYERS, "lora", "dora", "ia3"))
 def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_bit(name):
     config, shapes = OF_LAYERS[name]
     tensors = {
@@ -455,7 +414,7 @@ def test_settings_without_an_effect_on_what_is_read_are_read(setting):
 
 def reading(*lines):
     text = "\n  ".join(lines)
-    return f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+    return f"from_peft: the adapter does not fit this model:\n  {text}\n{ADVICE}"
 
 
 def changed(how):
@@ -469,7 +428,7 @@ def written(p, raw=None):
 
 
 def refused(lines):
-    return f"to_peft: PEFT has no such adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
+    return f"to_peft does not write this adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
 
 
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
@@ -502,19 +461,6 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
         rpx.io.to_peft(q, q.init(params))
 
 
-@pytest.mark.parametrize("kind", ["all", "oft_only"])
-def test_biases_that_train_beside_oft_are_read_and_written(kind):
-    params = model() | {"norm": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}
-    tensors = {f"{PREFIX}dense.oft_R.weight": normal(2, 6), f"{PREFIX}dense.base_layer.bias": normal(6, seed=1)}
-    tensors |= {f"{PREFIX}norm.bias": normal(6, seed=2)} if kind == "all" else {}
-    config = {"peft_type": "OFT", "r": 2, "oft_block_size": 0, "bias": kind, "use_cayley_neumann": True}
-    p, raw = read(tensors, config, params)
-    again, written = rpx.io.to_peft(p, raw)
-    assert written["bias"] == kind
-    assert again.keys() == tensors.keys()
-    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
-
-
 def test_tokens_of_a_table_that_the_head_repeats_are_refused():
     table = normal(5, 3)
     params = {"embed": {"embedding": table}, "head": {"kernel": table.T.copy()}, "dense": model()["dense"]}
@@ -529,15 +475,6 @@ def test_tokens_of_a_table_that_the_head_repeats_are_refused():
     params["head"]["kernel"][0, 0] += 1
     p, raw = rpx.io.from_peft(tensors, config, params)
     np.testing.assert_array_equal(p.fold(raw)["embed"]["embedding"][jnp.array([1, 4])], normal(2, 3, seed=5))
-
-
-def test_rotations_are_written_after_a_rebase_too():
-    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.adapters.Rotated(2, where=DENSE)
-    raw = init(p, model())
-    raw["dense"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 4, 4, seed=5))
-    before, after = rpx.io.to_peft(p, raw)[0], rpx.io.to_peft(p, jax.jit(p.update_base)(raw))[0]
-    (name,) = before
-    np.testing.assert_allclose(after[name], before[name], atol=1e-5)
 
 
 KERNELS = [

@@ -11,6 +11,10 @@ import reparax as rpx
 EXPERTS, INS, OUTS, RANK = 3, 4, 6, 2
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_parameters": ["experts.up", "experts.down"]}
 OUTER, INNER = "base_model.model.experts", "base_model.model.experts.base_layer"
+ADVICE = (
+    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
+    "the weights with `from_torch`."
+)
 UP, DOWN = {"up": "experts.up"}, {"down": "experts.down"}
 
 
@@ -88,9 +92,7 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
     modules = [f"layers.{i}.block_sparse_moe.experts.{j}.w1" for i, j in np.ndindex(2, EXPERTS)]
     assert config["target_modules"] == modules
     lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Do not stack these\n"
-    with raises(
-        ValueError, f"from_peft: the adapter does not fit this model:{lines}Correct `like`, `names` or `layouts`."
-    ):
+    with raises(ValueError, f"from_peft: the adapter does not fit this model:{lines}{ADVICE}"):
         fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
         rpx.io.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
 

@@ -220,6 +220,18 @@ def test_an_ensemble_is_a_vmap_of_the_constructor() -> None:
     np.testing.assert_allclose(*run(jax.random.split(jax.random.key(0), 2)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+def test_each_bias_of_a_cell_is_known_by_its_size_as_a_vector(cell):
+    many = eqx.filter_eval_shape(
+        eqx.filter_vmap(lambda key: cell(4, 5, key=key)), jax.random.split(jax.random.key(0), 3)
+    )
+    p = rpx.WeightNorm(axis=None, where="bias.*")
+    assert repr(p.with_axes(many)) == "WeightNorm(axis=None, where='bias.*', stacked=0)"
+    for name in ("bias", "bias_n") if cell is eqx.nn.GRUCell else ("bias",):
+        with pytest.raises(ValueError, match=rf"at '{name}': .*it is a bias or a scale of eqx\.nn\.{cell.__name__}"):
+            rpx.WeightNorm(where=name).with_axes(many)
+
+
 def changed(f: Any) -> Any:
     """A wrapped model after ``f`` of all its arrays."""
     wrapped = rpx.equinox.Parametrized(model(), FROZEN)

@@ -10,14 +10,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from errors import raises
 from grids import mostly_thorough
 from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
-from reparax.io._peft_methods import METHODS as METHODS_READ
+from reparax.io._peft_config import METHODS as METHODS_READ
+from reparax.io._peft_config import is_adapted, is_saved, read_config
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -62,7 +62,6 @@ class Net(nn.Module):
 
 NAMES = {r"layers_(\d)/(kernel)": r"layers.\1.weight", r"layers_(\d)/bias": r"layers.\1.bias"}
 TORCH = {"names": NAMES, "layouts": {"conv/kernel": "kernel"}}
-READ = {"loha": TORCH}  # whose tensors are matrices for a convolution too; those of the others tell it by their axes
 ALL = ["embed", "layers.0", "layers.1", "conv", "head"]
 LINEAR = ["layers.0", "layers.1", "head"]
 METHODS = {
@@ -75,19 +74,7 @@ METHODS = {
     "biases": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=LINEAR, bias="all"),
     "biases of adapted modules": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=LINEAR, bias="lora_only"),
     "whole modules": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=["layers.0"], modules_to_save=["head"]),
-    "loha": lambda: peft.LoHaConfig(r=2, alpha=4, target_modules=[*LINEAR, "conv"]),
-    "lokr": lambda: peft.LoKrConfig(r=2, alpha=4, target_modules=LINEAR),
-    "lokr of factors": lambda: peft.LoKrConfig(r=1, alpha=4, target_modules=LINEAR, decompose_both=True),
     "ia3": lambda: peft.IA3Config(target_modules=[*LINEAR, "conv"], feedforward_modules=["head"]),
-    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, use_cayley_neumann=False),
-    "oft by a series": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR),
-    "oft by a short series": lambda: peft.OFTConfig(
-        r=2, oft_block_size=0, num_cayley_neumann_terms=3, target_modules=LINEAR
-    ),
-    "oft of equal blocks": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, block_share=True),
-    "oft with biases": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, bias="all"),
-    "oft in a ball": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, coft=True, eps=0.1),
-    "vera": lambda: peft.VeraConfig(r=4, target_modules=LINEAR),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 4], target_modules=["embed"]),
     "tokens beside lora": lambda: peft.LoraConfig(
         r=2, lora_alpha=2, target_modules=LINEAR, trainable_token_indices={"embed": [1, 4]}
@@ -127,7 +114,7 @@ def read(name, folder):
     """A PEFT model with an adapter, what PEFT writes of it, and what is read of that."""
     model = adapted(name)
     tensors, config = saved(model, folder)
-    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+    p, raw = rpx.io.from_peft(tensors, config, base_params(), names=NAMES)
     return model, tensors, config, p, raw
 
 
@@ -155,11 +142,11 @@ def gradient(p, free, fixed):
     return jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - TARGET) ** 2))(free)
 
 
-@pytest.mark.parametrize("name", mostly_thorough(METHODS, "dora", "tokens beside lora", "vera", "whole modules"))
+@pytest.mark.parametrize("name", mostly_thorough(METHODS, "dora", "tokens beside lora", "whole modules"))
 def test_an_adapter_of_a_model_in_memory_gives_the_same_outputs(name):
     model = adapted(name)
     config = model.peft_config["default"].to_dict()
-    p, raw = rpx.io.from_peft(model.state_dict(), config, base_params(), **READ.get(name, {"names": NAMES}))
+    p, raw = rpx.io.from_peft(model.state_dict(), config, base_params(), names=NAMES)
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
 
 
@@ -182,13 +169,12 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights_and_as_man
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
     theirs = sum(x.numel() for x in model.parameters() if x.requires_grad)
     ours = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
-    rotations = 2 + 2 + 3 if name == "oft" else 0  # of 4 by 4, of which one triangle counts
-    assert ours - theirs == (4 * 4 - 4 * 3 // 2) * rotations
+    assert ours == theirs
     merged = rpx.io.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "oft in a ball"])  # whose numbers PEFT changes
+@pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_those_of_peft(name, tmp_path):
     model, _, _, p, raw = read(name, tmp_path)
     loss_of_torch(model).backward()
@@ -199,37 +185,59 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     theirs, _ = saved(model, tmp_path / "gradients")
     free, fixed = rpx.partition(raw)
     ours = gradient(p, free, fixed)
-    if name == "oft":  # of our coordinates those of one triangle are read, at minus twice theirs
-        names = {"layers_0": "layers.0", "layers_1": "layers.1", "head": "head"}
-        found = {new: ours[old]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] for old, new in names.items()}
-        got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in found.items()}
-        theirs = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
-    else:
-        got = rpx.io.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
+    got = rpx.io.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
     assert got.keys() == theirs.keys()
     for key in got:
         np.testing.assert_allclose(got[key], theirs[key], rtol=2e-3, atol=2e-4, err_msg=key)
 
 
-def test_steps_of_adam_are_those_of_peft_for_rotations_of_oft(tmp_path):
-    model, _, _, p, raw = read("oft", tmp_path)
-    theirs = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=1e-2)
-    free, fixed = rpx.partition(raw)
-    tx = optax.adam(1e-2)
+class Parts(torch.nn.Module):
+    """Modules by name, of which a number is a linear layer."""
 
-    @jax.jit
-    def step(free, state):
-        updates, state = tx.update(gradient(p, free, fixed), state)
-        return optax.apply_updates(free, updates), state
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, torch.nn.Linear(8, part) if isinstance(part, int) else part)
 
-    state = tx.init(free)
-    for _ in range(5):
-        theirs.zero_grad()
-        loss_of_torch(model).backward()
-        theirs.step()
-        with jax.numpy_dtype_promotion("standard"):
-            free, state = step(free, state)
-    np.testing.assert_allclose(run(p.apply(rpx.combine(free, fixed))), outputs(model), rtol=1e-3, atol=1e-4)
+
+def named_parts():
+    """Modules of several names and depths."""
+    layers = [Parts(attn=Parts(q=8, v=8), experts=torch.nn.ModuleList([Parts(up=8)])) for _ in range(3)]
+    inner = Parts(embed=torch.nn.Embedding(10, 8), layers=torch.nn.ModuleList(layers), blocks=Parts(q=8))
+    return Parts(model=inner, q=8, head=Parts(dense=8, out=8), subhead=8)
+
+
+NAMED = [
+    {"target_modules": ["q"]},
+    {"target_modules": ["attn.q", "out", "ead", "model.layers.1.attn.v"]},
+    {"target_modules": r".*\.[02]\..*(q|up)"},
+    {"target_modules": "all-linear"},
+    {"target_modules": ["q", "up"], "layers_to_transform": 1},
+    {"target_modules": ["q", "up", "model.layers.2.attn.v"], "layers_to_transform": [0, 2]},
+    {"target_modules": ["q", "up"], "layers_to_transform": [0], "layers_pattern": "experts"},
+    {"target_modules": ["q", "up"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
+    {"target_modules": ["q", "up"], "layers_to_transform": []},
+    {"target_modules": ["q", "v"], "exclude_modules": ["model.layers.0.attn.q", "v"]},
+    {"target_modules": ["q", "v"], "exclude_modules": r"model\..*q"},
+    {"target_modules": ["q", "dense", "out"], "modules_to_save": ["head"]},
+    {"target_modules": ["q", "embed"], "modules_to_save": ["head.out", "subhead"]},
+    {"target_modules": ["head.out", "embed"], "modules_to_save": ["attn", "layers.1"]},
+]
+
+
+@pytest.mark.parametrize("settings", NAMED)
+def test_the_modules_that_a_configuration_names_are_those_that_peft_adapts_and_saves(settings, tmp_path):
+    net = named_parts()
+    modules = [name for name, module in net.named_modules() if name and not [*module.children()]]
+    model = peft.get_peft_model(net, peft.LoraConfig(r=1, **settings))
+    tensors, saved_config = saved(model, tmp_path)
+    ends = r"(\.base_layer)?\.(lora_(embedding_)?[AB].*|weight|bias)$"
+    held = {re.sub(ends, "", name.removeprefix("base_model.model.")) for name in tensors}
+    theirs = set(model.base_model.targeted_module_names)
+    assert theirs
+    for config in map(read_config, (saved_config, model.peft_config["default"].to_dict())):
+        assert {name for name in modules if is_adapted(config, name)} == theirs
+        assert {name for name in modules if is_saved(config, name)} == held - theirs
 
 
 class Attention(torch.nn.Module):
@@ -270,8 +278,8 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
     raw = p.init(like, jax.random.key(0))
     with raises(
         ValueError,
-        f"to_peft: PEFT has no such adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\nMerge it "
-        "with `p.fold(raw)`.",
+        f"to_peft does not write this adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\nMerge "
+        "it with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
 
@@ -281,7 +289,7 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes_and_peft_loa
     model, tensors, config, p, raw = read(name, tmp_path)
     again, written = rpx.io.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
-    for key, x in () if name == "oft in a ball" else tensors.items():  # whose numbers PEFT changes
+    for key, x in tensors.items():
         assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
     assert written["peft_type"] == config["peft_type"]
     same = ("lora_alpha", "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -397,9 +405,8 @@ class Deep(torch.nn.Module):
     [
         lambda: rpx.LoRA(2, alpha=4.0, stacked=0),
         lambda: rpx.LoRA(2, alpha=4.0, stacked=0) >> rpx.WeightNorm(detach=True, stacked=0),
-        lambda: rpx.Orthogonal(stacked=(0, 1)) >> rpx.adapters.Rotated(2, stacked=0),
     ],
-    ids=["lora", "dora", "oft"],
+    ids=["lora", "dora"],
 )
 def test_peft_loads_the_adapters_of_a_stack(adapter, tmp_path):
     torch.manual_seed(0)

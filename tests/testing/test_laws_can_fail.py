@@ -51,9 +51,10 @@ class Identity(rpx.Perturbation):
 
 
 def on_whole_trees(cls):
-    """Gives a class such methods once it is there: ``whole_apply`` becomes ``apply``."""
+    """Gives a class such methods once it is there: ``whole_apply`` becomes ``apply``, and folds too."""
     for name in [name for name in vars(cls) if name.startswith("whole_")]:
         setattr(cls, name.removeprefix("whole_"), vars(cls)[name])
+    cls.fold = lambda self, raw: self.deterministic.apply(raw)
     return cls
 
 
@@ -383,6 +384,10 @@ def test_a_stage_breaks_that_law(p, text, key):
     whole = re.escape(f"{p!r} breaks the law of {text}").replace(r"\#", r"[-+.e\d]+")
     with pytest.raises(AssertionError, match=f"^{whole}$"):
         check_laws(p, params(), key, laws=(law_of(text),))
+
+
+def test_a_chain_that_breaks_none_passes_all(key):
+    check_laws(Start() >> rpx.VarNoise(0.1), params(), key)
 
 
 def test_every_law_is_broken_by_one():

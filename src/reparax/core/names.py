@@ -29,7 +29,7 @@ _NAMES = {
     ),
     "stages.sparse": "Freeze Mask MagnitudePruning GlobalMagnitudePruning RandomPruning NByM RigL SET",
     "stages.shared": "Tie Pack Split Concat gates CudnnLSTM convert",
-    "stages.adapters": "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated CayleyNeumann",
+    "stages.adapters": "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated",
     "stages.quantized": "Quantized FakeQuantized Cast",
     "training": (
         "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"

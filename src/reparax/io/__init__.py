@@ -1,8 +1,8 @@
 """Files and state dicts of torch and PEFT, without torch or PEFT themselves.
 
 Begin with ``_parameters.py``: torch's names and layouts of a model's parameters, on which all readers and writers rely.
-A stage that torch has too is a row of ``_torch_stages.py``, a PEFT method one of ``_peft_methods.py``, and a form of
-quantized weights one of ``_quantized_formats.py``. Imports core, stages and numerics.
+A stage that torch has too is a row of ``_torch_stages.py``. What PEFT stores of an adapted array is in
+``_peft_adapters.py``, and what its settings say in ``_peft_config.py``. Imports core, stages and numerics.
 """
 
 from reparax.io._peft_read import from_peft as from_peft

@@ -27,8 +27,8 @@ from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_known, stack_parts
-from reparax.io._peft_methods import BIAS, METHODS, selects_module
-from reparax.io._peft_row import MERGE, Adapted, Method, StoredAdapter, in_a_name, require_shapes
+from reparax.io._peft_adapters import Adapted, Stored, read_adapter, require_shapes
+from reparax.io._peft_config import BIAS, MERGE, METHODS, TOKENS, Method, ends_by_setting, is_fed_forward, read_config
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
@@ -51,16 +51,13 @@ def from_peft(
     r"""Reads an adapter that PEFT has saved, or one of a model's ``state_dict()``, as a chain and its raw tree.
 
     ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT is needed. The chain begins with ``Freeze()``, so the
-    same values train as in PEFT. OFT without a series is an exception: its rotations hold two numbers for each one of
-    PEFT, in square matrices whose diagonals have no effect; Adam takes the same steps, and plain gradient descent steps
-    half as long. Dropout, of activations, ranks or modules, is ignored: it does not change the saved tensors.
+    same values train as in PEFT. Dropout is ignored: it does not change the saved tensors.
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
-    ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
-    ``use_effective_conv2d``; LoKr, OFT, VeRA and trainable tokens for matrices. LoRA is also read for stacks of experts
-    that are one parameter of torch (``target_parameters``), with ``stacked`` axes. Patterns of ranks and alphas are
-    read, and so are biases, tokens and whole modules that train beside the adapters. OFT with ``coft`` is read as PEFT
-    uses it, but no longer kept in its ball. All other types are refused by name.
+    ``nn.MultiheadAttention``, where PEFT adds an update twice; trainable tokens for matrices. LoRA is also read for
+    stacks of experts that are one parameter of torch (``target_parameters``), with ``stacked`` axes. Patterns of ranks
+    and alphas are read, and so are biases, tokens and whole modules that train beside the adapters. All other types are
+    refused by name.
 
     Args:
       state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of
@@ -75,9 +72,8 @@ def from_peft(
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
         the file does not identify them, as PEFT finds them by their class. A factor with all axes of a ``kernel``
-        identifies a convolution, but LoHa's tensors are matrices even for convolutions, whose kernels need a layout.
-        ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; its inputs are those along which
-        ``lora_A`` lies.
+        identifies a convolution. ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; its inputs are
+        those along which ``lora_A`` lies.
       roles: As for :func:`from_torch`: they decide the layouts that you leave out.
 
     Returns:
@@ -102,19 +98,19 @@ def from_peft(
              [2., 2.],
              [2., 2.]], dtype=float32)
     """
-    method = _find_method(config)
-    config = method.check_settings(config)
+    config = read_config(config)
     arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     if attention := next((name for name in arrays if ".base_layer.out_proj.lora_" in name), None):
         raise ValueError(f"from_peft does not read {attention!r}: {ATTENTION}. {MERGE}")
-    arrays = _of_adapter(arrays, method, config, adapter)
+    arrays = _of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
-        plain = names_by_parameter(arrays, method.suffixes, config, targets)
-    tensors_of, whole, lines = _sort_tensors(method, targets, {plain[name]: x for name, x in arrays.items()})
+        plain = names_by_parameter(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
+    tensors_of, whole, lines = _sort_tensors(config, targets, {plain[name]: x for name, x in arrays.items()})
     wholes, errors_of_wholes = _read_each(_read_whole, targets, whole)
-    adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, method, config), targets, tensors_of)
+    adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, config), targets, tensors_of)
     counts = Counter(target.path for target in targets.values())
+    lines += _missing_tensors(config, targets, tensors_of, whole)
     lines = [*lines, *errors_of_wholes, *errors_of_adapters] or [
         *_tied_tables(adapters, like),
         *_missing_layers(counts, adapters),
@@ -123,42 +119,26 @@ def from_peft(
     if lines or not adapters:
         text = "\n  ".join(lines or ["it contains no tensor of an adapter"])
         raise ValueError(
-            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names`, `layouts` or "
+            f"`config`, or merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
     free = whole_arrays.keys() - layers.keys()  # the others are bases
     frozen = Freeze(where=all_but(pattern_of(free, counts))) if free else Freeze()
-    ties, gains = _gains_of_biases(targets, layers, config) if method.name == "IA3" else ([], [])
+    ties, gains = _gains_of_biases(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
     return p, _place_values(with_any_key(p.init)(_place_values(like, whole_arrays)), values)
 
 
-def _find_method(config: Any) -> Method:
-    """The method that a configuration names; raises an error for one that is not known here."""
-    if not isinstance(config, Mapping) or "peft_type" not in config:
-        raise ValueError(
-            "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
-            "the file with `json.load`."
-        )
-    kind = config["peft_type"]
-    name = str(getattr(kind, "value", kind))
-    if name not in METHODS:
-        raise ValueError(
-            f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}. If it changes weights, merge "
-            f"it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
-        )
-    return METHODS[name]
-
-
-def _of_adapter(arrays: Tensors, method: Method, config: Mapping[str, Any], adapter: str | None) -> Tensors:
+def _of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
     """The tensors of one adapter, by the names that its file has; those of a file as they are."""
     # PEFT's unused original of a module whose copy trains.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
-    patterns = _name_patterns(method)
-    matches = {name: [match for pattern in patterns if (match := re.fullmatch(pattern, name))] for name in arrays}
-    match_of_name = {name: found[0] for name, found in matches.items() if found}
+    method = METHODS[config["peft_type"]]
+    pattern = _live_names(method)
+    match_of_name = {name: match for name in arrays if (match := re.fullmatch(pattern, name))}
     names = sorted({match[2] for match in match_of_name.values()})
     if not names and adapter is None:
         return arrays
@@ -169,9 +149,12 @@ def _of_adapter(arrays: Tensors, method: Method, config: Mapping[str, Any], adap
             f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and "
             f"{next(iter(match_of_name))!r} of a model in memory. Read them one by one."
         )
-    tensors = {match[1] + match[3]: arrays[name] for name, match in match_of_name.items() if match[2] == adapter}
+    of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
+    # The lengths of DoRA are the weight of a module in memory, but not in a file.
+    whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
+    tensors = {x if method.end_of(x) else of_adapter[name][1]: arrays[name] for name, x in whole_names.items()}
     modules = {name.removesuffix(f".{method.end_of(name)}") for name in tensors}
-    return tensors | _tensors_beside(others, adapter, config.get("bias", "none"), modules)
+    return tensors | _tensors_beside(others, adapter, config["bias"], modules)
 
 
 def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
@@ -197,48 +180,38 @@ def _tensors_beside(arrays: Tensors, adapter: str, biases: str, adapted_modules:
             tensors[saved[1] + saved[3]] = x
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             tensors[name] = x
+        elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
+            tensors[name] = x  # of a kind that is not read, which is an error later
     return tensors
 
 
-def _name_patterns(method: Method) -> list[str]:
-    """What the names of adapters' tensors are, in three parts, of which the second is the adapter's name."""
-    patterns = [rf"(base_model\.{bank})\.([^.]+)()" for bank in method.banks]
-    for end in method.suffixes:
-        head, dot, last_name = end.rpartition(".")
-        head, ending = (head, dot + last_name) if last_name in ("weight", "bias") else (end, "")
-        rest = rf"({re.escape(ending)})" if ending else r"()(?:\.weight)?"
-        patterns.append(rf"(.*\.{re.escape(head)})\.(?!(?:weight|bias)$)([^.]+)" + rest)
-    return patterns
+def _live_names(method: Method) -> str:
+    """What the names of adapters' tensors are in a model, in three parts, of which the second is the adapter's name."""
+    heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", end)) for end in method.suffixes}))
+    return rf"(.*\.(?:{heads}))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?"
 
 
 def _sort_tensors(
-    method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]
+    config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
-    """The tensors of each adapted parameter, by their suffixes, the whole parameters, and errors for all others.
-
-    What all modules share is among the tensors of each.
-    """
+    """The tensors of each adapted parameter, by their suffixes, the whole parameters, and errors for all others."""
     tensors_of: dict[str, Tensors] = {}
-    banks = Tensors()
     whole = Tensors()
     lines = list[str]()
     for name, x in arrays.items():
-        end = method.end_of(name)
-        bank = name.removeprefix("base_model.")
+        end = METHODS[config["peft_type"]].end_of(name)
         parameter = name if end is None else _parameter_of(name, end, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             lines.append(f"{name}: expected floating numbers, got {x.dtype}")
         elif not is_finite(x):
             lines.append(f"{name}: expected finite numbers, got infinite ones or NaN")
-        elif bank in method.banks:
-            banks[bank] = x
         elif parameter not in targets:
-            lines.append(f"{name}: the model has no {parameter}")
+            lines.append(f"{name}: {_why_unread(config['peft_type'], parameter, targets)}")
         elif end is None:
             whole[name] = x
         else:
             tensors_of.setdefault(parameter, {})[end] = x
-    return {parameter: tensors | banks for parameter, tensors in tensors_of.items()}, whole, lines
+    return tensors_of, whole, lines
 
 
 def _parameter_of(name: str, end: str, targets: Mapping[str, Target]) -> str:
@@ -247,6 +220,35 @@ def _parameter_of(name: str, end: str, targets: Mapping[str, Target]) -> str:
     if owner in targets and targets[owner].n_experts:
         return owner
     return f"{owner}.{'bias' if end == BIAS else 'weight'}"
+
+
+def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
+    """Why a tensor is not read, which would be that of a parameter: the model lacks it, or it is of another kind."""
+    owners = (target.module for target in targets.values() if parameter.startswith(f"{target.module}."))
+    module = next(owners, None)
+    if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
+        return f"the model has no {parameter}"
+    return f"of {module!r} are read, for {method}: its parameters, {', '.join(METHODS[method].suffixes)}"
+
+
+def _missing_tensors(
+    config: Mapping[str, Any], targets: Collection[str], tensors_of: Mapping[str, Tensors], whole: Tensors
+) -> list[str]:
+    """For each setting that names what trains, an error if the file has no tensor of a part of it."""
+    missing: dict[str, list[str]] = {}
+    for tensor in targets:
+        held = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
+        for setting, ends in ends_by_setting(config, tensor).items():
+            if held.isdisjoint(ends):
+                missing.setdefault(setting, []).append(tensor)
+    tokens = config.get("trainable_token_indices")
+    if tokens and not isinstance(tokens, Mapping) and not any(TOKENS in found for found in tensors_of.values()):
+        missing["trainable_token_indices"] = ["tokens of a table"]
+    return [
+        f"{setting} names {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}, but the file has "
+        f"no tensor of {'them' if names[1:] else 'it'}"
+        for setting, names in missing.items()
+    ]
 
 
 def _read_each(
@@ -320,21 +322,10 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     return Adapted(tuple(stacked_stages), values)
 
 
-def _read_adapter(method: Method, config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapted:
+def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapted:
     """The adapter of one parameter, from its tensors."""
     target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
-    method.require_layout(target)
-    method.require_matrix(target)
-
-    def number(name: str | None, patterns: str) -> Any:
-        """That of the first matching pattern, or the common one."""
-        by_pattern = (config.get(patterns) or {}).items()
-        common = None if name is None else config.get(name)
-        return next((x for pattern, x in by_pattern if re.fullmatch(in_a_name(pattern), target.owner)), common)
-
-    rank = number("r", "rank_pattern") or 1
-    alpha = number(method.alpha, "alpha_pattern") or 0
-    return method.read(StoredAdapter(target, tensors, config, rank, float(alpha)))
+    return read_adapter(Stored(target, tensors, config))
 
 
 def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:
@@ -352,12 +343,11 @@ def _gains_of_biases(
     targets: Mapping[str, Target], layers: Mapping[str, Adapted], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
     """The ties of gains of biases in IA3 to those of the outputs, and these gains."""
-    inputs = config.get("feedforward_modules") or []
     ties: dict[str, str] = {}
     stacks: dict[int, set[str]] = {}
     for target in targets.values():
         bias = targets.get(f"{target.module}.bias")
-        if bias is not None and target.path in layers and not selects_module(target.module, inputs):
+        if bias is not None and target.path in layers and not is_fed_forward(config, target.module):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
             stacks.setdefault(len(bias.index), set()).add(bias.path)
     known_paths = {target.path for target in targets.values()}

@@ -72,6 +72,11 @@ class Target(Entry):
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
+    def channel_axis(self) -> int:
+        """The axis of the input channels, torch's second."""
+        return self.input_axes[-1] if self.output_axis == len(self.shape) - 1 else self.input_axes[0]
+
+    @property
     def outputs(self) -> int:
         """How many outputs there are."""
         return self.shape[self.output_axis]
@@ -115,12 +120,6 @@ class Target(Entry):
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
         return (rank, *permute(self.shape, self.adapter_layout)[1:])
-
-    def flip(self, matrix: Any) -> Any:
-        """Converts a matrix (out, in) to ours, or back, or its shape: transposed unless our outputs are first too."""
-        if self.output_axis == 0:
-            return matrix
-        return matrix[::-1] if isinstance(matrix, tuple) else matrix.T
 
 
 def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> dict[str, Target]:

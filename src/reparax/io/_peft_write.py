@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,12 +17,12 @@ from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.leaf import Perturbation
-from reparax.core.paths import Names, PyTree
+from reparax.core.paths import PyTree
 from reparax.core.plan import Plan, plan_for
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
-from reparax.io._peft_methods import BIAS, LORA, METHODS, TOKENS, method_of
-from reparax.io._peft_row import Method, StageNode, Written, known_number
+from reparax.io._peft_adapters import Made, Written, known_number, write_adapter
+from reparax.io._peft_config import BIAS, is_fed_forward
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
 from reparax.stages.quantized import FakeQuantized, Quantized
@@ -70,46 +73,48 @@ def to_peft(
     with locate_errors("to_peft"):
         plan = plan_for(weights, raw, mean=True)
         targets = targets_of(plan.effective, names, layouts, roles)
-    nodes, free, lines = _sort_arrays(plan, targets)
-    written_by_method, errors_of_nodes = _write_nodes(nodes, targets)
-    lines += errors_of_nodes
-    tokens = written_by_method.pop(TOKENS.name, {}) if LORA.name in written_by_method else {}
-    method = _only_method(written_by_method, lines)
-    written = written_by_method[method.name]
+    adapted, free, lines = _sort_arrays(plan, targets)
+    written_by_method, errors = _write_adapters(adapted, targets)
+    tokens = written_by_method.pop("TRAINABLE_TOKENS", {}) if "LORA" in written_by_method else {}
+    method = _only_method(written_by_method, [*lines, *errors])
+    written = written_by_method[method]
     with locate_errors("to_peft"):
         wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
     try:
         modules = _with_biases(written, targets)
         config = _configure(method, modules, wrappers)
-        tensors = _name_tensors(method, {wrappers.get(name, name): x for name, x in modules.items()})
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. {_MERGE}") from error
-    if "fan_in_fan_out" in method.settings.get("flag", ""):
+    tensors = _name_tensors({wrappers.get(name, name): x for name, x in modules.items()})
+    if method != "TRAINABLE_TOKENS":
         config["fan_in_fan_out"] = any(targets[tensor].layout == "conv1d" for tensor in written)
     if tokens:
         tables = {targets[tensor].module: table for tensor, table in tokens.items()}
-        tensors |= _name_tensors(TOKENS, {f"{module}.token_adapter": table for module, table in tables.items()})
-        indices = {module: [*table.flags["token_indices"]] for module, table in tables.items()}
+        tensors |= _name_tensors({f"{module}.token_adapter": table for module, table in tables.items()})
+        indices = {module: [*table.settings["token_indices"]] for module, table in tables.items()}
         config["trainable_token_indices"] = indices
     beside, config_beside = _write_beside(method, free, targets, {targets[tensor].module for tensor in written})
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
-def _write_nodes(nodes: Mapping[str, StageNode], targets: Targets) -> tuple[dict[str, dict[str, Written]], list[str]]:
-    """What PEFT stores of each adapted tensor, by the method, and an error for each that it does not have."""
+def _write_adapters(adapted: Mapping[str, Made], targets: Targets) -> tuple[dict[str, dict[str, Written]], list[str]]:
+    """What PEFT stores of each adapted tensor, by the method, and an error for each that is not written."""
     lines: list[str] = []
     written_by_method: dict[str, dict[str, Written]] = {}
-    for tensor, node in nodes.items():
+    for tensor, made in adapted.items():
         try:
-            method = _method_at(tensor, nodes, targets)
-            if method is not None:
-                written_by_method.setdefault(method.name, {})[tensor] = _write_node(method, node)
+            _require_writable(tensor, targets)
+            if _is_tied_gain(made, adapted, targets):
+                continue
+            method, written = write_adapter(made)
+            _require_found(written, made.target)
+            written_by_method.setdefault(method, {})[tensor] = written
         except ValueError as error:
-            lines.append(f"{targets[tensor].path}: {error}")
+            lines.append(f"{made.target.path}: {error}")
     return written_by_method, lines
 
 
-def _only_method(names: Collection[str], lines: Sequence[str]) -> Method:
+def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
     """The method of all adapters; raises an error for the lines, or if there is none or another one too."""
     if not names and not lines:
         raise ValueError(
@@ -120,15 +125,61 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> Method:
         lines = [f"expected adapters of one method, got {', '.join(sorted(names))}"]
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
-        raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\n{_MERGE}")
-    return METHODS[next(iter(names))]
+        raise ValueError(f"to_peft does not write this adapter:\n  {text}\n{_MERGE}")
+    return next(iter(names))
 
 
-def _configure(method: Method, modules: Mapping[str, Written], wrappers: Mapping[str, str]) -> dict[str, Any]:
+def _configure(method: str, modules: Mapping[str, Written], wrappers: Mapping[str, str]) -> dict[str, Any]:
     """The configuration for adapted modules, some of which are stacks of experts with wrappers of their own."""
-    config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= {"target_modules": sorted(modules.keys() - wrappers)} | method.configure(modules)
+    config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
+    config |= {"target_modules": sorted(modules.keys() - wrappers)}
+    if method == "LORA":
+        config |= _configure_lora(modules)
+    elif method == "IA3":
+        config |= {"feedforward_modules": _fed_forward(modules)}
+    else:
+        config |= {"token_indices": _one_of_all(modules, "token_indices")}
     return config | ({"target_parameters": sorted(wrappers)} if wrappers else {})
+
+
+def _configure_lora(modules: Mapping[str, Written]) -> dict[str, Any]:
+    """Ranks and alphas, and the flags, of which PEFT has one each; alphas have ranks or their roots as divisors."""
+    by_root = all(written.settings["use_rslora"] for written in modules.values())
+    ranks = {module: written.rank for module, written in modules.items()}
+    divisors = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
+    alphas = {module: written.factor * divisors[module] for module, written in modules.items()}
+    flags = {name: _one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": by_root}
+    return flags | _most_common("r", "rank_pattern", ranks) | _most_common("lora_alpha", "alpha_pattern", alphas)
+
+
+def _one_of_all(modules: Mapping[str, Written], name: str) -> Any:
+    """The value of a setting, which must be equal for all modules."""
+    values = {written.settings[name] for written in modules.values()}
+    if len(values) > 1:
+        text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
+        raise ValueError(f"PEFT has one {name} for all modules, but got {text}")
+    return values.pop()
+
+
+def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The most common number, and by name the numbers of the other modules."""
+    rounded = {module: round(x, 9) for module, x in numbers.items()}
+    number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
+    common = Counter(number_of_module.values()).most_common(1)[0][0]
+    # PEFT would match a plain name with suffixes too.
+    exceptions = {
+        f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
+        for module, x in number_of_module.items()
+        if x != common
+    }
+    return {name: common, patterns: dict(sorted(exceptions.items()))}
+
+
+def _fed_forward(modules: Mapping[str, Written]) -> list[str] | str:
+    """The modules with factors on inputs: by names, or by an expression where suffixes of names are not clear."""
+    inputs = sorted(module for module, written in modules.items() if written.settings["inputs"])
+    found = {module for module in modules if is_fed_forward({"feedforward_modules": inputs}, module)}
+    return inputs if found == set(inputs) else "|".join(map(re.escape, inputs))
 
 
 def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[str, Written]:
@@ -141,92 +192,76 @@ def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[st
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (known_number(bias.factor) / known_number(weight.factor))
-        flags = {**weight.flags, "lora_bias": True}
-        modules[module] = replace(weight, tensors={**weight.tensors, BIAS: x}, flags=flags)
+        settings = {**weight.settings, "lora_bias": True}
+        modules[module] = replace(weight, tensors={**weight.tensors, BIAS: x}, settings=settings)
     return modules
 
 
-def _name_tensors(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
-    """The tensors of all modules by their names, and those that they share."""
-    tensors = {
+def _name_tensors(modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
+    """The tensors of all modules by their names."""
+    return {
         f"{PREFIX}{module}.{end}": np.asarray(x)
         for module, written in modules.items()
         for end, x in written.tensors.items()
     }
-    for bank in method.banks:
-        parts = [tensors.pop(f"{PREFIX}{module}.{bank}") for module in modules]
-        largest = tensors[f"base_model.{bank}"] = max(parts, key=np.size)
-        if not all(np.array_equal(part, largest[tuple(map(slice, part.shape))]) for part in parts):
-            raise ValueError(f"PEFT has one {bank} for all modules, but got several")
-    return tensors
 
 
-def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
-    """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
-    nodes: dict[str, StageNode] = {}
+def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, Made], dict[str, Array], list[str]]:
+    """The adapted tensors, the other tensors that train, and an error for each whose layout is not known."""
+    adapted: dict[str, Made] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
+        made = Made(plan, plan.places[target.path], target)
         try:
-            node = _node_at(plan, plan.places[target.path], target)
-            if isinstance(node, StageNode):
-                nodes |= {} if isinstance(node.stage, Freeze | Quantized) else {tensor: node.of_one()}
-            elif jnp.issubdtype(node.dtype, jnp.inexact):
+            if made.maker:
+                adapted |= {} if isinstance(made.maker, Freeze | Quantized) else {tensor: made}
+            elif jnp.issubdtype((x := plan.raw.arrays[made.place]).dtype, jnp.inexact):
                 require_known([target])
-                free[tensor] = target.part(node)
+                free[tensor] = target.part(x)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
-    return nodes, free, lines
+    return adapted, free, lines
 
 
-def _node_at(plan: Plan, place: Names, target: Target) -> Any:
-    """The array of the raw tree at a place, or the stage that makes it, with its values."""
-    if place not in plan.producers:
-        return plan.raw.arrays[place]
-    stage, values = plan.producers[place]
-    return StageNode(stage, {name: _node_at(plan, at, target) for name, at in values.items()}, target)
-
-
-def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) -> Method | None:
-    """The method that adapts a tensor; None for a bias whose gain is that of its outputs, as in IA3.
-
-    Raises:
-      ValueError: If PEFT has no adapter there, or another one of its bias.
-    """
-    node, target = nodes[tensor], targets[tensor]
-    attention = target.module.removesuffix("out_proj") if tensor.endswith("out_proj.weight") else f"{target.module}."
+def _require_writable(tensor: str, targets: Targets) -> None:
+    """Refuses the tensors of torch's attention."""
+    module = targets[tensor].module
+    attention = module.removesuffix("out_proj") if tensor.endswith("out_proj.weight") else f"{module}."
     in_proj, out_proj = f"{attention}in_proj_weight", f"{attention}out_proj.weight"
     if in_proj in targets and tensor in (in_proj, out_proj):
         raise ValueError(ATTENTION)
-    if not isinstance(node.stage, Gain):
-        return method_of(node)
-    base = node.maker("w")
+
+
+def _is_tied_gain(made: Made, adapted: Mapping[str, Made], targets: Targets) -> bool:
+    """Whether an array is a bias whose gain is that of its outputs, of which IA3 stores nothing.
+
+    Raises:
+      ValueError: If it has a gain that is not one of IA3.
+    """
+    gain, target = made.maker, made.target
+    if not isinstance(gain, Gain):
+        return False
+    base = made.value("w").maker
     if base is None:
-        raise ValueError(f"PEFT does not train what {node.stage!r} multiplies. Put `Freeze()` before it")
+        raise ValueError(f"PEFT does not train what {gain!r} multiplies. Put `Freeze()` before it")
     if not isinstance(base, Freeze | Quantized):
-        raise ValueError(f"PEFT has no equivalent of {node.stage!r} with other stages on its 'w'")
+        raise made.other_stages("w")
     if len(target.shape) == 1:
-        if not isinstance(node.maker("g"), Tie):
+        if not isinstance(made.value("g").maker, Tie):
             raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
-        return None
-    bias, axis = f"{target.module}.bias", node.stage.axis
-    if (
-        isinstance(axis, int)
-        and axis % len(target.shape) == target.output_axis
-        and bias in targets
-        and bias not in nodes
-    ):
+        return True
+    bias, axis = f"{target.module}.bias", made.stage.axis
+    is_of_outputs = isinstance(axis, int) and axis % len(target.shape) == target.output_axis
+    if is_of_outputs and bias in targets and bias not in adapted:
         raise ValueError(
             f"PEFT also multiplies {targets[bias].path!r} by the factors of its outputs. Give it a tied Gain"
         )
-    return method_of(node)
+    return False
 
 
-def _write_node(method: Method, node: StageNode) -> Written:
-    """What PEFT stores of an adapted parameter; raises an error if PEFT would not find it."""
-    target = node.target
-    method.require_layout(target)
-    written = method.write(node)
+def _require_found(written: Written, target: Target) -> None:
+    """Refuses an adapter of an array that PEFT would not find by its name."""
     module, _, name = target.tensor.rpartition(".")
     expected = "bias" if BIAS in written.tensors else "weight"
     if not target.n_experts and (name != expected or not module):
@@ -234,7 +269,6 @@ def _write_node(method: Method, node: StageNode) -> Written:
             f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but this is {target.tensor!r} in "
             f"torch. Name it by `names`"
         )
-    return written
 
 
 def _is_bias(tensor: str) -> bool:
@@ -243,11 +277,12 @@ def _is_bias(tensor: str) -> bool:
 
 
 def _write_beside(
-    method: Method, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
+    method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_separate(saved_modules, adapted_modules, {target.module for target in targets.values()})
+    _require_whole(saved_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
     tensors: dict[str, np.ndarray] = {}
     for tensor, x in free.items():
@@ -255,8 +290,18 @@ def _write_beside(
         wrapped = f"{module}.base_layer.{name}" if module in adapted_modules else tensor
         tensors[PREFIX + wrapped] = np.asarray(write_layout(x, targets[tensor].layout))
     which_biases = _which_biases(method, free.keys() & others.keys(), others, adapted_modules)
-    config = {"bias": which_biases} if which_biases != "none" or method is LORA else {}
+    config = {"bias": which_biases} if method == "LORA" else {}
     return tensors, config | {"modules_to_save": sorted(saved_modules) or None}
+
+
+def _require_whole(saved_modules: Collection[str], free: Collection[str], targets: Targets) -> None:
+    """Refuses modules of which PEFT would have to train a part: it saves all of their arrays, and trains them."""
+    for tensor, target in targets.items():
+        if target.module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
+            raise ValueError(
+                f"to_peft: PEFT trains each array of a module that it saves whole, such as {target.module!r}, but "
+                f"{target.path!r} is frozen. Freeze the others too, or train it."
+            )
 
 
 def _require_separate(saved_modules: set[str], adapted_modules: set[str], modules: set[str]) -> None:
@@ -271,20 +316,18 @@ def _require_separate(saved_modules: set[str], adapted_modules: set[str], module
             )
 
 
-def _which_biases(method: Method, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str | None:
+def _which_biases(method: str, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str:
     """PEFT's word for the biases that train: none of the targets, all of them, or those of adapted modules."""
     all_biases = {tensor for tensor in targets if _is_bias(tensor)}
     adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
     paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))
     if not biases:
         return "none"
-    if method.biases is None:
-        raise ValueError(
-            f"to_peft: PEFT trains no biases with {method.name}, but here train {paths_text}. Freeze them."
-        )
+    if method != "LORA":
+        raise ValueError(f"to_peft: PEFT trains no biases with {method}, but here train {paths_text}. Freeze them.")
     if biases not in (all_biases, adapted_biases):
         raise ValueError(
             f"to_peft: PEFT trains all biases, or those of adapted modules, but here train {paths_text}. Freeze them, "
             f"or train the others too."
         )
-    return "all" if biases == all_biases else method.biases
+    return "all" if biases == all_biases else "lora_only"

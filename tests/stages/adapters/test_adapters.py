@@ -336,20 +336,6 @@ def on_kernel(stage, key=None, **values_of_it):
     return np.asarray(effective(stage, raw)["kernel"]), np.asarray(params["kernel"]), raw
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_cayley_neumann_is_the_start_of_the_series_of_the_cayley_map(degree):
-    x = 0.01 * np.asarray(normal(28, seed=4))
-    got, base, _ = on_kernel(rpx.adapters.CayleyNeumann(degree), x=jnp.asarray(x))
-    skew = np.zeros((8, 8), np.float32)
-    skew[np.triu_indices(8, 1)] = x
-    skew -= skew.T
-    powers = [np.linalg.matrix_power(skew, k) for k in range(degree + 1)]
-    want = (powers[0] + 2 * sum(powers[1:-1]) + powers[-1]) @ base
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    whole = np.linalg.solve(np.eye(8) - skew, np.eye(8) + skew) @ base
-    assert np.abs(got - whole).max() < 5 * np.linalg.norm(skew, 2) ** degree * np.abs(base).sum(0).max()
-
-
 def test_shared_blocks_turn_all_parts_of_the_rows_alike():
     r = normal(1, 4, 4, seed=5)
     got, base, _ = on_kernel(rpx.adapters.Rotated(2, block_share=True), r=r)

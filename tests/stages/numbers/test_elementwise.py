@@ -139,6 +139,16 @@ def test_scale_multiplies_and_starts_at_the_quotient():
     np.testing.assert_array_equal(read(p, raw_of("scale", w)), -0.25 * w)
 
 
+def test_a_scale_of_half_precision_is_that_of_float32_rounded():
+    w, factor = normal(100, dtype=jnp.bfloat16), np.float32(0.1)  # which bfloat16 rounds to 0.10009766
+    wide = w.astype(np.float32)
+    for got, want in (
+        (read(rpx.numbers.Scale(0.1), raw_of("scale", w)), factor * wide),
+        (started(rpx.numbers.Scale(0.1), w), wide / factor),
+    ):
+        np.testing.assert_array_equal(np.asarray(got), want.astype(jnp.bfloat16), strict=True)
+
+
 def test_scales_in_a_row_multiply_one_after_the_other_however_they_are_composed():
     a, b, c = (rpx.numbers.Scale(factor) for factor in (0.1, 0.2, 0.3))
     p, w = (a >> b) >> c, normal(5, 4)

@@ -3,7 +3,6 @@
 Earlier stages in the chain that store or freeze numbers act on the base; all others act on the difference.
 """
 
-from reparax.stages.adapters._adapters import CayleyNeumann as CayleyNeumann
 from reparax.stages.adapters._adapters import Delta as Delta
 from reparax.stages.adapters._adapters import Gain as Gain
 from reparax.stages.adapters._adapters import Hadamard as Hadamard

@@ -1,0 +1,265 @@
+"""``adapter_config.json``: the methods and settings that are understood, and the modules that they name."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reparax.io._files import is_number, is_size, shown
+
+MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+BIAS = "lora_B.bias"
+DELTA = "trainable_tokens_delta"
+TOKENS = f"token_adapter.{DELTA}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of PEFT.
+
+    Attributes:
+      suffixes: The names of its tensors below their module, and of those that train beside it.
+      layouts: The layouts of the weights for which it is read and written.
+      settings: The settings of its configuration that are understood, besides those of all methods: by kind, names with
+        spaces between them.
+    """
+
+    suffixes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    settings: Mapping[str, str]
+
+    def end_of(self, name: str) -> str | None:
+        """The one of the suffixes with which a name ends, or None."""
+        return next((end for end in self.suffixes if name.endswith(f".{end}")), None)
+
+
+METHODS: Mapping[str, Method] = {
+    "LORA": Method(
+        suffixes=(
+            *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+            *(BIAS, TOKENS),
+        ),
+        layouts=("kernel", "same", "conv1d", "embedding", "experts:kernel", "experts:same", "experts:conv1d"),
+        settings={
+            "rank": "r",
+            "number": "lora_alpha lora_dropout",
+            "ranks by pattern": "rank_pattern",
+            "numbers by pattern": "alpha_pattern",
+            "flag": "use_rslora use_dora fan_in_fan_out lora_bias",
+            "biases": "bias",
+            "names": "target_parameters",
+            "indices by name": "trainable_token_indices",
+            # These have no effect by themselves: other settings use them.
+            "any": "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size runtime_config",
+        },
+    ),
+    "IA3": Method(
+        suffixes=("ia3_l",),
+        layouts=("kernel", "same", "conv1d"),
+        settings={"flag": "fan_in_fan_out", "names or pattern": "feedforward_modules", "any": "init_ia3_weights"},
+    ),
+    "TRAINABLE_TOKENS": Method(
+        suffixes=(DELTA,),
+        layouts=("kernel", "same", "embedding"),
+        settings={"indices": "token_indices", "any": "init_weights"},
+    ),
+}
+"""The methods that are read and written, by ``peft_type``."""
+
+_COMMON = {
+    "any": "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type",
+    "modules": "target_modules",
+    "names or pattern": "exclude_modules",
+    "names": "modules_to_save",
+    "layers": "layers_to_transform",
+    "patterns": "layers_pattern",
+}
+"""The settings that each method has."""
+
+_STARTS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
+"""The starts of LoRA, as ``repr`` has them; the others change the base too, or keep a factor fixed."""
+
+
+def in_a_name(pattern: str) -> str:
+    """The expression by which PEFT looks for a pattern at the end of a module's name."""
+    return rf"(.*\.)?({pattern})"
+
+
+def _number_after(pattern: str) -> str:
+    """The expression by which PEFT looks for the number of a layer, after a pattern."""
+    return rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\."
+
+
+def _is_pattern(text: Any, placed: Callable[[str], str] = str) -> bool:
+    """Whether a value is a regular expression that Python compiles, alone and where PEFT places it."""
+    try:
+        return isinstance(text, str) and all(map(re.compile, (text, placed(text))))
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _are_names(value: Any) -> bool:
+    """Whether a value is a list of names."""
+    return isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value)
+
+
+def _are_indices(value: Any) -> bool:
+    """Whether a value is a list of whole numbers from 0 to 2^31 - 1."""
+    return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
+
+
+def _are_names_or_pattern(value: Any) -> bool:
+    """Whether a value is a list of names, or a regular expression."""
+    return _are_names(value) or _is_pattern(value)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """A list, or the one value of a list."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _by_pattern(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a dict of regular expressions and, for each, a value that fits."""
+    return lambda value: isinstance(value, Mapping) and all(_is_pattern(x, in_a_name) and fits(value[x]) for x in value)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "any": (lambda value: True, ""),
+    "flag": (lambda value: isinstance(value, bool), "True or False"),
+    "number": (is_number, "a finite number"),
+    "rank": (is_size, "a whole number of at least 1"),
+    "biases": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
+    "names": (_are_names, "a list of names"),
+    "names or pattern": (_are_names_or_pattern, "a list of names, or a regular expression"),
+    # Of a model with the shorthand, PEFT saves the names: it knows the classes of layers, and which one is the head.
+    "modules": (
+        lambda value: _are_names_or_pattern(value) and str(value).lower() != "all-linear",
+        "a list of names, or a regular expression, in place of 'all-linear'",
+    ),
+    "layers": (lambda value: _are_indices(_listed(value)), "a whole number, or a list of them,"),
+    "patterns": (
+        lambda value: all(_is_pattern(x, _number_after) for x in _listed(value)),
+        "a regular expression, or a list of them,",
+    ),
+    "indices": (_are_indices, "a list of whole numbers"),
+    "indices by name": (
+        lambda value: _are_indices(value) or (isinstance(value, Mapping) and all(map(_are_indices, value.values()))),
+        "a list of whole numbers, or a dict of names and, for each, such a list",
+    ),
+    "ranks by pattern": (
+        _by_pattern(is_size),
+        "a dict of regular expressions and, for each, a whole number of at least 1",
+    ),
+    "numbers by pattern": (_by_pattern(is_number), "a dict of regular expressions and, for each, a finite number"),
+}
+"""For each kind of setting, whether a value is one that PEFT takes, and these in words."""
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """The settings that have a value, with PEFT's defaults of others; ``peft_type`` is the name of a method.
+
+    Raises:
+      ValueError: If the method is not known here, or a setting is not understood and has a value other than a neutral
+        one, which means "none", or if its value is not one that PEFT takes.
+    """
+    if not isinstance(config, Mapping) or "peft_type" not in config:
+        raise ValueError(
+            "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
+            "the file with `json.load`."
+        )
+    name = str(getattr(config["peft_type"], "value", config["peft_type"]))
+    if name not in METHODS:
+        raise ValueError(
+            f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}. If it changes weights, merge "
+            f"it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+        )
+    values = {key: value for key, value in config.items() if value is not None}
+    known = [*METHODS[name].settings.items(), *_COMMON.items()]
+    kinds = {key: kind for kind, keys in known for key in keys.split()}
+    wrong = [f"{key}={shown(value)}" for key, value in values.items() if not _is_understood(name, key, value, kinds)]
+    if wrong:
+        raise ValueError(f"from_peft has no stage for {name} with {', '.join(wrong)}. {MERGE}")
+    return {"r": 8, "lora_alpha": 8, "bias": "none", **values, "peft_type": name}
+
+
+def _is_understood(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:
+    """Whether a setting is known, or neutral; raises an error for a value that PEFT itself does not take."""
+    if (method, key) == ("LORA", "init_lora_weights"):
+        return shown(value).lower() in _STARTS  # PEFT does not distinguish the cases of words
+    if key not in kinds:
+        return not value
+    fits, expected = _KINDS[kinds[key]]
+    if not fits(value):
+        raise ValueError(f"from_peft takes {expected} as {key} of {method}, but got {shown(value)}. Correct `config`.")
+    return True
+
+
+def by_pattern(config: Mapping[str, Any], patterns: str, module: str, common: str) -> Any:
+    """The number for a module: that of the first pattern that matches its name, or the common one."""
+    numbers = config.get(patterns) or {}
+    return next((x for pattern, x in numbers.items() if re.fullmatch(in_a_name(pattern), module)), config[common])
+
+
+def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
+    """The tokens of a table that train beside LoRA, whose numbers may be given by table."""
+    indices = config.get("trainable_token_indices") or {}
+    by_table = indices if isinstance(indices, Mapping) else {module: indices}
+    return next((by_table[table] for table in by_table if _names_end([table], module)), [])
+
+
+def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
+    """The settings that name a parameter, and for each the ends of names of which a file has at least one."""
+    module, _, name = tensor.rpartition(".")
+    if is_saved(config, module):
+        return {"modules_to_save": ("",)}
+    adapted, tables, biases = is_adapted(config, module), config.get("trainable_token_indices"), config["bias"]
+    of_adapter = tuple(end for end in METHODS[config["peft_type"]].suffixes if end != TOKENS)
+    rows = (
+        ("target_modules", name == "weight" and adapted, of_adapter),
+        (
+            "trainable_token_indices",
+            name == "weight" and isinstance(tables, Mapping) and token_indices(config, module),
+            (TOKENS,),
+        ),
+        ("lora_bias", name == "bias" and adapted and config.get("lora_bias"), (BIAS,)),
+        ("bias", name == "bias" and (biases == "all" or (adapted and biases == "lora_only")), ("",)),
+    )
+    return {setting: ends for setting, is_named, ends in rows if is_named}
+
+
+def is_adapted(config: Mapping[str, Any], module: str) -> bool:
+    """Whether ``target_modules`` names a module, by PEFT's rules."""
+    names = config.get("target_modules") or ()
+    excluded = config.get("exclude_modules") or ()
+    if _names_end(excluded, module) or is_saved(config, module) or not _names_end(names, module):
+        return False
+    return isinstance(names, str) or module in names or _is_in_layers(config, module)
+
+
+def _names_end(names: Any, module: str) -> bool:
+    """Whether a regular expression matches a module, or one of several names is its name or the end of it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return f".{module}".endswith(tuple(f".{name}" for name in names))
+
+
+def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
+    """Whether a module belongs to the layers to transform, which have numbers in its name."""
+    layers = _listed(config.get("layers_to_transform", []))
+    patterns = _listed(config.get("layers_pattern") or r"[^.]+\.[^.]*")
+    found = (re.match(_number_after(pattern), module) for pattern in patterns)
+    return not layers or next((int(match["number"]) for match in found if match), None) in layers
+
+
+def is_saved(config: Mapping[str, Any], module: str) -> bool:
+    """Whether ``modules_to_save`` names a module or one that holds it, by PEFT's rules."""
+    parts, names = module.split("."), tuple(config.get("modules_to_save") or ())
+    return any(".".join(parts[: i + 1]).endswith(names) for i in range(len(parts)))
+
+
+def is_fed_forward(config: Mapping[str, Any], module: str) -> bool:
+    """Whether IA3 multiplies the inputs of a module, by PEFT's rules."""
+    names = config.get("feedforward_modules") or []
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module.endswith(name) for name in names)

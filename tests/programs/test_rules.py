@@ -1,0 +1,33 @@
+"""What equations do to weights in factors, against the same of the array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kept import in_factors
+from one_array import normal
+
+import reparax as rpx
+
+X, D = normal(5, 4, seed=1), {"w": np.diag(normal(4))}
+RESIZED = {
+    "rows": lambda w, x: x[:, :2] @ w[:2],
+    "columns": lambda w, x: x @ w[:, 1:],
+    "both": lambda w, x: x[:, :2] @ w[:2, 1:3],
+    "rows from a place that data say": lambda w, x: x[:, :2] @ jax.lax.dynamic_slice_in_dim(w, jnp.argmax(x[0]) % 3, 2),
+    "turned": lambda w, x: x @ w[::-1],
+}
+
+
+def test_a_weight_on_a_diagonal_that_is_resized_gives_what_the_array_gives():
+    p = rpx.matrices.Diagonal()
+    raw = p.init(D)
+
+    def losses(transform):
+        each = [transform(lambda raw, x, f=f: jnp.sum(f(p.apply(raw)["w"], x) ** 2)) for f in RESIZED.values()]
+        return jax.jit(lambda raw, x: [jax.value_and_grad(loss)(raw, x) for loss in each])(raw, X)
+
+    with in_factors():
+        found = losses(rpx.factored)
+    for name, (value, slope), (want, want_slope) in zip(RESIZED, found, losses(lambda f: f), strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(*(x["w"]["@diagonal"]["x"] for x in (slope, want_slope)), rtol=1e-5, err_msg=name)
