@@ -120,6 +120,16 @@ def test_a_name_that_ends_others_is_written_from_its_start():
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
+def test_a_name_that_ends_others_is_written_as_an_expression_that_reads_back():
+    params = {"q": {"kernel": jnp.ones((4, 3))}, "block": {"q": {"kernel": jnp.ones((4, 3))}}}
+    for p in (rpx.Freeze() >> rpx.LoRA(1, 2.0, where="q/.*"), rpx.Freeze() >> rpx.LoRA(1, 2.0)):
+        raw = zeros(p.init, params, KEY)
+        tensors, config = rpx.io.to_peft(p, raw)
+        assert config["target_modules"] == ("q" if p[1].where else ["block.q", "q"])
+        _, again = read(tensors, config, params)
+        assert jax.tree.structure(again) == jax.tree.structure(raw)
+
+
 def test_a_stored_base_and_noise_are_left_out():
     params = model()
     p = rpx.Quantized("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")

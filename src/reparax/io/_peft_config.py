@@ -204,7 +204,7 @@ def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
     """The tokens of a table that train beside LoRA, whose numbers may be given by table."""
     indices = config.get("trainable_token_indices") or {}
     by_table = indices if isinstance(indices, Mapping) else {module: indices}
-    return next((by_table[table] for table in by_table if _names_end([table], module)), [])
+    return next((by_table[table] for table in by_table if names_end([table], module)), [])
 
 
 def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
@@ -214,29 +214,30 @@ def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[s
         return {"modules_to_save": ("",)}
     adapted, tables, biases = is_adapted(config, module), config.get("trainable_token_indices"), config["bias"]
     of_adapter = tuple(end for end in METHODS[config["peft_type"]].suffixes if end != TOKENS)
-    rows = (
-        ("target_modules", name == "weight" and adapted, of_adapter),
-        (
-            "trainable_token_indices",
-            name == "weight" and isinstance(tables, Mapping) and token_indices(config, module),
-            (TOKENS,),
+    rows = {
+        "weight": (
+            ("target_modules", adapted, of_adapter),
+            ("trainable_token_indices", isinstance(tables, Mapping) and token_indices(config, module), (TOKENS,)),
         ),
-        ("lora_bias", name == "bias" and adapted and config.get("lora_bias"), (BIAS,)),
-        ("bias", name == "bias" and (biases == "all" or (adapted and biases == "lora_only")), ("",)),
-    )
-    return {setting: ends for setting, is_named, ends in rows if is_named}
+        "bias": (
+            ("lora_bias", adapted and config.get("lora_bias"), (BIAS,)),
+            ("bias", biases == "all" or (adapted and biases == "lora_only"), ("",)),
+        ),
+    }
+    of_itself = ("target_parameters", names_end(config.get("target_parameters", ()), tensor), of_adapter)
+    return {setting: ends for setting, is_named, ends in (*rows.get(name, ()), of_itself) if is_named}
 
 
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:
     """Whether ``target_modules`` names a module, by PEFT's rules."""
     names = config.get("target_modules") or ()
     excluded = config.get("exclude_modules") or ()
-    if _names_end(excluded, module) or is_saved(config, module) or not _names_end(names, module):
+    if names_end(excluded, module) or is_saved(config, module) or not names_end(names, module):
         return False
     return isinstance(names, str) or module in names or _is_in_layers(config, module)
 
 
-def _names_end(names: Any, module: str) -> bool:
+def names_end(names: Any, module: str) -> bool:
     """Whether a regular expression matches a module, or one of several names is its name or the end of it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None

@@ -17,6 +17,7 @@ from reparax.core.layers import convention_by_name
 from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, group_keys, list_entries
+from reparax.io._peft_config import names_end
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer"
@@ -161,15 +162,10 @@ def names_by_parameter(
     parameters = _adapted_parameters(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
-    tensors_used: set[str] = set()
     for name in names:
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         tensor = None if end is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{end}")))
-        if tensor is not None:
-            tensors_used.add(tensor)
         plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
-    if missing := sorted(set(tensor_of_wrapper.values()) - tensors_used):
-        raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
     return plain_names
 
 
@@ -183,8 +179,8 @@ def _plain_wrapper(wrapper: str) -> str:
 
 def _adapted_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
     """The parameters that a configuration lists to adapt by themselves: matrices, and stacks of experts."""
-    endings = tuple(f".{name}" for name in config.get("target_parameters") or ())
-    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(endings)]
+    names = config.get("target_parameters", ())
+    parameters = [target for target in targets.values() if names_end(names, target.tensor)]
     for target in parameters:
         if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from reparax.core.plan import Plan, plan_for
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_adapters import Made, Written, known_number, write_adapter
-from reparax.io._peft_config import BIAS, is_fed_forward
+from reparax.io._peft_config import BIAS, is_adapted, is_fed_forward
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
 from reparax.stages.quantized import FakeQuantized, Quantized
@@ -82,7 +82,7 @@ def to_peft(
         wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
     try:
         modules = _with_biases(written, targets)
-        config = _configure(method, modules, wrappers)
+        config = _configure(method, modules, wrappers, {target.module for target in targets.values()})
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. {_MERGE}") from error
     tensors = _name_tensors({wrappers.get(name, name): x for name, x in modules.items()})
@@ -129,14 +129,17 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
     return next(iter(names))
 
 
-def _configure(method: str, modules: Mapping[str, Written], wrappers: Mapping[str, str]) -> dict[str, Any]:
+def _configure(
+    method: str, modules: Mapping[str, Written], wrappers: Mapping[str, str], known_modules: Collection[str]
+) -> dict[str, Any]:
     """The configuration for adapted modules, some of which are stacks of experts with wrappers of their own."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= {"target_modules": sorted(modules.keys() - wrappers)}
+    config |= _chosen("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
         config |= _configure_lora(modules)
     elif method == "IA3":
-        config |= {"feedforward_modules": _fed_forward(modules)}
+        inputs = {module for module, written in modules.items() if written.settings["inputs"]}
+        config |= _chosen("feedforward_modules", is_fed_forward, inputs, modules)
     else:
         config |= {"token_indices": _one_of_all(modules, "token_indices")}
     return config | ({"target_parameters": sorted(wrappers)} if wrappers else {})
@@ -175,11 +178,13 @@ def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict
     return {name: common, patterns: dict(sorted(exceptions.items()))}
 
 
-def _fed_forward(modules: Mapping[str, Written]) -> list[str] | str:
-    """The modules with factors on inputs: by names, or by an expression where suffixes of names are not clear."""
-    inputs = sorted(module for module, written in modules.items() if written.settings["inputs"])
-    found = {module for module in modules if is_fed_forward({"feedforward_modules": inputs}, module)}
-    return inputs if found == set(inputs) else "|".join(map(re.escape, inputs))
+def _chosen(
+    setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
+) -> dict[str, Any]:
+    """The setting that names these modules: a list, or an expression where PEFT would find a name in others too."""
+    config: dict[str, Any] = {setting: sorted(modules)}
+    is_clear = {module for module in known if names(config, module)} <= set(modules)
+    return config if is_clear else {setting: "|".join(map(re.escape, sorted(modules)))}
 
 
 def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[str, Written]:
@@ -281,8 +286,7 @@ def _write_beside(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
-    _require_separate(saved_modules, adapted_modules, {target.module for target in targets.values()})
-    _require_whole(saved_modules, free, targets)
+    _require_saved(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
     tensors: dict[str, np.ndarray] = {}
     for tensor, x in free.items():
@@ -294,25 +298,24 @@ def _write_beside(
     return tensors, config | {"modules_to_save": sorted(saved_modules) or None}
 
 
-def _require_whole(saved_modules: Collection[str], free: Collection[str], targets: Targets) -> None:
-    """Refuses modules of which PEFT would have to train a part: it saves all of their arrays, and trains them."""
+def _require_saved(
+    saved_modules: Collection[str], adapted_modules: Collection[str], free: Collection[str], targets: Targets
+) -> None:
+    """Refuses modules to save whole that PEFT would have to adapt, to freeze in part, or that it would find in others."""
     for tensor, target in targets.items():
-        if target.module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
+        module = target.module
+        if module in saved_modules and module in adapted_modules:
+            raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {module!r} needs both.")
+        if module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
             raise ValueError(
-                f"to_peft: PEFT trains each array of a module that it saves whole, such as {target.module!r}, but "
+                f"to_peft: PEFT trains each array of a module that it saves whole, such as {module!r}, but "
                 f"{target.path!r} is frozen. Freeze the others too, or train it."
             )
-
-
-def _require_separate(saved_modules: set[str], adapted_modules: set[str], modules: set[str]) -> None:
-    """Refuses modules that PEFT would have to save whole and to adapt, or whose names it would find in others."""
-    if clashes := sorted(saved_modules & adapted_modules):
-        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {clashes[0]!r} needs both.")
-    for saved in saved_modules:
-        if also := sorted(module for module in modules - saved_modules if module.endswith(saved)):
+        saved = next((saved for saved in saved_modules if module.endswith(saved)), module)
+        if module not in saved_modules and saved != module:
             raise ValueError(
                 f"to_peft: PEFT matches the names of saved modules with suffixes, but {saved!r} is also a suffix of "
-                f"{also[0]!r}. Freeze {saved!r}."
+                f"{module!r}. Freeze {saved!r}."
             )
 
 
