@@ -14,7 +14,7 @@ The names that most programs use are here. Their families have more, and ``dir(r
 ``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``explain`` and more
-``rpx.axes``        axes of weights, read from the network: ``roles``
+``rpx.axes``        axes of weights, read from the network: ``roles``, ``check_axes``
 ``rpx.io``          files of torch and PEFT: ``from_torch``, ``to_torch``, ``from_peft``, ``to_peft``
 ``rpx.nnx``         a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
 ``rpx.linen``       the same for flax linen: ``parametrized``

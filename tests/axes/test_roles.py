@@ -7,6 +7,7 @@ import pytest
 from axes.networks import NETWORKS
 from errors import raises
 from grids import mostly_thorough
+from jax import export
 
 from reparax.axes import Role, roles
 from reparax.core.paths import flatten_with_names, path_text
@@ -50,6 +51,12 @@ DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
 def by_turns(p, x):
     """A loop that carries three weights, and reads the next one in each step."""
     return jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0] @ c[1]), *c[2:], c[1]), (x, *p))[0]
+
+
+def in_blocks(w):
+    blocks = w.reshape(6, 2)
+    scale = jnp.max(jnp.abs(blocks), 1, keepdims=True)
+    return (jnp.round(blocks / scale) * scale).reshape(w.shape)
 
 
 def on_shards(p, x):
@@ -181,6 +188,11 @@ USES = {
         ([jax.ShapeDtypeStruct((3,), FLOAT), W, V], jax.ShapeDtypeStruct((8,), FLOAT)),
         [((), (), ()), DENSE, DENSE],
     ),
+    "blocks that end within rows, each with a scale": (
+        lambda p, x: x @ in_blocks(p[0]) @ p[1],
+        ([jax.ShapeDtypeStruct((3, 4), FLOAT), V], X),
+        [DENSE, DENSE],
+    ),
     "weights that a loop carries": (by_turns, ([jax.ShapeDtypeStruct((3, 3), FLOAT)] * 3, X), [DENSE] * 3),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
@@ -276,6 +288,43 @@ def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_st
     assert axes(found["r"]) == r
     assert axes(found["up"]) == EACH
     assert axes(found["down"]) == (DENSE if fun is blocks else EACH)
+
+
+def of_two_layers(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["r"]) + jnp.einsum("td,edf->etf", jnp.sin(x), params["up"])
+    return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"])
+
+
+def turned_round(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["r"] + params["up"])[::-1]
+    return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"][::-1])
+
+
+def with_a_bias_for_others_too(params, x):
+    """The bias has axes of size one, along which tokens of another product are mixed."""
+    tokens = jnp.einsum("td,edf->tef", x, params["r"]) + params["bias"]
+    h = jnp.einsum("td,edf->etf", x, params["up"]) + params["bias"]
+    return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"]), jnp.einsum("tef,ts->sef", tokens, params["mix"])
+
+
+@pytest.mark.parametrize("fun", [of_two_layers, turned_round, with_a_bias_for_others_too])
+def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
+    shapes = {"r": (4, 3, 6), "up": (4, 3, 6), "down": (4, 6, 2), "bias": (1, 1, 6), "mix": (5, 7)}
+    found = roles(fun, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    assert axes(found["up"]) == axes(found["down"]) == EACH
+    assert axes(found["r"]) == (((1,), (0, 2), ()) if fun is with_a_bias_for_others_too else EACH)
+
+
+def test_sizes_of_data_may_be_symbols():
+    def forward(params, x):
+        heads = (x @ params["q"]).reshape(*x.shape[:2], 2, 3)
+        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads, heads))
+        mixed = jnp.einsum("bhts,bshd->bthd", scores, heads).reshape(-1, 6)
+        return jnp.concatenate([mixed[:1], mixed]) @ params["o"]
+
+    params = {"q": jax.ShapeDtypeStruct((4, 6), FLOAT), "o": jax.ShapeDtypeStruct((6, 5), FLOAT)}
+    found = roles(forward, params, jax.ShapeDtypeStruct((*export.symbolic_shape("b, t"), 4), FLOAT))
+    assert axes(found["q"]) == axes(found["o"]) == DENSE
 
 
 def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():

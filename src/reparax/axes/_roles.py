@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
-from reparax.axes._reading import Reading, arguments_of
+from reparax.axes._reading import Reading, is_weight
 from reparax.axes._uses import Between, OtherRead
-from reparax.axes._values import DataProduct, Origins
+from reparax.axes._values import DataProduct, Origins, union
 from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
-from reparax.core.roles import Misfit, Misfits, Numbers, Role, Use
+from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
+from reparax.programs.call import Arguments, check_call
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -54,15 +55,23 @@ def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwa
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    arguments = arguments_of("roles", fun, argnums, args, kwargs)
-    reading = Reading(arguments)
-    products = [use for use in reading.uses if isinstance(use, DataProduct)]
-    products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
-    products_by_parameter = _by_parameter(_stack_ensembles(products, reading))
-    reads = [use for use in reading.uses if isinstance(use, OtherRead)]
+    who = check_call("roles", fun, argnums)
+    if isinstance(argnums, tuple | list):
+        raise TypeError(
+            f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
+            f"argument, such as a tuple of trees."
+        )
+    if not args:
+        raise TypeError(f"{who} takes the arguments of the function too, the parameters first.")
+    arguments = Arguments.of(who, fun, argnums or 0, args, kwargs)
+    uses = Reading(arguments).uses
+    products = [use for use in uses if isinstance(use, DataProduct)]
+    products += _products_between(products, [use for use in uses if isinstance(use, Between)])
+    products_by_parameter = _by_parameter(_stack_ensembles(products, uses.members))
+    reads = [use for use in uses if isinstance(use, OtherRead)]
 
     def role(i: int, x: Any) -> Role:
-        known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+        known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if is_weight(x) else NO_WEIGHT
         return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
 
     roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
@@ -78,21 +87,11 @@ def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct
     return products_by_parameter
 
 
-def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
-    """The products with output axes that index the members of an ensemble among their stacked axes instead.
-
-    An axis that any product contracts, by itself or as a part of a merged one, indexes no members.
-    """
-
-    def atoms_of(axes: Origins) -> frozenset[int]:
-        """What axes of parameters are merged from."""
-        labels = [reading.parameters[parameter][axis] for parameter, axis in axes]
-        return frozenset[int]().union(*map(reading.labels.atoms, labels))
-
-    contracted = frozenset[int]().union(*(atoms_of(product.inputs) for product in products))
-    member_axes = frozenset(axis for axis in reading.members.found if not atoms_of(frozenset([axis])) & contracted)
+def _stack_ensembles(products: Iterable[DataProduct], members: Origins) -> list[DataProduct]:
+    """The products with output axes that index the members of an ensemble among their stacked axes instead."""
+    members -= union(product.inputs for product in products)
     return [
-        replace(each, outputs=each.outputs - member_axes, stacked=each.stacked | (each.outputs & member_axes))
+        replace(each, outputs=each.outputs - members, stacked=each.stacked | (each.outputs & members))
         for each in products
     ]
 
@@ -105,12 +104,8 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")
-    return Role(
-        inputs=_sorted_axes(axis for use in uses for axis in use.inputs),
-        outputs=_sorted_axes(axis for use in uses for axis in use.outputs),
-        stacked=_sorted_axes(axis for use in uses for axis in use.stacked),
-        uses=tuple(uses),
-    )
+    inputs, outputs, stacked = (_sorted_axes(axis for use in uses for axis in getattr(use, word)) for word in WORDS)
+    return Role(inputs, outputs, stacked, uses=tuple(uses))
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
@@ -119,14 +114,8 @@ def _use_of(product: DataProduct, parameter: int) -> Use:
     def axes_in(origins: Origins) -> Numbers:
         return _sorted_axes(axis for owner, axis in origins if owner == parameter)
 
-    return Use(
-        inputs=axes_in(product.inputs),
-        outputs=axes_in(product.outputs),
-        stacked=axes_in(product.stacked),
-        line=product.line,
-        how=product.kind,
-        windows=axes_in(product.windows),
-    )
+    words = {word: axes_in(getattr(product, word)) for word in (*WORDS, "windows")}
+    return Use(**words, line=product.line, how=product.kind)
 
 
 def _add_use(uses: list[Use], new: Use) -> None:
@@ -136,40 +125,16 @@ def _add_use(uses: list[Use], new: Use) -> None:
         if replace(use, line=new.line) == new:
             return
         if axes.isdisjoint((*use.inputs, *use.outputs)):
-            uses[i] = _completed(use, new)
+            words = {word: _sorted_axes(getattr(use, word) + getattr(new, word)) for word in WORDS}
+            uses[i] = replace(use, **words)
             return
     if axes:
         uses.append(new)
 
 
-def _completed(use: Use, other: Use) -> Use:
-    """A use with the axes of another one too."""
-    return replace(
-        use,
-        inputs=_sorted_axes((*use.inputs, *other.inputs)),
-        outputs=_sorted_axes((*use.outputs, *other.outputs)),
-        stacked=_sorted_axes((*use.stacked, *other.stacked)),
-    )
-
-
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
     """Axes in order, each once."""
     return tuple(sorted(set(axes)))
-
-
-class _Ends(NamedTuple):
-    """The inputs and the outputs of several products."""
-
-    inputs: Origins
-    outputs: Origins
-
-
-class _Resolved(NamedTuple):
-    """A product of two weights, and the free axes of the one that data meet first, and of the second."""
-
-    product: DataProduct
-    start: Origins
-    end: Origins
 
 
 def _products_between(products: Iterable[DataProduct], between: Sequence[Between]) -> list[DataProduct]:
@@ -178,39 +143,23 @@ def _products_between(products: Iterable[DataProduct], between: Sequence[Between
     Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
     one another, as where weights are queries and keys, say both.
     """
-    inputs = Origins().union(*(product.inputs for product in products))
-    outputs = Origins().union(*(product.outputs for product in products))
-    ends_of_data = known_ends = _Ends(inputs, outputs)
-    resolved = dict[int, _Resolved]()
+    inputs = data_inputs = union(product.inputs for product in products)
+    outputs = data_outputs = union(product.outputs for product in products)
+    found = dict[int, Between]()
     n_before = -1
-    while len(resolved) > n_before:  # what is known of one product may tell of others
-        n_before = len(resolved)
+    while len(found) > n_before:  # what is known of one product may tell of others
+        n_before = len(found)
         for i, use in enumerate(between):
-            found = None if i in resolved else _resolve(use, known_ends, ends_of_data)
-            if found is not None:
-                resolved[i] = found
-                inputs, outputs = found.product.inputs, found.product.outputs
-                known_ends = _Ends(known_ends.inputs | inputs, known_ends.outputs | outputs)
-    pairs = resolved.values()
-    contradictory = [pair.product for pair in pairs if pair.start & known_ends.outputs or pair.end & known_ends.inputs]
-    reverse = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in contradictory]
-    return [*(pair.product for pair in pairs), *reverse]
-
-
-def _resolve(use: Between, known_ends: _Ends, ends_of_data: _Ends) -> _Resolved | None:
-    """A product of two weights as one with data; None if it is not known, or contradicted, which of them data meet."""
-    for side, other in ((use.left, use.right), (use.right, use.left)):
-        if side.free & known_ends.inputs:
-            first, second = side, other
-        elif side.free & known_ends.outputs:
-            first, second = other, side
-        else:
-            continue
-        # Not if they contradict products with data, as in a penalty: data do not meet one weight after the other.
-        if not first.contracted & ends_of_data.inputs and not second.contracted & ends_of_data.outputs:
-            product = DataProduct(second.contracted, first.contracted, use.stacked, use.line)
-            return _Resolved(product, first.free, second.free)
-    return None
+            for each in (use, use.turned()) if i not in found else ():
+                # Data do not meet one weight after the other, as in a penalty, if that contradicts products with data.
+                is_contradicted = each.product.outputs & data_inputs or each.product.inputs & data_outputs
+                if (each.start & inputs or each.end & outputs) and not is_contradicted:
+                    found[i] = each
+                    inputs, outputs = inputs | each.product.inputs, outputs | each.product.outputs
+                    break
+    products_found = [each.product for each in found.values()]
+    reverse = [each.product.turned() for each in found.values() if each.start & outputs or each.end & inputs]
+    return [*products_found, *reverse]
 
 
 # ---- whether a chain fits

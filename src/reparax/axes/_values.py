@@ -1,15 +1,105 @@
-"""Values of a program, as far as their axes go, and the labels of these axes."""
+"""Values of a program, as far as their axes go: of which axes of parameters each axis consists."""
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 from reparax.core.roles import PRODUCT
 
-Origin = tuple[int, int]
-"""An axis of a parameter: the number of the parameter, and that of the axis."""
+T = TypeVar("T")
 
-Origins = frozenset[Origin]
+Origins = frozenset[tuple[int, int]]
+"""Axes of parameters: the number of the parameter, and that of the axis."""
+
+
+class Part(NamedTuple):
+    """A factor of an axis: its size, what it is, and whether entries may differ along it.
+
+    Of a weight, ``origins`` are the axes of parameters that it is; of data, the outputs of products that it is.
+    """
+
+    size: Any
+    origins: Origins = frozenset()
+    varies: bool = True
+
+    def joined(self, other: "Part") -> "Part":
+        """What this one and another are, entry by entry."""
+        return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
+
+
+Axis = tuple[Part, ...]
+"""The factors of an axis, the outermost first; several after axes were merged."""
+
+Axes = tuple[Axis, ...]
+
+
+def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
+    """All that is in some of these."""
+    return frozenset[T]().union(*sets)
+
+
+def origins(axes: Iterable[Axis]) -> Origins:
+    """What several axes are."""
+    return union(part.origins for axis in axes for part in axis)
+
+
+def size_of(axis: Axis) -> Any:
+    """The number of indices."""
+    return prod(part.size for part in axis)
+
+
+def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
+    """An axis of this size of which only is known what it is made of."""
+    return (Part(size, origins(axes)),)
+
+
+def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
+    """Parts, one after the other, as axes of these sizes; those that no size divides are one part together."""
+    rest = list(parts)
+    if any(n == 0 for n in sizes):
+        return [one_part(n, [tuple(rest)]) for n in sizes]
+    return [tuple(_take(rest, n)) for n in sizes]
+
+
+def _take(rest: list[Part], size: Any) -> Iterable[Part]:
+    """Takes the first parts, up to a size; an axis of one index is a part of one index, or new."""
+    if size == 1:
+        yield rest.pop(0) if rest and rest[0].size == 1 else Part(1, varies=False)
+    while size != 1 and rest:
+        part = rest.pop(0)
+        if part.size == 1:
+            continue
+        if size % part.size == 0:
+            yield part
+            size //= part.size
+        elif part.size % size == 0 or not rest:
+            yield part._replace(size=size)
+            rest.insert(0, part._replace(size=part.size // size))
+            return
+        else:
+            other = rest.pop(0)
+            rest.insert(0, part.joined(other)._replace(size=part.size * other.size))
+
+
+def joined(axes: Iterable[Axis]) -> Axis:
+    """The axis that axes of several values are, entry by entry; those of size 1 are repeated along the others."""
+    return reduce(_joined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))
+
+
+def _joined_pair(a: Axis, b: Axis) -> Axis:
+    """The axis that two axes are: what either is divided into, both are; the second may be repeated along the first."""
+    if size_of(b) == 1:
+        return tuple(part.joined(b[0]) for part in a)
+    pairs = zip(split(a, [part.size for part in b]), b, strict=True)
+    return tuple(part.joined(other) for parts, other in pairs for part in parts)
+
+
+def restricted(axes: Axes, known: Origins) -> Axes:
+    """Axes that are nothing but these."""
+    return tuple(tuple(part._replace(origins=part.origins & known) for part in axis) for axis in axes)
 
 
 class Source(enum.IntEnum):
@@ -31,114 +121,37 @@ class DataProduct:
     kind: str = PRODUCT
     windows: Origins = frozenset()
 
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of a value: its label, and the axes of parameters that it is."""
-
-    label: int
-    origins: Origins = frozenset()
-
-    @classmethod
-    def joined(cls, axes: Sequence["Axis"]) -> "Axis":
-        """The one axis that several with the same label are."""
-        return cls(axes[0].label, origins(axes))
-
-
-Axes = tuple[Axis, ...]
+    def turned(self) -> "DataProduct":
+        """The product that contracts what this one keeps."""
+        return replace(self, inputs=self.outputs, outputs=self.inputs)
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Value:
     """A value: its axes, what it is computed from, and axes of parameters of which it is one entry.
 
-    ``equal`` says of each axis whether all entries along it are equal, or nothing where they may differ along each.
-    Of data, ``unread_outputs`` are the outputs of products that no other product has read since; along those of them
-    that are ``mixed_outputs``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what
-    look-ups and products were until here, if these are rows of a table.
+    Of data, ``unread`` are the outputs of products that no other product has read since; along those of them that are
+    ``mixed``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what look-ups and products
+    were until here, if these are rows of a table.
     """
 
-    axes: tuple[Axis, ...]
+    axes: Axes
     kind: Source
     stacked: Origins = frozenset()
-    equal: tuple[bool, ...] = ()
-    unread_outputs: Origins = frozenset()
-    mixed_outputs: Origins = frozenset()
+    unread: Origins = frozenset()
+    mixed: Origins = frozenset()
     if_rows: frozenset[DataProduct] = frozenset()
 
-    def varies(self, i: int) -> bool:
-        """Whether entries may differ along an axis; a number is the same along all."""
-        return bool(self.axes) and not (self.equal and self.equal[i])
+    @property
+    def varies(self) -> bool:
+        """Whether entries may differ."""
+        return any(part.varies for axis in self.axes for part in axis)
+
+    @property
+    def origins(self) -> Origins:
+        """What its axes are."""
+        return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:
-        """The axes of parameters that some of its axes are."""
+        """What some of its axes are."""
         return origins(self.axes[k] for k in axes)
-
-
-def origins(axes: Iterable[Axis]) -> Origins:
-    """The axes of parameters that several axes are."""
-    return Origins().union(*(axis.origins for axis in axes))
-
-
-# ---- labels
-
-
-class Labels:
-    """Labels that are found to be one another, or to consist of others, as that of an axis merged by ``reshape``."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def new(self) -> int:
-        """A label that no axis has."""
-        self._parent.append(len(self._parent))
-        return len(self._parent) - 1
-
-    def root(self, label: int) -> int:
-        """The label that stands for all that are the same."""
-        while self._parent[label] != label:
-            self._parent[label] = label = self._parent[self._parent[label]]
-        return label
-
-    def same(self, a: int, b: int) -> int:
-        """Makes two labels one, and returns it: what is known of either holds for it, and for its parts."""
-        a, b = sorted((self.root(a), self.root(b)))
-        if a == b:
-            return a
-        self._parent[b] = a
-        if b in self._parts:
-            self._add_parts(a, *self._parts.pop(b))
-        return self.root(a)
-
-    def _add_parts(self, root: int, parts: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Says that a label consists of parts; if it does already, the parts are the same."""
-        known_parts, known_sizes = self._parts.setdefault(root, (parts, sizes))
-        if known_sizes == sizes:
-            for known_part, part in zip(known_parts, parts, strict=True):
-                self.same(known_part, part)
-
-    def merged(self, parts: Sequence[int], sizes: Sequence[int]) -> int:
-        """The label of axes that become one."""
-        if len(parts) == 1:
-            return parts[0]
-        label = self.new()
-        self._parts[label] = tuple(parts), tuple(sizes)
-        return label
-
-    def divided(self, label: int, sizes: Sequence[int]) -> Sequence[int]:
-        """The labels of an axis that becomes several."""
-        root = self.root(label)
-        known_parts, known_sizes = self._parts.get(root, ((), None))
-        if known_sizes == tuple(sizes):
-            return known_parts
-        parts = tuple(self.new() for _ in sizes)
-        if known_sizes is None:
-            self._add_parts(root, parts, tuple(sizes))
-        return parts
-
-    def atoms(self, label: int) -> frozenset[int]:
-        """The labels of which a label consists."""
-        root = self.root(label)
-        parts, _ = self._parts.get(root, ((), ()))
-        return frozenset[int]().union(*map(self.atoms, parts)) if parts else frozenset([root])

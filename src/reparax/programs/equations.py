@@ -194,7 +194,7 @@ class Gather(View, names=("gather",)):
     def cut(self) -> tuple[int, ...]:
         """The axes of the operand of which slices have a part, but for those of a batch."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
-        parts = [i for i, (m, n) in enumerate(sizes) if m < n or i in self.dimension_numbers.collapsed_slice_dims]
+        parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
