@@ -14,11 +14,11 @@ from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
-from reparax.core.layers import Convention
+from reparax.core.layers import Convention, stacks_of
 from reparax.core.origins import Origins, compose_origins, keep_origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
-from reparax.core.roles import INPUTS, STACKED, Misfit, Role, axes_by_word
+from reparax.core.roles import INPUTS, STACKED, Misfit, Numbers, Role, axes_by_word
 from reparax.numerics.arithmetic import is_array
 
 Roles = Mapping[Names, Role]
@@ -77,20 +77,22 @@ def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: Ax
         role = convention.role(x.shape, x.dtype, stacked)
     except ValueError as error:
         return Role(why=str(error), shape=x.shape, dtype=x.dtype)
-    why = _why_not_stacked(convention, x, tree)
+    sizes = tuple(x.shape[axis] for axis in stacked or convention.stacks(x.shape)[0])
+    why = _why_not_stacked(convention, sizes, tree)
     return Role(why=why, shape=x.shape, dtype=x.dtype) if why else role
 
 
-def _why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
-    """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
-    if tree is None:
-        return ""
-    front = w.shape[: w.ndim - len(convention.axes)]
-    for number, n in convention.beside:
+def _why_not_stacked(convention: Convention, sizes: Numbers, tree: Flat | None) -> str:
+    """Why stacked axes of these sizes are not those of a stack of layers: another array of its layer has others."""
+    for number, sizes_of_one in convention.beside if tree is not None else ():
         place = tree.frame.places[number]
         shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
-        if shape is not None and (stack := shape[: len(shape) - n]) != front:
-            return f"{convention.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
+        if shape is None:
+            continue
+        found = [tuple(shape[axis] for axis in stack) for stack in stacks_of(shape, sizes_of_one)]
+        if sizes not in found:
+            there = found[0] if found else shape[: len(shape) - len(sizes_of_one)]
+            return f"{convention.source} has stacked axes of sizes {sizes} there, but {there} at {place[-1]!r}"
     return ""
 
 

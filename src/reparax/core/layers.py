@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import jax
 
 from reparax.core.names import layers_of_library
-from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use
+from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
 
 Spec = tuple[Any, ...]
 """The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
+Sizes = tuple[int | None, ...]
+"""The sizes of axes; None where any will do."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,19 @@ class Convention:
 
     Attributes:
       axes: A letter for each axis; empty if they are not known.
-      sizes: The sizes of these axes, None where any will do; empty if none are known.
+      sizes: The sizes of these axes.
       source: The class of the layer, or the name of the array in a plain tree.
       why: Why the axes are not known; empty if they are.
-      is_class: Whether a class says it: further axes in front are then stacked.
-      beside: The numbers of the leaves of the same layer, with the numbers of axes that are theirs.
+      is_class: Whether a module holds the array, so that only its class says the axes: further axes are then stacked.
+      beside: The numbers of the other leaves of the same layer, with the sizes of their axes.
     """
 
     axes: str = ""
-    sizes: tuple[int | None, ...] = ()
+    sizes: Sizes = ()
     source: str = ""
     why: str = ""
     is_class: bool = False
-    beside: tuple[tuple[int, int], ...] = ()
+    beside: tuple[tuple[int, Sizes], ...] = ()
 
     @property
     def is_of_layer(self) -> bool:
@@ -57,57 +59,77 @@ class Convention:
         """Whether its rows are looked up."""
         return "r" in self.axes
 
-    def of_factor(self, axes: Sequence[str]) -> Convention:
-        """What is known of a factor of the array whose axes are ``rows``, ``columns`` and others between factors."""
-        letters = {"rows": self._only("ir"), "columns": self._only("o")}
+    def of_factor(self, axes: Sequence[str], ranks: Mapping[str, int]) -> Convention:
+        """What is known of a factor whose axes are ``rows``, ``columns`` and others between factors, of these sizes."""
+        if not self.axes:
+            return self
         between = "o" if "rows" in axes else "i"
-        return replace(self, axes="".join(letters.get(axis, between) for axis in axes), sizes=(), beside=())
+        parts = {"rows": self._part("ir"), "columns": self._part("o")}
+        found = [parts.get(axis, (between, (ranks.get(axis),))) for axis in axes]
+        sizes = tuple(chain(*(sizes for _, sizes in found)))
+        source = f"a factor of {self.source}" if self.is_class else self.source
+        return replace(self, axes="".join(letters for letters, _ in found), sizes=sizes, source=source, beside=())
 
-    def _only(self, letters: str) -> str:
-        """The letters of axes that are among ``letters``."""
-        return "".join(letter for letter in self.axes if letter in letters)
+    def _part(self, letters: str) -> tuple[str, Sizes]:
+        """The letters of axes that are among ``letters``, and their sizes."""
+        chosen = [i for i, letter in enumerate(self.axes) if letter in letters]
+        return "".join(self.axes[i] for i in chosen), tuple(self.sizes[i] for i in chosen)
+
+    def stacks(self, shape: Numbers) -> list[Numbers]:
+        """The axes that may be the stacked ones in an array of that shape: those without which it is of the layer."""
+        if not self.is_of_layer:
+            return [()] if len(shape) == len(self.axes) else []
+        return list(stacks_of(shape, self.sizes))
 
     def role(self, shape: Numbers, dtype: Any, stacked: Numbers | None = None) -> Role:
         """The role of an array of that shape; ``stacked`` are axes of independent arrays that the user gave.
 
         Raises:
-          ValueError: If the array does not fit.
+          ValueError: If the array does not fit, or does in several ways.
         """
-        front = stacked or tuple(range(len(shape) - len(self.axes) if self.is_class else 0))
-        axes = [axis for axis in range(len(shape)) if axis not in front]
-        sizes = tuple(shape[axis] for axis in axes)
-        if not self.axes or len(axes) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):
-            raise ValueError(self.why or self._shape)
-        return self.role_of_axes(axes, front, shape, dtype)
+        stacks = self.stacks(shape)
+        if stacked:
+            stacks = [stacked] if _fits_without(stacked, shape, self.sizes) else []
+        if not self.axes or len(stacks) != 1:
+            raise ValueError(self.why or self._expected(stacks))
+        axes = [axis for axis in range(len(shape)) if axis not in stacks[0]]
+        return self.role_of_axes(axes, stacks[0], shape, dtype)
 
-    def fits(self, shape: Numbers) -> bool:
-        """Whether an array of that shape may be one that the layer holds."""
-        return len(shape) >= len(self.axes) and _fit(shape[len(shape) - len(self.sizes) :], self.sizes)
-
-    def role_of_axes(self, axes: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
-        """The role of an array whose ``axes`` have the letters, in ascending order, and whose others are in front."""
+    def role_of_axes(self, axes: Sequence[int], stacked: Numbers, shape: Numbers, dtype: Any) -> Role:
+        """The role of an array whose ``axes`` have the letters, in ascending order, and whose others are stacked."""
 
         def axes_with(letters: str) -> Numbers:
             return tuple(axis for axis, letter in zip(axes, self.axes, strict=True) if letter in letters)
 
-        inputs, outputs, stacked = axes_with("ir"), axes_with("o"), tuple(sorted((*front, *axes_with("s"))))
-        role = Role(inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+        inputs, outputs, stacks = axes_with("ir"), axes_with("o"), tuple(sorted((*stacked, *axes_with("s"))))
+        role = Role(inputs=inputs, outputs=outputs, stacked=stacks, shape=shape, dtype=dtype)
         if self.is_vector:
             return replace(role, why=f"it is a bias or a scale of {self.source}")
-        use = Use(inputs, outputs, stacked, line=self.source, how=LOOKUP if self.is_table else PRODUCT)
+        how = LOOKUP if self.is_table else PRODUCT
+        use = Use(inputs, outputs, stacks, line=self.source, how=how)
         return replace(role, uses=(use,))
 
-    @property
-    def _shape(self) -> str:
-        """What the layer holds there."""
+    def _expected(self, stacks: Sequence[Numbers]) -> str:
+        """What the layer holds there, and which axes may be stacked if there are several ways."""
         if not self.is_class:
             return f"only an array of {len(self.axes)} axes says it by the name {self.source!r}"
-        return f"{self.source} has one of shape {self.sizes}" if self.sizes else f"it is a factor of {self.source}"
+        held = f"{self.source} has one of shape {self.sizes}"
+        if not stacks:
+            return held
+        return f"{held}, so the stacked axes may be {' or '.join(show_axes(stack) for stack in stacks)}"
 
 
-def _fit(sizes: Sequence[int], expected_sizes: Sequence[int | None]) -> bool:
-    """Whether sizes are those that are expected."""
-    return all(expected in (None, size) for size, expected in zip(sizes, expected_sizes, strict=True))
+def stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
+    """The axes of an array of that shape without which it has these sizes, those in front first."""
+    if len(shape) >= len(sizes):
+        stacks = combinations(range(len(shape)), len(shape) - len(sizes))
+        yield from (stack for stack in stacks if _fits_without(stack, shape, sizes))
+
+
+def _fits_without(stacked: Numbers, shape: Numbers, sizes: Sizes) -> bool:
+    """Whether an array of that shape, without its stacked axes, has the sizes that are expected."""
+    rest = [n for axis, n in enumerate(shape) if axis not in stacked]
+    return len(rest) == len(sizes) and all(want in (None, n) for n, want in zip(rest, sizes, strict=True))
 
 
 PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"
@@ -117,7 +139,7 @@ _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "tabl
 def convention_by_name(name: str) -> Convention:
     """What a plain tree says of an array of that name."""
     axes = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return Convention(axes, source=name, why=PLAIN)
+    return Convention(axes, (None,) * len(axes), source=name, why=PLAIN)
 
 
 def conventions_by_class(treedef: Any) -> dict[int, Convention]:
@@ -169,8 +191,8 @@ def _arrays_of_layer(cls: type, module: Any) -> dict[int, Convention]:
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
         convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
         conventions |= dict.fromkeys(jax.tree.leaves(getattr(module, attribute, None)), convention)
-    counts = [(leaf, len(convention.axes)) for leaf, convention in conventions.items()]
+    sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
     return {
-        leaf: replace(convention, beside=tuple(count for count in counts if count[0] != leaf))
+        leaf: replace(convention, beside=tuple(beside for beside in sizes_of if beside[0] != leaf))
         for leaf, convention in conventions.items()
     }
