@@ -194,6 +194,52 @@ def test_a_step_changes_the_layers_of_linen_nnx_and_equinox_in_the_same_way(chai
             np.testing.assert_allclose(other, linen, rtol=2e-4, atol=2e-5, err_msg=repr(p))
 
 
+# Several inputs -------------------------------------------------------------------------------------------------------
+
+# A layer, and the axis along which its channels lie.
+CHANNELS = {
+    "last": (drawn(lambda: nnx.Conv(4, 6, (3, 3), use_bias=False, rngs=nnx.Rngs(0))), -2),
+    "turned": (
+        drawn(lambda: nnx.ConvTranspose(8, 6, (4, 4), transpose_kernel=True, use_bias=False, rngs=nnx.Rngs(0))),
+        -1,
+    ),
+    "first": (drawn(lambda: eqx.nn.Conv2d(4, 6, 4, use_bias=False, key=KEY)), 1),
+    "of heads": (drawn(lambda: nnx.LinearGeneral((4, 8), 6, axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))), -2),
+    "stacked": (
+        drawn(lambda: nnx.vmap(lambda r: nnx.Conv(4, 6, (3,), use_bias=False, rngs=r))(nnx.Rngs(0).split(5))),
+        -2,
+    ),
+}
+
+
+def two_largest_of_four(w, axis):
+    """Without the two smallest of each four neighbours along an axis."""
+    rows = np.moveaxis(w, axis, -1)
+    groups = rows.reshape(-1, 4).copy()
+    np.put_along_axis(groups, np.argsort(np.abs(groups), -1)[:, :2], 0, -1)
+    return np.moveaxis(groups.reshape(rows.shape), -1, axis)
+
+
+def test_groups_of_n_and_m_lie_along_the_channels_of_a_convolution_and_within_a_head():
+    p, layers = rpx.sparse.NByM(2, 4), {name: layer for name, (layer, _) in CHANNELS.items()}
+    found = {name: jax.tree.leaves(x)[0] for name, x in jax.jit(lambda: p.fold(p.init(layers)))().items()}
+    for name, (layer, axis) in CHANNELS.items():
+        (w,) = jax.tree.leaves(layer)
+        np.testing.assert_array_equal(found[name], two_largest_of_four(np.asarray(w), axis), err_msg=name)
+
+
+def test_a_program_says_the_channels_too_and_blocks_lie_along_them():
+    def network(params, x):
+        return jax.lax.conv(x, params["w"], (1, 1), "SAME")
+
+    roles = rpx.roles(network, {"w": normal(6, 4, 3, 3)}, normal(2, 4, 8, 8))
+    assert rpx.sparse.NByM(2, 4).with_axes(roles) == rpx.sparse.NByM(2, 4, along=-3)
+    blocks = rpx.Quantized("int4", block_size=4)
+    assert blocks.with_axes(roles) == rpx.Quantized("int4", axis=(-4, -2, -1), block_size=4)
+    of_class = blocks.with_axes({"conv": CHANNELS["first"][0]})
+    assert of_class == rpx.Quantized("int4", axis=(-4, -2, -1), block_size=4)
+
+
 # Stacked layers -------------------------------------------------------------------------------------------------------
 
 

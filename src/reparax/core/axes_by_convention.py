@@ -19,14 +19,14 @@ from reparax.core.raw import Leaf
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
     3: (
-        ("iio", "(width, in, out) of a convolution or (heads, dim, out) of attention"),
+        ("wio", "(width, in, out) of a convolution or (heads, dim, out) of attention"),
         ("ioo", "(in, heads, dim) of attention"),
-        ("oii", "(out, in, width), as in torch and equinox"),
+        ("oiw", "(out, in, width), as in torch and equinox"),
         ("sio", "a stack of (in, out)"),
     ),
     4: (
-        ("iiio", "(height, width, in, out) of a convolution"),
-        ("oiii", "(out, in, height, width), as in torch and equinox"),
+        ("wwio", "(height, width, in, out) of a convolution"),
+        ("oiww", "(out, in, height, width), as in torch and equinox"),
         ("sioo", "a stack of (in, heads, dim)"),
         ("siio", "a stack of (heads, dim, out)"),
         ("ssio", "stacks of (in, out)"),

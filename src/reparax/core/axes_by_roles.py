@@ -13,6 +13,7 @@ import jax
 from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
+from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
 from reparax.core.layers import Convention, stacks_of
 from reparax.core.origins import Origins, compose_origins, keep_origins
@@ -104,7 +105,10 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
         return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
 
     chosen = stage._selected("with_axes", leaves, stacked_at=stacked_at)
-    axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
+    axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
+    for leaf in chosen:
+        with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
+            axes_of_leaves.append((leaf, axes_at(stage, leaf, roles.get(leaf.place))))
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [numbered for part in parts for numbered in with_axes(part, tree, roles)]
     paths = [leaf.path for leaf in leaves]
@@ -212,9 +216,13 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
-    """The axes at one array of each field that asks for them."""
+    """The axes at one array of each field that asks for them.
+
+    Raises:
+      ValueError: If the role does not say them.
+    """
     axes_of_field = dict[str, Any]()
-    who, stage = CallName(stage, "with_axes", (leaf.path,)), stage.at_path(leaf.path)
+    stage = stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
@@ -222,13 +230,13 @@ def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
         return axes_of_field
     stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, stage.names_at(leaf))
     if why := _why_unusable(known_role, stacked):
-        raise ValueError(f"{who}: {why}, or leave it out with `where`.")
+        raise ValueError(f"{why}, or leave it out with `where`.")
     numbers = axes_by_word(known_role, stacked)
     for name, axes in words.items():
         number = _one_or_tuple(words_to_numbers(axes, numbers))
         if isinstance(number, tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but the network has {len(number)} for it, {number} of shape "
+                f"{name} is one axis, but the network has {len(number)} for it, {number} of shape "
                 f"{known_role.shape}. Give one by number, or leave the array out with `where`."
             )
         axes_of_field[name] = number

@@ -1,7 +1,8 @@
 """What is known of the axes of an array before any program runs: by the class of the layer that holds it, or by name.
 
-Each axis has a letter: ``i`` for inputs, ``o`` for outputs, ``s`` for stacked ones, ``r`` for the rows of a table that
-is looked up, ``v`` for those of a bias or a scale, which no product contracts.
+Each axis has a letter: ``i`` for inputs, ``w`` for those along which the window of a convolution lies, ``o`` for
+outputs, ``s`` for stacked ones, ``r`` for the rows of a table that is looked up, ``v`` for those of a bias or a scale,
+which no product contracts.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Convention:
         if not self.axes:
             return self
         between = "o" if "rows" in axes else "i"
-        parts = {"rows": self._part("ir"), "columns": self._part("o")}
+        parts = {"rows": self._part("irw"), "columns": self._part("o")}
         found = [parts.get(axis, (between, (ranks.get(axis),))) for axis in axes]
         sizes = tuple(chain(*(sizes for _, sizes in found)))
         source = f"a factor of {self.source}" if self.is_class else self.source
@@ -101,12 +102,12 @@ class Convention:
         def axes_with(letters: str) -> Numbers:
             return tuple(axis for axis, letter in zip(axes, self.axes, strict=True) if letter in letters)
 
-        inputs, outputs, stacks = axes_with("ir"), axes_with("o"), tuple(sorted((*stacked, *axes_with("s"))))
+        inputs, outputs, stacks = axes_with("irw"), axes_with("o"), tuple(sorted((*stacked, *axes_with("s"))))
         role = Role(inputs=inputs, outputs=outputs, stacked=stacks, shape=shape, dtype=dtype)
         if self.is_vector:
             return replace(role, why=f"it is a bias or a scale of {self.source}")
         how = LOOKUP if self.is_table else PRODUCT
-        use = Use(inputs, outputs, stacks, line=self.source, how=how)
+        use = Use(inputs, outputs, stacks, line=self.source, how=how, windows=axes_with("w"))
         return replace(role, uses=(use,))
 
     def _expected(self, stacks: Sequence[Numbers]) -> str:
