@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from reparax.core.names import layers_of_library
+from reparax.core.paths import is_box
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
 
 Spec = tuple[Any, ...]
@@ -147,20 +148,22 @@ def conventions_by_class(treedef: Any) -> dict[int, Convention]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
     conventions = dict[int, Convention]()
 
-    def visit(node: Any, start: int, holder: type | None) -> None:
-        """Adds what is known of the leaves of a node, from the number ``start`` on; ``holder`` is the module around."""
+    def visit(node: Any, start: int, why: str) -> None:
+        """Adds what is known of the leaves of a node, from the number ``start`` on; ``why`` is for all others."""
         cls = node.node_data()[0] if node.node_data() else None
-        if cls is None and holder is not None:
-            why = f"no class that reparax knows holds it, but {holder.__name__}"
+        if cls is None and why:
             conventions.setdefault(start, Convention(why=why))
-        if cls is not None and _is_module(cls):
-            holder = cls
-            conventions.update(_arrays_of_layer(cls, node.unflatten(range(start, start + node.num_leaves))))
+        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
+            why = f"no class that reparax knows holds it, but {cls.__name__}"
+        if cls is not None and (layer := _layer_of(cls)) is not None:
+            why = f"{layer[0]} holds it, but does not say its axes"
+            module = node.unflatten(range(start, start + node.num_leaves))
+            conventions.update(_arrays_of_layer(*layer, module))
         for child in node.children():
-            visit(child, start, holder)
+            visit(child, start, why)
             start += child.num_leaves
 
-    visit(treedef, 0, None)
+    visit(treedef, 0, "")
     return conventions
 
 
@@ -168,6 +171,18 @@ def conventions_by_class(treedef: Any) -> dict[int, Convention]:
 def _is_module(cls: type) -> bool:
     """Whether a class is a module of nnx or equinox; neither is imported."""
     return any(c.__name__ == "Module" and layers_of_library(c.__module__) is not None for c in cls.__mro__)
+
+
+def _is_own(cls: type) -> bool:
+    """Whether a node is of a class of the user's, not a container of Python, a named tuple or a node of a library."""
+    is_container = cls.__module__ in ("builtins", "collections") or hasattr(cls, "_fields")
+    return not is_container and layers_of_library(cls.__module__) is None
+
+
+def _redefined(cls: type, base: type) -> dict[str, Any]:
+    """What a class has in place of what ``base`` has, from which it comes."""
+    derived = cls.__mro__[: cls.__mro__.index(base)]
+    return {name: x for c in derived for name, x in vars(c).items() if hasattr(base, name)}
 
 
 @functools.cache
@@ -181,19 +196,28 @@ def _layer_of(cls: type) -> tuple[str, Callable[[Any], Mapping[str, Spec]]] | No
     return None
 
 
-def _arrays_of_layer(cls: type, module: Any) -> dict[int, Convention]:
-    """What a layer says of its arrays, by their numbers, which stand in ``module`` in their places."""
-    if (layer := _layer_of(cls)) is None:
-        return {}
-    name, arrays_of = layer
+def _arrays_of_layer(name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any) -> dict[int, Convention]:
+    """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places."""
     conventions = dict[int, Convention]()
     for attribute, (letters, *sizes) in arrays_of(module).items():
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
         convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
-        conventions |= dict.fromkeys(jax.tree.leaves(getattr(module, attribute, None)), convention)
+        conventions |= dict.fromkeys(_own_array(vars(module).get(attribute)), convention)
     sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
     return {
         leaf: replace(convention, beside=tuple(beside for beside in sizes_of if beside[0] != leaf))
         for leaf, convention in conventions.items()
     }
+
+
+def _own_array(x: Any) -> list[int]:
+    """The number of the array that an attribute is; none if it is a module or another node, which may read otherwise.
+
+    So may a variable of nnx, by a class of the user's or by a hook.
+    """
+    if not is_box(x):
+        return [x] if isinstance(x, int) else []
+    base = next(c for c in type(x).__mro__ if layers_of_library(c.__module__) is not None)
+    is_plain = _redefined(type(x), base).keys().isdisjoint(("get_value", "__getitem__", "__jax_array__"))
+    return jax.tree.leaves(x) if is_plain and "on_get_value" not in x.get_metadata() else []
