@@ -156,7 +156,7 @@ def conventions_by_class(treedef: Any) -> dict[int, Convention]:
         if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
             why = f"no class that reparax knows holds it, but {cls.__name__}"
         if cls is not None and (layer := _layer_of(cls)) is not None:
-            why = f"{layer[0]} holds it, but does not say its axes"
+            why = f"{layer[1]} holds it, but does not say its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
             conventions.update(_arrays_of_layer(*layer, module))
         for child in node.children():
@@ -179,6 +179,14 @@ def _is_own(cls: type) -> bool:
     return not is_container and layers_of_library(cls.__module__) is None
 
 
+def _computes_as(cls: type, base: type) -> bool:
+    """Whether a layer computes like ``base``, from which it comes: it redefines no method and no way to read arrays."""
+    redefined = _redefined(cls, base)
+    return redefined.keys().isdisjoint(("__call__", "__getattr__", "__getattribute__")) and not any(
+        not name.startswith("_") and (callable(x) or hasattr(x, "__get__")) for name, x in redefined.items()
+    )
+
+
 def _redefined(cls: type, base: type) -> dict[str, Any]:
     """What a class has in place of what ``base`` has, from which it comes."""
     derived = cls.__mro__[: cls.__mro__.index(base)]
@@ -186,23 +194,28 @@ def _redefined(cls: type, base: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _layer_of(cls: type) -> tuple[str, Callable[[Any], Mapping[str, Spec]]] | None:
-    """The known layer that a class is, and what it says; a class that computes otherwise is none."""
+def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]] | None:
+    """The known layer that a class is, its name, and what it says; a class that computes otherwise is none."""
     for base in cls.__mro__:
         layers = layers_of_library(base.__module__)
         if layers is not None and base.__name__ in layers.LAYERS:
-            same = inspect.getattr_static(cls, "__call__") is inspect.getattr_static(base, "__call__")
-            return (f"{layers.NAME}.{base.__name__}", layers.LAYERS[base.__name__]) if same else None
+            known = base, f"{layers.NAME}.{base.__name__}", layers.LAYERS[base.__name__]
+            return known if _computes_as(cls, base) else None
     return None
 
 
-def _arrays_of_layer(name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any) -> dict[int, Convention]:
+def _arrays_of_layer(
+    base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any
+) -> dict[int, Convention]:
     """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places."""
     conventions = dict[int, Convention]()
+    changed = _changed_function(base, module)
     for attribute, (letters, *sizes) in arrays_of(module).items():
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
         convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
+        if changed:
+            convention = Convention(why=f"{name} has another {changed} there", is_class=True)
         conventions |= dict.fromkeys(_own_array(vars(module).get(attribute)), convention)
     sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
     return {
@@ -221,3 +234,21 @@ def _own_array(x: Any) -> list[int]:
     base = next(c for c in type(x).__mro__ if layers_of_library(c.__module__) is not None)
     is_plain = _redefined(type(x), base).keys().isdisjoint(("get_value", "__getitem__", "__jax_array__"))
     return jax.tree.leaves(x) if is_plain and "on_get_value" not in x.get_metadata() else []
+
+
+def _changed_function(base: type, module: Any) -> str:
+    """The name of a function, such as a product, that a layer has in place of its class's default; empty if none."""
+    for name, default in _defaults_of(base).items():
+        x = vars(module).get(name, default)
+        is_type = isinstance(x, type) and name.endswith("type")
+        if callable(x) and x is not default and not is_type and not _is_module(type(x)):
+            return name
+    return ""
+
+
+@functools.cache
+def _defaults_of(base: type) -> dict[str, Any]:
+    """The defaults of the arguments of a layer, but those that only make its arrays."""
+    signatures = [inspect.signature(vars(c)["__init__"]) for c in reversed(base.__mro__[:-1]) if "__init__" in vars(c)]
+    arguments = {x.name: x.default for signature in signatures for x in signature.parameters.values()}
+    return {name: default for name, default in arguments.items() if "init" not in name}
