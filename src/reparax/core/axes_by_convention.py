@@ -65,7 +65,7 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, stacked: AxisNumb
     convention = leaf.convention
     given = find_axes(stage.stacked, stage.names_at(leaf))
     n_unstacked = w.ndim - len(given)
-    is_matrix = n_unstacked == 2 and stage.any_matrix and not convention.is_of_layer
+    is_matrix = n_unstacked == 2 and stage.any_matrix and not convention.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
     role = role_by_class(convention, w, None if stacked else leaf.tree, stacked or given)

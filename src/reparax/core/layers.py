@@ -152,7 +152,7 @@ def conventions_by_class(treedef: Any) -> dict[int, Convention]:
         """Adds what is known of the leaves of a node, from the number ``start`` on; ``why`` is for all others."""
         cls = node.node_data()[0] if node.node_data() else None
         if cls is None and why:
-            conventions.setdefault(start, Convention(why=why))
+            conventions.setdefault(start, Convention(why=why, is_class=True))
         if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
             why = f"no class that reparax knows holds it, but {cls.__name__}"
         if cls is not None and (layer := _layer_of(cls)) is not None:
