@@ -68,6 +68,9 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, stacked: AxisNumb
     is_matrix = n_unstacked == 2 and stage.any_matrix and not convention.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
+    if stage.outside_networks and not convention.is_class:
+        why = f"a name does not say whether a network contracts it or it holds {stage.outside_networks}"
+        convention = Convention(why=why)
     role = role_by_class(convention, w, None if stacked else leaf.tree, stacked or given)
     if role.why:
         raise ValueError(_unknown_axes(stage, leaf, w, given, role.why))
@@ -130,6 +133,9 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: AxisNumbers, why: str
     inputs = "i" * (len(unstacked) - 1)
     any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))
     meanings_of_code = dict[str, list[str]]()
+    if stage.outside_networks:
+        along_last = dict.fromkeys(unset_fields(stage), -1)
+        meanings_of_code[repr(replace(stage, **along_last))] = [stage.outside_networks]
     for letters, meaning in _MEANINGS.get(len(unstacked), any_ndim):
         if stacked and "s" in letters:
             continue

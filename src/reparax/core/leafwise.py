@@ -80,6 +80,9 @@ class Leafwise(Parametrization):
     """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
     needs_axes: ClassVar[bool] = True
     """Whether an array is refused if nobody knows these axes of it."""
+    outside_networks: ClassVar[str] = ""
+    """What lies along the last axis of arrays outside of networks, if the stage is as often for these: then the name of
+    an array, which says the axes of a product, does not say its axes."""
     any_matrix: ClassVar[bool] = False
     """Whether it takes matrices as they lie, as its formula does not tell inputs from outputs."""
     transposes: ClassVar[bool] = False

@@ -151,8 +151,8 @@ class NByM(_Masked, Constraint):
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
       along: The axis along which groups are formed. Default: the inputs, where they are known as for
-        :class:`WeightNorm`. Of a convolution it is the channels, and of several other inputs, such as heads and their
-        dimensions, the last.
+        :class:`WeightNorm`, and a name is enough, as sparse products have groups of inputs. Of a convolution it is the
+        channels, and of several other inputs, such as heads and their dimensions, the last.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
