@@ -303,12 +303,12 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 
 @pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], stage: Any):
-    last, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, (-2, -1), -3, -1))
+    last, middle, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, -2, (-2, -1), -3, -1))
     error = (
         f"{stage!r}.init at 'key/kernel': the axes of shape (6, 2, 3) are not known: {NAMES}. Write {last!r} for "
-        f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {heads!r} for (in, heads, dim) of "
-        f"attention; or {first!r} for (out, in, width), as in torch and equinox; or {replace(stack, stacked=0)!r} for "
-        f"a stack of (in, out). {OTHERWISE}"
+        f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {middle!r} for (width, out, in) of a "
+        f"transposed convolution; or {heads!r} for (in, heads, dim) of attention; or {first!r} for (out, in, width), "
+        f"as in torch and equinox; or {replace(stack, stacked=0)!r} for a stack of (in, out). {OTHERWISE}"
     )
     with raises(ValueError, error):
         stage.init(models["linen attention"], jax.random.key(0))

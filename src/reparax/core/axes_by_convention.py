@@ -20,12 +20,14 @@ _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
     3: (
         ("wio", "(width, in, out) of a convolution or (heads, dim, out) of attention"),
+        ("woi", "(width, out, in) of a transposed convolution"),
         ("ioo", "(in, heads, dim) of attention"),
         ("oiw", "(out, in, width), as in torch and equinox"),
         ("sio", "a stack of (in, out)"),
     ),
     4: (
         ("wwio", "(height, width, in, out) of a convolution"),
+        ("wwoi", "(height, width, out, in) of a transposed convolution"),
         ("oiww", "(out, in, height, width), as in torch and equinox"),
         ("sioo", "a stack of (in, heads, dim)"),
         ("siio", "a stack of (heads, dim, out)"),

@@ -202,8 +202,10 @@ def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
         if first_keypath != keypath and has_ancestor(box, "Variable"):
             first, second = (keystr(keys, simple=True, separator="/") for keys in (first_keypath, keypath))
             raise ValueError(
-                f"The tree holds one nnx variable at {first!r} and at {second!r}; the copies would diverge. Split the "
-                f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+                f"The tree holds one nnx variable at {first!r} and at {second!r}; the copies would diverge. Wrap the "
+                f"model, `rpx.nnx.Parametrized(model, p)`, which keeps it one, or split it, `graph, params, rest = "
+                f"nnx.split(model, nnx.Param, ...)`: `params` has it once, but no classes of layers, so give the axes "
+                f"of its arrays, or take `p = p.with_axes(rpx.roles(loss, params, batch))`."
             )
 
 
