@@ -45,6 +45,58 @@ class TurnedEquinox(eqx.nn.Linear):
         return x @ self.weight
 
 
+class Elsewhere(eqx.nn.Linear):
+    """A layer whose call is that of its class, but which reads another array."""
+
+    def __getattribute__(self, name):
+        x = object.__getattribute__(self, name)
+        return x.T if name == "weight" and isinstance(x, jax.Array) else x
+
+
+class Transposed(eqx.Module):
+    """What JAX reads as an array, from one that lies otherwise."""
+
+    w: jax.Array
+
+    def __jax_array__(self):
+        return self.w.T
+
+
+class TransposedParam(nnx.Param):
+    """As the module of equinox."""
+
+    def get_value(self, **kwargs):
+        return super().get_value(**kwargs).T
+
+
+def in_place(weight):
+    """A layer of equinox with something else in the place of its weight."""
+    return eqx.tree_at(lambda m: m.weight, drawn(lambda: eqx.nn.Linear(4, 4, key=KEY)), weight)
+
+
+def with_attribute(name, value, **kwargs):
+    """A layer of nnx with an attribute that was set later."""
+    layer = drawn(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0), **kwargs))
+    setattr(layer, name, value)
+    return layer
+
+
+def turned_product(x, w, dimensions, **kwargs):
+    """A product with the transposed kernel."""
+    return jax.lax.dot_general(x, w.T, dimensions)
+
+
+def turned_arrays(arrays, **kwargs):
+    """The arrays of a layer in other dtypes, and transposed too."""
+    return jax.tree.map(jnp.transpose, arrays)
+
+
+def stack_of_nnx(count, inputs, outputs, axis):
+    """Layers that are stacked along an axis."""
+    make = nnx.vmap(lambda rngs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs), out_axes=axis)
+    return drawn(lambda: make(nnx.Rngs(0).split(count)))
+
+
 def linear(*stack, bias=(), weight=(3, 4)):
     """A layer of equinox with stacked axes in front of its weight, and others in front of its bias."""
     arrays = normal(*stack, *weight), normal(*bias, 3)
@@ -66,6 +118,18 @@ NAMES = {
     "own_equinox": drawn(lambda: OwnEquinox(jnp.ones((6, 4)), eqx.nn.Linear(6, 3, key=KEY))),
     "turned_nnx": drawn(lambda: TurnedNnx(4, 3, rngs=nnx.Rngs(0))),
     "turned_equinox": drawn(lambda: TurnedEquinox(4, 3, key=KEY)),
+    "elsewhere": drawn(lambda: Elsewhere(4, 4, key=KEY)),
+    "in_a_module": in_place(Transposed(normal(4, 4))),
+    "in_a_list": in_place([normal(4, 4)]),
+    "in_a_variable": with_attribute("kernel", TransposedParam(normal(4, 4))),
+    "one_more": with_attribute("more", nnx.Param(normal(4, 4))),
+    "of_product": drawn(lambda: nnx.Linear(4, 4, dot_general=turned_product, rngs=nnx.Rngs(0))),
+    "of_product_later": with_attribute("dot_general", turned_product),
+    "of_arrays": drawn(lambda: nnx.Conv(3, 3, (3,), promote_dtype=turned_arrays, rngs=nnx.Rngs(0))),
+    "of_class": drawn(lambda: nnx.LinearGeneral(4, (4, 4), dot_general_cls=TurnedNnx, rngs=nnx.Rngs(0))),
+    "own_scale": drawn(lambda: eqx.nn.WeightNorm(eqx.nn.Linear(4, 3, key=KEY))),
+    "of_diagonal": drawn(lambda: nnx.Einsum("bi,ii->b", (4, 4), None, rngs=nnx.Rngs(0))),
+    "stack_of_nnx": stack_of_nnx,
     "linear": linear,
     "linear_of_nnx": linear_of_nnx,
     "QUERY": {"query": normal(6, 2, 3)},
@@ -130,6 +194,52 @@ def test_a_step_changes_the_layers_of_linen_nnx_and_equinox_in_the_same_way(chai
             np.testing.assert_allclose(other, linen, rtol=2e-4, atol=2e-5, err_msg=repr(p))
 
 
+# Several inputs -------------------------------------------------------------------------------------------------------
+
+# A layer, and the axis along which its channels lie.
+CHANNELS = {
+    "last": (drawn(lambda: nnx.Conv(4, 6, (3, 3), use_bias=False, rngs=nnx.Rngs(0))), -2),
+    "turned": (
+        drawn(lambda: nnx.ConvTranspose(8, 6, (4, 4), transpose_kernel=True, use_bias=False, rngs=nnx.Rngs(0))),
+        -1,
+    ),
+    "first": (drawn(lambda: eqx.nn.Conv2d(4, 6, 4, use_bias=False, key=KEY)), 1),
+    "of heads": (drawn(lambda: nnx.LinearGeneral((4, 8), 6, axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))), -2),
+    "stacked": (
+        drawn(lambda: nnx.vmap(lambda r: nnx.Conv(4, 6, (3,), use_bias=False, rngs=r))(nnx.Rngs(0).split(5))),
+        -2,
+    ),
+}
+
+
+def two_largest_of_four(w, axis):
+    """Without the two smallest of each four neighbours along an axis."""
+    rows = np.moveaxis(w, axis, -1)
+    groups = rows.reshape(-1, 4).copy()
+    np.put_along_axis(groups, np.argsort(np.abs(groups), -1)[:, :2], 0, -1)
+    return np.moveaxis(groups.reshape(rows.shape), -1, axis)
+
+
+def test_groups_of_n_and_m_lie_along_the_channels_of_a_convolution_and_within_a_head():
+    p, layers = rpx.sparse.NByM(2, 4), {name: layer for name, (layer, _) in CHANNELS.items()}
+    found = {name: jax.tree.leaves(x)[0] for name, x in jax.jit(lambda: p.fold(p.init(layers)))().items()}
+    for name, (layer, axis) in CHANNELS.items():
+        (w,) = jax.tree.leaves(layer)
+        np.testing.assert_array_equal(found[name], two_largest_of_four(np.asarray(w), axis), err_msg=name)
+
+
+def test_a_program_says_the_channels_too_and_blocks_lie_along_them():
+    def network(params, x):
+        return jax.lax.conv(x, params["w"], (1, 1), "SAME")
+
+    roles = rpx.roles(network, {"w": normal(6, 4, 3, 3)}, normal(2, 4, 8, 8))
+    assert rpx.sparse.NByM(2, 4).with_axes(roles) == rpx.sparse.NByM(2, 4, along=-3)
+    blocks = rpx.Quantized("int4", block_size=4)
+    assert blocks.with_axes(roles) == rpx.Quantized("int4", axis=(-4, -2, -1), block_size=4)
+    of_class = blocks.with_axes({"conv": CHANNELS["first"][0]})
+    assert of_class == rpx.Quantized("int4", axis=(-4, -2, -1), block_size=4)
+
+
 # Stacked layers -------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +249,7 @@ class Layer(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(6, 4, rngs=rngs)
         self.heads = nnx.LinearGeneral(6, (2, 3), rngs=rngs)
-        self.conv = nnx.Conv(3, 5, (2,), rngs=rngs)
+        self.conv = nnx.Conv(7, 5, (4,), rngs=rngs)
         self.norm = nnx.LayerNorm(6, rngs=rngs)
 
 
@@ -208,6 +318,25 @@ def test_stacked_axes_do_not_count_where_a_default_asks_how_many_axes_an_array_h
     layers = nnx.vmap(lambda rngs: nnx.Conv(3, 5, (2,), rngs=rngs))(nnx.Rngs(0).split(3))
     rows = rpx.summary(rpx.SpectralNorm(input_shape=(8,)), jax.eval_shape(lambda: layers)).rows
     assert {row.path: row.axes for row in rows if row.axes} == {"kernel": ("columns=-1, stacked=0 (nnx.Conv)",)}
+
+
+def test_factors_of_layers_that_are_stacked_anywhere_have_norms_of_their_own():
+    p, w = rpx.WeightNorm() >> rpx.LowRank(2), normal(5, 4, 6)
+    layers = [stack_of_nnx(5, 4, 6, axis) for axis in range(3)]
+    for axis, layer in enumerate(layers):
+        layer.kernel = nnx.Param(jnp.moveaxis(w, 0, axis))
+    raw = [jax.eval_shape(p.init, layer, KEY).kernel["@low_rank"] for layer in layers]
+    lengths = [{name: x["@weight_norm"]["g"].shape for name, x in factors.items()} for factors in raw]
+    assert lengths == [
+        {"u": (5, 1, 2), "v": (5, 1, 6)},
+        {"u": (1, 5, 2), "v": (1, 5, 6)},
+        {"u": (1, 2, 5), "v": (1, 6, 5)},
+    ]
+    u, s, v = np.linalg.svd(np.asarray(w), full_matrices=False)
+    nearest = (u[..., :2] * s[:, None, :2]) @ v[:, :2]
+    folded = jax.jit(lambda: [p.fold(p.init(layer, KEY)).kernel[...] for layer in layers])()
+    for axis, x in enumerate(folded):
+        np.testing.assert_allclose(np.moveaxis(x, axis, 0), nearest, atol=1e-5)
 
 
 @pytest.mark.thorough

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import PATTERNS
 from errors import raises
+from flax import nnx
 from grids import mostly_thorough
 from jax import Array
 from one_array import normal
@@ -301,12 +302,12 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 
 @pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], stage: Any):
-    last, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, (-2, -1), -3, -1))
+    last, middle, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, -2, (-2, -1), -3, -1))
     error = (
         f"{stage!r}.init at 'key/kernel': the axes of shape (6, 2, 3) are not known: {NAMES}. Write {last!r} for "
-        f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {heads!r} for (in, heads, dim) of "
-        f"attention; or {first!r} for (out, in, width), as in torch and equinox; or {replace(stack, stacked=0)!r} for "
-        f"a stack of (in, out). {OTHERWISE}"
+        f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {middle!r} for (width, out, in) of a "
+        f"transposed convolution; or {heads!r} for (in, heads, dim) of attention; or {first!r} for (out, in, width), "
+        f"as in torch and equinox; or {replace(stack, stacked=0)!r} for a stack of (in, out). {OTHERWISE}"
     )
     with raises(ValueError, error):
         stage.init(models["linen attention"], jax.random.key(0))
@@ -355,7 +356,6 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
         (rpx.norms.Sphere(), "along"),
         (rpx.norms.PoincareBall(), "along"),
         (rpx.sparse.NByM(1, 3), "along"),
-        (rpx.numbers.Simplex(outside="unchecked"), "along"),
     ],
     ids=repr,
 )
@@ -371,6 +371,37 @@ def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: st
     )
     with raises(ValueError, text):
         stage.init({"key": {"table of mine": w}})
+    assert_that_a_vector_has_one_axis(stage, name)
+
+
+def test_a_name_does_not_say_along_which_axis_distributions_lie() -> None:
+    stage = rpx.numbers.Simplex(outside="unchecked")
+    first, last = (replace(stage, along=along) for along in (-2, -1))
+    w = np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4)
+    w /= w.sum(-1, keepdims=True)
+    for name in ("w", "kernel", "embedding", "table of mine"):
+        text = (
+            f"{stage!r}.init at {name!r}: the axes of shape (3, 4) are not known: a name does not say whether a "
+            f"network contracts it or it holds distributions along its last axis. Write {last!r} for distributions "
+            f"along its last axis or (out, in), as in torch and equinox; or {first!r} for (in, out). {OTHERWISE}"
+        )
+        with raises(ValueError, text):
+            stage.init({name: w})
+    layer, table = nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(0)), nnx.Embed(3, 4, rngs=nnx.Rngs(0))
+    layer.kernel, table.embedding = nnx.Param(w.T), nnx.Param(w)
+    vectors = {"inputs of each output": layer, "rows": table, "alone": w[0]}
+    folded = jax.jit(lambda vectors: stage.fold(stage.init(vectors)))(vectors)
+    for x, y in zip(jax.tree.leaves(folded), jax.tree.leaves(vectors), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)  # exact where sums are one
+    roles = rpx.roles(lambda params, x: x @ params["w"], {"w": w.T}, np.ones((1, 4), np.float32))
+    assert stage.with_axes(roles) == first
+    assert_that_a_vector_has_one_axis(stage, "along")
+
+
+def assert_that_a_vector_has_one_axis(stage: Any, name: str) -> None:
+    """That methods on arrays refuse a matrix where no axis is given, and take a vector."""
+    last = replace(stage, **{name: -1})
+    w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
     text = (
         f"expected a vector, as no {name} is given, got shape (6, 6). Write {name}=-1 for the last axis, or the one "
         f"that you mean."

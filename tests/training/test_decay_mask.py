@@ -31,7 +31,7 @@ def decaying(tree):
         (rpx.Orthogonal(where="square/kernel"), {"up/kernel"}),
         (rpx.WeightNorm(where="square/kernel") >> rpx.Orthogonal(where="square/kernel"), {"up/kernel"}),
         (rpx.Positive(where="up/kernel"), {"square/kernel"}),
-        (rpx.numbers.Simplex(where="up/kernel"), {"square/kernel"}),
+        (rpx.numbers.Simplex(along=0, where="up/kernel"), {"square/kernel"}),
         (rpx.norms.Sphere(where="up/kernel"), {"square/kernel"}),
         (rpx.adapters.Rotated(2, where="square/kernel"), {"up/kernel"}),
         (rpx.matrices.PositiveDefinite(where="square/kernel"), {"up/kernel"}),

@@ -211,7 +211,8 @@ def test_axes_that_the_user_gave_and_stages_without_axes():
     }
     assert made.left_out == ()
     of_factors = rpx.summary(rpx.WeightNorm() >> rpx.LowRank(2), eqx.filter_eval_shape(of_equinox).linear)
-    assert of_factors.rows[1].axes == ("axis=-1 (eqx.nn.Linear)", "columns=-2 (eqx.nn.Linear)")  # (in, 2) and (2, out)
+    in_and_rank = "axis=-1 (a factor of eqx.nn.Linear)"
+    assert of_factors.rows[1].axes == (in_and_rank, "columns=-2 (eqx.nn.Linear)")
     assert "axes" not in str(rpx.summary(rpx.VarNoise(0.1), jax.eval_shape(plain)))
 
 

@@ -12,12 +12,13 @@ import jax
 
 from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.calls import CallName
+from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
-from reparax.core.layers import Convention
+from reparax.core.layers import Convention, stacks_of
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
-from reparax.core.roles import INPUTS, STACKED, Misfit, Role, axes_by_word
+from reparax.core.roles import INPUTS, STACKED, Misfit, Numbers, Role, axes_by_word
 from reparax.core.start import follow
 from reparax.numerics.arithmetic import is_array
 
@@ -75,20 +76,22 @@ def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: Ax
         role = convention.role(x.shape, x.dtype, stacked)
     except ValueError as error:
         return Role(why=str(error), shape=x.shape, dtype=x.dtype)
-    why = _why_not_stacked(convention, x, tree)
+    sizes = tuple(x.shape[axis] for axis in stacked or convention.stacks(x.shape)[0])
+    why = _why_not_stacked(convention, sizes, tree)
     return Role(why=why, shape=x.shape, dtype=x.dtype) if why else role
 
 
-def _why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
-    """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
-    if tree is None:
-        return ""
-    front = w.shape[: w.ndim - len(convention.axes)]
-    for number, n in convention.beside:
+def _why_not_stacked(convention: Convention, sizes: Numbers, tree: Flat | None) -> str:
+    """Why stacked axes of these sizes are not those of a stack of layers: another array of its layer has others."""
+    for number, sizes_of_one in convention.beside if tree is not None else ():
         place = tree.frame.places[number]
         shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
-        if shape is not None and (stack := shape[: len(shape) - n]) != front:
-            return f"{convention.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
+        if shape is None:
+            continue
+        found = [tuple(shape[axis] for axis in stack) for stack in stacks_of(shape, sizes_of_one)]
+        if sizes not in found:
+            there = found[0] if found else shape[: len(shape) - len(sizes_of_one)]
+            return f"{convention.source} has stacked axes of sizes {sizes} there, but {there} at {place[-1]!r}"
     return ""
 
 
@@ -100,7 +103,10 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
         return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
 
     chosen = stage._selected("with_axes", leaves, stacked_at=stacked_at)
-    axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
+    axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
+    for leaf in chosen:
+        with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
+            axes_of_leaves.append((leaf, axes_at(stage, leaf, roles.get(leaf.place))))
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [numbered for part in parts for numbered in with_axes(part, tree, roles)]
     paths = [leaf.path for leaf in leaves]
@@ -208,9 +214,13 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
-    """The axes at one array of each field that asks for them."""
+    """The axes at one array of each field that asks for them.
+
+    Raises:
+      ValueError: If the role does not say them.
+    """
     axes_of_field = dict[str, Any]()
-    who, stage = CallName(stage, "with_axes", (leaf.path,)), stage.at_path(leaf.path)
+    stage = stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
@@ -218,13 +228,13 @@ def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
         return axes_of_field
     stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, stage.names_at(leaf))
     if why := _why_unusable(known_role, stacked):
-        raise ValueError(f"{who}: {why}, or leave it out with `where`.")
+        raise ValueError(f"{why}, or leave it out with `where`.")
     numbers = axes_by_word(known_role, stacked)
     for name, axes in words.items():
         number = _one_or_tuple(words_to_numbers(axes, numbers))
         if isinstance(number, tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but the network has {len(number)} for it, {number} of shape "
+                f"{name} is one axis, but the network has {len(number)} for it, {number} of shape "
                 f"{known_role.shape}. Give one by number, or leave the array out with `where`."
             )
         axes_of_field[name] = number

@@ -80,6 +80,9 @@ class Leafwise(Parametrization):
     """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
     needs_axes: ClassVar[bool] = True
     """Whether an array is refused if nobody knows these axes of it."""
+    outside_networks: ClassVar[str] = ""
+    """What lies along the last axis of arrays outside of networks, if the stage is as often for these: then the name of
+    an array, which says the axes of a product, does not say its axes."""
     any_matrix: ClassVar[bool] = False
     """Whether it takes matrices as they lie, as its formula does not tell inputs from outputs."""
     transposes: ClassVar[bool] = False
@@ -181,10 +184,11 @@ class Leafwise(Parametrization):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
 
-    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False) -> Self:
+    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: AxisNumbers | None = None) -> Self:
         """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
 
-        Names of stacked axes that the array does not have are ignored.
+        Names of stacked axes that the array does not have are ignored. ``stacked`` are axes of a type that stands for
+        the array.
         """
         if self._is_uniform:
             return self
@@ -197,7 +201,7 @@ class Leafwise(Parametrization):
         if typical:
             number_fields = self._varying_fields.keys() - self._axes_by_path.keys()
             stage = replace(self, **dict.fromkeys(number_fields, TYPICAL))
-        stage = with_axes_by_convention(stage.for_array(leaf.path, w), leaf, w, typical=typical)
+        stage = with_axes_by_convention(stage.for_array(leaf.path, w), leaf, w, stacked=stacked)
         return stage._with_numbered_axes(self.names_at(leaf))
 
     def _with_numbered_axes(self, names: AxisNames | None) -> Self:
@@ -412,16 +416,16 @@ class OwnNodes:
             return NodeReading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
         candidates = types_to_try(self._stage, leaf)
         if len(candidates) > 1:
-            for w in candidates:
+            for w, stacked in candidates:
                 with suppress(Exception):
-                    reading = self._read_as(leaf, w, types)
-                    if leaf.convention.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
+                    reading = self._read_as(leaf, w, stacked, types)
+                    if leaf.convention.stacks(reading.effective.shape) == [stacked]:
                         return reading
-        return self._read_as(leaf, candidates[0], types)
+        return self._read_as(leaf, *candidates[0], types)
 
-    def _read_as(self, leaf: Leaf, w: Any, types: Mapping[str, Any]) -> NodeReading:
+    def _read_as(self, leaf: Leaf, w: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> NodeReading:
         """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
-        stage = self._stage._for_leaf(leaf, w, typical=True)
+        stage = self._stage._for_leaf(leaf, w, typical=True, stacked=stacked)
         return NodeReading(stage, jax.eval_shape(lambda values: stage._effective(values), types))
 
     def _fails(self, leaf: Leaf) -> bool:

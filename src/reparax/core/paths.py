@@ -205,8 +205,9 @@ def require_one_place(boxes: Mapping[Names, Any]) -> None:
         if first != place and has_ancestor(box, "Variable"):
             raise ValueError(
                 f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
-                f"would diverge. Split the module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: "
-                f"`params` has it once."
+                f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps it one, or split it, "
+                f"`graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once, but no classes of "
+                f"layers, so give the axes of its arrays, or take `p = p.with_axes(rpx.roles(loss, params, batch))`."
             )
 
 

@@ -455,7 +455,8 @@ class Flat:
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
             if not axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return Convention(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
-            convention = convention.of_factor(axes)
+            ranks = vars(makers[0]) if len(makers) == 1 else {}
+            convention = convention.of_factor(axes, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
         return convention
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:

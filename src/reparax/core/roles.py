@@ -13,8 +13,12 @@ WORDS = (INPUTS, OUTPUTS, STACKED)
 PRODUCT, CONVOLUTION, TRANSPOSED, LOOKUP = "product", "convolution", "transposed convolution", "lookup"
 """How a network uses an array."""
 
+CHANNELS = "channels"
+"""The one axis along which groups of inputs lie: the last of those that no window moves along, so not of a
+convolution's window. In a matrix of flattened inputs, neighbours along it stay neighbours."""
+
 UNCUT = "uncut"
-"""All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
+"""All axes of an array but its channels: those with scales of their own where blocks lie along inputs."""
 
 VECTORS = "vectors"
 """The axes along which vectors lie: the inputs of each output, and the rows of a table that is looked up."""
@@ -97,7 +101,8 @@ class Role:
             outputs = between
         elif outputs and not inputs:
             inputs = between
-        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+        uses = tuple(replace(use, windows=followers(use.windows)) for use in self.uses)
+        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, uses=uses, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
         """The axes of more than one index whose role is unknown."""
@@ -108,13 +113,16 @@ class Role:
 def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
     unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
-    inputs, outputs, stacks = (
-        tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
-        for axes in (role.inputs, role.outputs, role.stacked)
-    )
-    uncut = tuple(sorted((*outputs, *inputs[:-1])))
+
+    def counted(axes: Iterable[int]) -> Numbers:
+        return tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
+
+    inputs, outputs, stacks = counted(role.inputs), counted(role.outputs), counted(role.stacked)
+    windows = counted(axis for use in role.uses for axis in use.windows)
+    channels = tuple(axis for axis in inputs if axis not in windows)[-1:] or inputs[-1:]
+    uncut = tuple(sorted({*inputs, *outputs} - {*channels}))
     vectors = outputs if role.is_table else inputs
-    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: uncut, VECTORS: vectors}
+    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, CHANNELS: channels, UNCUT: uncut, VECTORS: vectors}
 
 
 @dataclass(frozen=True)
@@ -141,9 +149,9 @@ class Misfit:
     def __str__(self) -> str:
         lines = ", ".join(dict.fromkeys(use.line for use in self.role.uses))
         return (
-            f"{self.stage} takes {self.field}={_show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
+            f"{self.stage} takes {self.field}={show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
             f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
-            f"axes {self.role.stacked} ({lines}). Write {self.field}={_show_axes(self.expected)}, or "
+            f"axes {self.role.stacked} ({lines}). Write {self.field}={show_axes(self.expected)}, or "
             f"`p.with_axes(rpx.roles(loss, params, batch))`."
         )
 
@@ -157,6 +165,6 @@ class Misfits(tuple[Misfit, ...]):
         return "\n".join(map(str, self)) or "All axes fit."
 
 
-def _show_axes(axes: Numbers) -> str:
+def show_axes(axes: Numbers) -> str:
     """A single axis as a number, several in a tuple."""
     return repr(axes[0] if len(axes) == 1 else axes)

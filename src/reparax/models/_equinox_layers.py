@@ -21,7 +21,7 @@ def _linear(m: Any) -> dict[str, Any]:
 def _conv(m: Any) -> dict[str, Any]:
     """A kernel, and a bias."""
     shape = m.out_channels, m.in_channels // m.groups, m.kernel_size
-    return {"weight": ("oii", *shape), "bias": ("vv", m.out_channels, (1,) * m.num_spatial_dims)}
+    return {"weight": ("oiw", *shape), "bias": ("vv", m.out_channels, (1,) * m.num_spatial_dims)}
 
 
 def _cell(m: Any, gates: int) -> dict[str, Any]:

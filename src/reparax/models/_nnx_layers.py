@@ -12,7 +12,8 @@ def _einsum(m: Any) -> dict[str, Any]:
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    known = {"kernel": (letters, *m.kernel_shape)} if len(letters) == len(m.kernel_shape) else {}
+    is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)  # no diagonal
+    known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
 
 
@@ -24,12 +25,12 @@ def _window(m: Any) -> tuple[int, ...]:
 def _conv(m: Any) -> dict[str, Any]:
     """A kernel, and a bias."""
     inputs = m.in_features // m.feature_group_count
-    return {"kernel": ("iio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
+    return {"kernel": ("wio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
 
 
 def _conv_transpose(m: Any) -> dict[str, Any]:
     """A kernel, and a bias."""
-    plain, turned = ("iio", m.in_features, m.out_features), ("ioi", m.out_features, m.in_features)
+    plain, turned = ("wio", m.in_features, m.out_features), ("woi", m.out_features, m.in_features)
     letters, *channels = turned if m.transpose_kernel else plain
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
 

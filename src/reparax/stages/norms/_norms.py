@@ -181,7 +181,8 @@ class Sphere(Constraint):
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
         output of a dense kernel ``(in, out)``. None for the whole array. Default: the only axis of a
-        vector, the inputs of each output, and the rows of a table, where they are known as for :class:`WeightNorm`.
+        vector, the inputs of each output, and the rows of a table, where they are known as for :class:`WeightNorm`. A
+        name is enough, as the vectors of a product are those of its outputs: points in the rows of a ``w`` need ``-1``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -285,7 +286,9 @@ class PoincareBall(Constraint):
 
     Args:
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
-      along: The axes along which a point's coordinates lie, as for :class:`Sphere`.
+      along: The axes along which a point's coordinates lie. Default: the only axis of a vector, and the outputs, which
+        are the last axis of a table and of a kernel ``(in, out)``, where they are known as for :class:`WeightNorm`. A
+        name is enough, as points lie along the last axis outside of networks too.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.

@@ -325,7 +325,9 @@ class Simplex(Constraint):
     is a density whose points of the simplex have the given prior.
 
     Args:
-      along: The axis along which the numbers sum to 1. Default: as for :class:`Sphere`.
+      along: The axis along which the numbers sum to 1: ``-1`` for mixture weights and the rows of a transition matrix.
+        Default: the only axis of a vector; in a network, by the class of a layer or by roles, the inputs of each output
+        and the rows of a table. The name of an array is not enough: a matrix ``w`` may as well hold distributions.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
@@ -352,6 +354,7 @@ class Simplex(Constraint):
     overcomplete: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 1
     by_roles: ClassVar[Any] = {"along": VECTORS}
+    outside_networks: ClassVar[str] = "distributions along its last axis"
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

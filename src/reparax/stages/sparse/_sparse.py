@@ -19,7 +19,7 @@ from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
 from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import Flat, Leaf
-from reparax.core.roles import INPUTS
+from reparax.core.roles import CHANNELS
 from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
@@ -151,7 +151,8 @@ class NByM(_Masked, Constraint):
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
       along: The axis along which groups are formed. Default: the inputs, where they are known as for
-        :class:`WeightNorm`.
+        :class:`WeightNorm`, and a name is enough, as sparse products have groups of inputs. Of a convolution it is the
+        channels, and of several other inputs, such as heads and their dimensions, the last.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -175,7 +176,7 @@ class NByM(_Masked, Constraint):
     m: int = field(check_whole)
     along: Axis = field(axes.check_one_along, default=LAST, kw_only=True)
 
-    by_roles: ClassVar[Any] = {"along": INPUTS}
+    by_roles: ClassVar[Any] = {"along": CHANNELS}
     acts_on_embeddings: ClassVar[Any] = property(lambda self: self.along != LAST)
 
     def __post_init__(self) -> None:
