@@ -63,6 +63,7 @@ class Bound:
       copies: For the path of each array without a value of its own, the path at which its value is.
       mean: Whether the effective array is the mean over all draws.
       formula: What the stage does here, if it is not the same at all arrays.
+      call: How the formulas are called, if arrays of one type share what is traced.
     """
 
     stage: Any
@@ -75,6 +76,7 @@ class Bound:
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
     mean: bool = False
     formula: Any = None
+    call: Any = None
 
     @cached_property
     def is_random(self) -> bool:
