@@ -130,7 +130,67 @@ def test_what_a_call_traces_serves_all_arrays_of_a_type_in_it(monkeypatch):
     params = {"a": W, "b": W, "c": W, "d": W[:1]}
     raw = p.init(params)
     del traced[:]
-    p.apply(raw)
-    assert sorted(traced) == [(1, 3), (2, 3)]
-    jax.jit(lambda raw: p.apply(raw))(raw)
+    p.apply(raw)  # once for the type of the array, and once for its numbers
     assert sorted(traced) == [(1, 3), (1, 3), (2, 3), (2, 3)]
+    jax.jit(lambda raw: p.apply(raw))(raw)
+    assert len(traced) == 8
+
+
+class Phase(rpx.Reparametrization):
+    """Numbers on the circle, by angles: an aligned value of another dtype."""
+
+    raw_values = {"t": rpx.stage.main(aligned=True)}
+    dtypes = jnp.complexfloating
+
+    def init_leaf(self, w):
+        return {"t": jnp.angle(w)}
+
+    def apply_leaf(self, values):
+        return jnp.exp(1j * values["t"])
+
+    def penalty_leaf(self, values):
+        return jnp.sum(values["t"] ** 2)
+
+    def update_leaf(self, values):
+        return {}
+
+
+class InFloat32(rpx.Reparametrization):
+    """Only arrays of bfloat16, by a default of its own, kept as float32."""
+
+    raw_values = {"v": rpx.stage.main(aligned=True)}
+
+    def default(self, w):
+        return w.dtype == jnp.bfloat16
+
+    def init_leaf(self, w):
+        return {"v": w.astype(jnp.float32)}
+
+    def apply_leaf(self, values):
+        return values["v"].astype(jnp.bfloat16)
+
+    def penalty_leaf(self, values):
+        return jnp.sum(values["v"] ** 2)
+
+
+ANGLES = np.array([0.0, 0.5, -1.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "value", "penalty"),
+    [
+        (Phase(), np.exp(1j * ANGLES), ANGLES, 2.5),
+        (Phase(where=lambda path, x: x.dtype == np.complex64), np.exp(1j * ANGLES), ANGLES, 2.5),
+        (InFloat32(), np.array([1.0, 2.0], jnp.bfloat16), np.array([1.0, 2.0], np.float32), 5.0),
+    ],
+    ids=["complex", "by a predicate", "bfloat16"],
+)
+def test_an_aligned_value_of_another_dtype_than_the_array(p, w, value, penalty):
+    params = {"w": w, "x": np.ones(2, np.float32)}
+    raw = p.init(params)
+    np.testing.assert_allclose(jax.tree.leaves(raw["w"])[0], value, atol=1e-6)
+    for effective in (p.apply(raw), p.fold(raw), jax.jit(p.apply)(raw), p.apply(p.update(raw))):
+        np.testing.assert_allclose(effective["w"], w, atol=1e-6)
+    np.testing.assert_allclose(p.penalty(raw), penalty, rtol=1e-6)
+    p.check(raw, like=params)
+    np.testing.assert_allclose(p.apply(p.set(raw, "w", w[::-1]))["w"], w[::-1], atol=1e-6)
