@@ -146,7 +146,7 @@ class Phase(rpx.Reparametrization):
         return {"t": jnp.angle(w)}
 
     def apply_leaf(self, values):
-        return jnp.exp(1j * values["t"])
+        return jax.lax.complex(jnp.cos(values["t"]), jnp.sin(values["t"]))
 
     def penalty_leaf(self, values):
         return jnp.sum(values["t"] ** 2)
