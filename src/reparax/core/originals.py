@@ -16,7 +16,7 @@ from reparax.core.paths import PyTree, describe, path_text, types_of_result
 from reparax.core.raw import FIXED, Flat, Swap, flatten, kind_of, nest
 from reparax.core.values import value_of
 from reparax.core.where import nearest
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import is_array, is_inexact
 
 
 def originals(stages: Stages, tree: Flat) -> Flat:
@@ -75,9 +75,8 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
     if (place := provenance.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
     types = provenance.effective
-    effective, w = flatten(types), jnp.asarray(w)
-    if w.shape != effective.arrays[place].shape:
-        raise _type_error(who, path, effective.arrays[place], w)
+    effective = flatten(types)
+    w = _checked_array(who, p, path, effective.arrays[place], w)
     changed = effective.with_arrays({place: w})
     for stage in reversed(p._parts):
         bounds, types = _bound_by_types(stage, types, changed, key)
@@ -87,7 +86,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
         changed = init_bound(touching, changed, Keys(key))
     for place, x in changed.arrays.items():
         if describe(x) != describe(flat.arrays[place]):
-            raise _type_error(who, path_text(place), flat.arrays[place], x)
+            raise _type_error(who, path_text(place), flat.arrays[place], describe(x))
     return nest(_with_changed(flat, changed))
 
 
@@ -106,11 +105,22 @@ def _require_alone(who: object, path: str, stage: Any, bound: Bound, changed: Fl
         )
 
 
-def _type_error(who: object, path: str, expected: Any, found: Any) -> ValueError:
-    """The error for an array of another type."""
+def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
+    """``w`` as an array of the shape and dtype that ``p`` makes; or of another precision, if ``p`` may change that."""
+    try:
+        array = jnp.asarray(w)
+    except (TypeError, ValueError):
+        raise _type_error(who, path, expected, type(w).__name__) from None
+    may_change = p.changes_type and is_inexact(array) and is_inexact(expected)
+    if array.shape != expected.shape or (array.dtype != expected.dtype and not may_change):
+        raise _type_error(who, path, expected, describe(array))
+    return array
+
+
+def _type_error(who: object, path: str, expected: Any, found: str) -> ValueError:
+    """The error for an array of another type, or for something else."""
     return ValueError(
-        f"{who} expected {describe(expected)} at {path!r}, got {describe(found)}. Pass an array of the model's shape "
-        f"and dtype."
+        f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
 
 
