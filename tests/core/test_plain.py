@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 import reparax as rpx
@@ -46,3 +47,73 @@ def test_leaves_that_are_no_floating_arrays_pass_through_as_the_same_objects(key
     raw = chain.init({"w": jnp.eye(4), **others})
     for tree in [raw, chain.update(raw), chain.apply(raw, key), chain.fold(raw)]:
         assert all(tree[name] is others[name] for name in others)
+
+
+class Numbered:
+    """A container that JAX opens, and that gives its children no names."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def tree_flatten(self) -> Any:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Any:
+        return cls(*children)
+
+
+class NumberedToo(Numbered):
+    """The same, registered by functions."""
+
+
+jax.tree_util.register_pytree_node_class(Numbered)
+jax.tree_util.register_pytree_node(NumberedToo, lambda x: (x.children, None), lambda _, xs: NumberedToo(*xs))
+ONES, BIAS = np.ones((3, 2), np.float32), np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        (Numbered(ONES, {"b": BIAS}), ["0", "1/b"]),
+        ({"a": NumberedToo(ONES, ONES), "c": [Numbered(ONES)]}, ["a/0", "a/1", "c/0/0"]),
+        (NumberedToo(Numbered(ONES), None), ["0/0"]),
+    ],
+)
+def test_children_without_names_are_numbered(tree: Any, paths: list[str]) -> None:
+    p = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1)
+    raw = p.init(tree)
+    assert list(p.raw_paths(tree)) == paths
+    jax.tree.map(np.testing.assert_array_equal, rpx.combine(*rpx.partition(raw)), raw)
+    for effective in (p.fold(raw), p.fold(p.update(raw)), p.fold(rpx.transfer(p, p, raw)), jax.jit(p.fold)(raw)):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), effective, tree)
+    p.check(raw, like=tree)
+    assert jax.tree.structure(p.apply(raw, jax.random.key(0))) == jax.tree.structure(tree)
+    twice = p.fold(p.set(raw, paths[0], 2 * ONES))
+    assert [float(np.max(x)) for x in jax.tree.leaves(twice)] == [2, *[1] * (len(paths) - 1)]
+    norms = [x for path, x in jax.tree.leaves_with_path(raw) if "'g'" in str(path)]
+    np.testing.assert_allclose(norms, np.full((len(norms), 1, 2), 3**0.5), rtol=1e-6)
+
+
+@jax.tree_util.register_pytree_node_class
+class Counted(dict[str, Any]):
+    """A mapping without names that keeps more than its items, in the order in which they came."""
+
+    def __init__(self, items: Any, step: int) -> None:
+        super().__init__(items)
+        self.step = step
+
+    def tree_flatten(self) -> Any:
+        return list(self.values()), (tuple(self), self.step)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        return cls(zip(aux[0], children, strict=True), aux[1])
+
+
+def test_a_mapping_keeps_what_it_holds_beside_its_items() -> None:
+    p, tree = rpx.Freeze(), Counted({"w": ONES, "b": BIAS}, step=7)
+    raw = p.init(tree)
+    assert p.raw_paths(tree) == {"w": "w", "b": "b"}
+    assert (raw.step, p.fold(raw).step, list(raw)) == (7, 7, ["w", "b"])
+    np.testing.assert_array_equal(raw["b"]["@freeze"]["@fixed"]["w"], BIAS)

@@ -160,15 +160,12 @@ class Reparametrization(Leafwise):
     ``Simplex``, which add up to 1."""
 
     _init_takes_key: ClassVar[bool] = False
-    _declares_terms: ClassVar[bool] = False
-    """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Remembers what the formulas of a new class take, and requires that they can be called."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
-        cls._declares_terms = _declares_terms(cls)
         cls.update_reads = _arguments_of_update(cls)
         cls._init_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
         _require_arguments(cls)
@@ -297,13 +294,14 @@ class Reparametrization(Leafwise):
         else:
             nodes = OwnNodes(self, method, tree)
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
-        return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf) for leaf, stage in pairs]
+        call = _caller(self)
+        return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
 
-    def _site_at(self, stage: Self, who: CallName, leaf: Leaf) -> Site:
+    def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
         """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
-        return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path)
+        return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call)
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
         nodes = OwnNodes(self, "apply", tree)
@@ -328,8 +326,9 @@ class Reparametrization(Leafwise):
         """The raw values at which the array starts."""
         w = arrays["w"]
         # Stages of this package are pure, so one program serves all arrays of a type; yours may look at numbers.
-        call = _call_jitted if config.is_of_package(type(self)) else call_once_per_type
-        return {"w": call(_start_values, self, w, key)}
+        is_ours = config.is_of_package(type(self))
+        values = _call_jitted(_called, _start_values, self, w, key) if is_ours else _start_values(self, w, key)
+        return {"w": values}
 
     def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
@@ -347,8 +346,8 @@ class Reparametrization(Leafwise):
         if self._in_place:
             return {"w": _array_without_draw(self, values["w"])}
         if key is None:
-            return {"w": self._effective(values["w"])}
-        return {"w": call_once_per_type(_random_array, self, values["w"], key)}
+            return {"w": site.call(_array_without_draw, self, values["w"])}
+        return {"w": site.call(_random_array, self, values["w"], key)}
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The values that ``update_leaf`` changes, which gets the gradient and the key if it takes them."""
@@ -465,17 +464,38 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
     With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
-    if (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
-        return _call_jitted(function, stage, *arrays, inline=inline)
+    if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
+        return _call_jitted(_inlined if inline else _called, function, stage, *arrays)
     return function(stage, *arrays)
 
 
-def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
+def _caller(stage: Any) -> Callable[..., Any]:
+    """How a call of a chain calls formulas of a stage: those of this package are traced once, yours in each call.
+
+    Yours may read what has changed since, such as a function that is defined anew. Its operations stand in the program
+    by themselves, as a program in it would be compiled in each call.
+    """
+    if config.is_of_package(type(stage)):
+        return call_once_per_type
+    jitted = inlined(partial(_call), static_argnums=(0, 1, 2))
+
+    def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
+        """``function(stage, *arrays)``, traced once for all arrays of the same type."""
+        return _call_jitted(jitted, function, stage, *arrays) if _is_traced(arrays) else function(stage, *arrays)
+
+    return call_once_per_call
+
+
+def _is_traced(arrays: Any) -> bool:
+    """Whether any of these arrays is traced."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+
+
+def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
     """``function(stage, *arrays)`` by one jitted function for all arrays of the same type."""
     if stage._exact_text is None:  # the formula may tell apart what equality does not
         return function(stage, *arrays)
-    results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
-    return restore_same(results, *arrays)
+    return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
 
 def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
@@ -489,7 +509,8 @@ _inlined = inlined(_call, static_argnums=(0, 1, 2))
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if stage._declares_terms else stage.apply_leaf(*args)
+    has_terms = _declares_terms(type(stage))
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if has_terms else stage.apply_leaf(*args)
 
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:

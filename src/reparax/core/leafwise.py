@@ -260,7 +260,7 @@ class Leafwise(Parametrization):
                 raise ValueError(f"{why}{where}")
 
     def _aligned_type(self, types: Mapping[str, Any]) -> Any:
-        """The type of an aligned main value, which is that of the array; None if there is none."""
+        """The type of an aligned main value, which has the shape of the array; None if there is none."""
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((types[name] for name in names if name in types), None)
 
@@ -413,7 +413,11 @@ class OwnNodes:
         """
         aligned = self._stage._aligned_type(types)
         if aligned is not None:
-            return NodeReading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
+            reading = NodeReading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
+            with suppress(Exception):  # values that do not fit make no array; what they should be is said later
+                dtype = self._read_as(leaf, aligned, types).effective.dtype
+                reading.effective = jax.ShapeDtypeStruct(aligned.shape, dtype)
+            return reading
         candidates = types_to_try(self._stage, leaf)
         if len(candidates) > 1:
             for w, stacked in candidates:

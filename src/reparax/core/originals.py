@@ -18,7 +18,7 @@ from reparax.core.site import Site
 from reparax.core.start import start_at
 from reparax.core.values import value_of
 from reparax.core.where import nearest
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import is_array, is_inexact
 
 
 def original(plan: Plan) -> Flat:
@@ -76,10 +76,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
     tree = plan.raw
     if (place := plan.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, plan.places)}.")
-    w = jnp.asarray(w)
-    if w.shape != plan.after.arrays[place].shape:
-        raise _type_error(who, path, plan.after.arrays[place], w)
-    changed = tree.with_arrays({place: w})
+    changed = tree.with_arrays({place: _checked_array(who, p, path, plan.after.arrays[place], w)})
     for step in reversed(plan.steps):
         touching = [site for site in step.sites if changed.arrays.keys() & set(site.arrays.values())]
         for site in touching:
@@ -90,7 +87,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
         changed = start_at(touching, changed, Keys(key))
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):
-            raise _type_error(who, path_text(place), tree.arrays[place], x)
+            raise _type_error(who, path_text(place), tree.arrays[place], describe(x))
     return nest(tree.with_arrays({**tree.arrays, **changed.arrays}))
 
 
@@ -104,11 +101,22 @@ def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat
         )
 
 
-def _type_error(who: object, path: str, expected: Any, found: Any) -> ValueError:
-    """The error for an array of another type."""
+def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
+    """``w`` as an array of the shape and dtype that ``p`` makes; or of another precision, if ``p`` may change that."""
+    try:
+        array = jnp.asarray(w)
+    except (TypeError, ValueError):
+        raise _type_error(who, path, expected, type(w).__name__) from None
+    may_change = p.changes_type and is_inexact(array) and is_inexact(expected)
+    if array.shape != expected.shape or (array.dtype != expected.dtype and not may_change):
+        raise _type_error(who, path, expected, describe(array))
+    return array
+
+
+def _type_error(who: object, path: str, expected: Any, found: str) -> ValueError:
+    """The error for an array of another type, or for something else."""
     return ValueError(
-        f"{who} expected {describe(expected)} at {path!r}, got {describe(found)}. Pass an array of the model's shape "
-        f"and dtype."
+        f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
 
 

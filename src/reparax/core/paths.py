@@ -12,6 +12,7 @@ from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
     GetAttrKey,
+    PyTreeDef,
     keystr,
     register_pytree_with_keys_class,
     tree_flatten_with_path,
@@ -122,13 +123,19 @@ def axis_names(box: Any) -> AxisNames | None:
 class _Named(dict[str, Any]):
     """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""
 
-    made_by: Callable[[Any], Any]
+    made_by: Any
+    """The class, if it takes a dict and keeps nothing else; or the structure, whose children are in this order."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
         """The mapping with key names, also for the mappings inside it."""
-        new = cls({key: with_key_names(mapping[key]) for key in sorted(mapping)})
-        new.made_by = type(mapping)
+        children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
+        made_by = type(mapping) if _keeps_items_alone(mapping, treedef) else treedef
+        if made_by is treedef:
+            new = cls({key: with_key_names(x) for key, x in zip(_keys_of(mapping, children), children, strict=True)})
+        else:
+            new = cls({key: with_key_names(mapping[key]) for key in sorted(mapping)})
+        new.made_by = made_by
         return new
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
@@ -137,7 +144,26 @@ class _Named(dict[str, Any]):
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
         keys, made_by = aux
-        return made_by(dict(zip(keys, children, strict=True)))
+        is_structure = isinstance(made_by, PyTreeDef)
+        return made_by.unflatten(children) if is_structure else made_by(dict(zip(keys, children, strict=True)))
+
+
+def _keeps_items_alone(mapping: Mapping[str, Any], treedef: PyTreeDef) -> bool:
+    """Whether the class of a mapping makes it again from a dict of its items."""
+    maker: Any = type(mapping)
+    try:
+        again = maker(dict(mapping))
+    except Exception:  # another argument is required
+        return False
+    return jax.tree.structure(again, is_leaf=lambda x: x is not again) == treedef
+
+
+def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
+    """The key of each child that JAX sees in a mapping; their numbers, if they are not its values in some order."""
+    for keys in (list(mapping), sorted(mapping)):
+        if len(keys) == len(children) and all(mapping[key] is x for key, x in zip(keys, children, strict=True)):
+            return keys
+    return [str(i) for i in range(len(children))]
 
 
 def _is_unnamed(x: object) -> bool:
@@ -168,12 +194,13 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
     """The names on the path to each leaf, the leaves, and the treedef.
 
-    The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is.
+    The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is. The
+    children of a container that names none are numbered.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
-    if FlattenedIndexKey in map(type, keys):
-        return flatten_with_names(with_names(tree, is_leaf), is_leaf)
+    if FlattenedIndexKey in map(type, keys) and (named := with_names(tree, is_leaf)) is not tree:
+        return flatten_with_names(named, is_leaf)
     boxes: set[Any] = set()
     if _VALUE in keys:
         nodes = {keypath: x for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)}

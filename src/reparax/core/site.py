@@ -32,6 +32,7 @@ class Site:
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
       formula: What the stage does here, if it is not the same at all arrays.
+      call: How the formulas are called, if arrays of one type share what is traced.
     """
 
     stage: Any
@@ -43,6 +44,7 @@ class Site:
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
     formula: Any = None
+    call: Any = None
 
     @property
     def places_read(self) -> list[Names]:

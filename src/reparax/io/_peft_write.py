@@ -301,7 +301,7 @@ def _write_beside(
 def _require_saved(
     saved_modules: Collection[str], adapted_modules: Collection[str], free: Collection[str], targets: Targets
 ) -> None:
-    """Refuses modules to save whole that PEFT would have to adapt, to freeze in part, or that it would find in others."""
+    """Refuses modules to save whole that PEFT would adapt, freeze in part, or find in others."""
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:

@@ -1,0 +1,196 @@
+"""Stages of one's own, whose formulas may read what changes between calls, as in a notebook."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+
+
+def helper(x):
+    return 2 * x
+
+
+class Own(rpx.Reparametrization):
+    """Reads a global function, an attribute of its class, and a function in a tuple, as well as its raw value."""
+
+    raw_values = {"x": rpx.stage.main(aligned=True)}
+    gain = 1
+    functions: tuple = ()
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        x = helper(values["x"]) * self.gain
+        return self.functions[0](x) if self.functions else x
+
+
+class OwnDraw(rpx.Reparametrization):
+    """The same with a draw, of which the formula uses nothing."""
+
+    raw_values = {"x": rpx.stage.main(aligned=True)}
+    stochastic = True
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values, key):
+        return helper(values["x"])
+
+    def mean_leaf(self, values):
+        return helper(values["x"])
+
+
+class OwnNoise(rpx.VarNoise):
+    """A noise of this package with a formula of one's own."""
+
+    def perturb(self, w, drawn):
+        return helper(w)
+
+    def merged_with(self, later):
+        return None
+
+
+class OwnTogether(rpx.stage.Joint):
+    """A stage on several arrays."""
+
+    def init_leaves(self, arrays):
+        return {path: {"x": w} for path, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {path: helper(held["x"]) for path, held in values.items()}
+
+
+class OwnTerms(rpx.Reparametrization):
+    """A stage that says its terms."""
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def terms_leaf(self, values):
+        return [rpx.stage.Term("ij->ij", helper(values["x"]))]
+
+
+KEY = jax.random.key(0)
+W = np.ones((2, 3), np.float32)
+
+
+def numbers_of(p, raw, w="w"):
+    """One entry of the effective array, by each way to compute it; and its slope."""
+
+    def entry(raw):
+        return p.apply(raw, KEY)[w].ravel()[0]
+
+    slopes = jax.tree.leaves(jax.grad(lambda raw: entry(raw) + 0 * sum(map(jnp.sum, jax.tree.leaves(raw))))(raw))
+    return [
+        float(entry(raw)),
+        float(p.fold(raw)[w].ravel()[0]),
+        float(jax.jit(lambda raw: entry(raw))(raw)),
+        float(sum(map(jnp.sum, slopes))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "p",
+    [Own(), Own(stacked=0), Own() >> Own(where=".*"), OwnDraw(), OwnNoise(0.1), OwnTogether(), OwnTerms()],
+    ids=lambda p: f"{p}",
+)
+def test_a_helper_defined_anew(p, monkeypatch):
+    raw, folded = p.init({"w": W}), len(p.deterministic)  # the mean of noise is the weight
+    assert numbers_of(p, raw) == [2 ** len(p), 2**folded, 2 ** len(p), 2 ** len(p)]
+    monkeypatch.setitem(globals(), "helper", lambda x: 5 * x)
+    assert numbers_of(p, raw) == [5 ** len(p), 5**folded, 5 ** len(p), 5 ** len(p)]
+
+
+def test_an_attribute_of_the_class_set_anew(monkeypatch):
+    p = Own()
+    raw = p.init({"w": W})
+    assert numbers_of(p, raw) == [2] * 4
+    monkeypatch.setattr(Own, "gain", 3)
+    assert numbers_of(p, raw) == [6] * 4
+    monkeypatch.setattr(Own, "apply_leaf", lambda self, values: 7 * values["x"])
+    assert numbers_of(p, raw) == [7] * 4
+
+
+def test_a_variable_of_a_closure_changed():
+    slope = 3
+    p = Own((lambda x: slope * x,))
+    raw = p.init({"w": W})
+    assert numbers_of(p, raw) == [6] * 4
+    slope = 4
+    assert numbers_of(p, raw) == [8] * 4
+
+
+def test_what_a_call_traces_serves_all_arrays_of_a_type_in_it(monkeypatch):
+    traced = []
+    monkeypatch.setitem(globals(), "helper", lambda x: traced.append(x.shape) or x)
+    p = Own()
+    params = {"a": W, "b": W, "c": W, "d": W[:1]}
+    raw = p.init(params)
+    del traced[:]
+    p.apply(raw)  # once for the type of the array, and once for its numbers
+    assert sorted(traced) == [(1, 3), (1, 3), (2, 3), (2, 3)]
+    jax.jit(lambda raw: p.apply(raw))(raw)
+    assert len(traced) == 8
+
+
+class Phase(rpx.Reparametrization):
+    """Numbers on the circle, by angles: an aligned value of another dtype."""
+
+    raw_values = {"t": rpx.stage.main(aligned=True)}
+    dtypes = jnp.complexfloating
+
+    def init_leaf(self, w):
+        return {"t": jnp.angle(w)}
+
+    def apply_leaf(self, values):
+        return jax.lax.complex(jnp.cos(values["t"]), jnp.sin(values["t"]))
+
+    def penalty_leaf(self, values):
+        return jnp.sum(values["t"] ** 2)
+
+    def update_leaf(self, values):
+        return {}
+
+
+class InFloat32(rpx.Reparametrization):
+    """Only arrays of bfloat16, by a default of its own, kept as float32."""
+
+    raw_values = {"v": rpx.stage.main(aligned=True)}
+
+    def default(self, w):
+        return w.dtype == jnp.bfloat16
+
+    def init_leaf(self, w):
+        return {"v": w.astype(jnp.float32)}
+
+    def apply_leaf(self, values):
+        return values["v"].astype(jnp.bfloat16)
+
+    def penalty_leaf(self, values):
+        return jnp.sum(values["v"] ** 2)
+
+
+ANGLES = np.array([0.0, 0.5, -1.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "value", "penalty"),
+    [
+        (Phase(), np.exp(1j * ANGLES), ANGLES, 2.5),
+        (Phase(where=lambda path, x: x.dtype == np.complex64), np.exp(1j * ANGLES), ANGLES, 2.5),
+        (InFloat32(), np.array([1.0, 2.0], jnp.bfloat16), np.array([1.0, 2.0], np.float32), 5.0),
+    ],
+    ids=["complex", "by a predicate", "bfloat16"],
+)
+def test_an_aligned_value_of_another_dtype_than_the_array(p, w, value, penalty):
+    params = {"w": w, "x": np.ones(2, np.float32)}
+    raw = p.init(params)
+    np.testing.assert_allclose(jax.tree.leaves(raw["w"])[0], value, atol=1e-6)
+    for effective in (p.apply(raw), p.fold(raw), jax.jit(p.apply)(raw), p.apply(p.update(raw))):
+        np.testing.assert_allclose(effective["w"], w, atol=1e-6)
+    np.testing.assert_allclose(p.penalty(raw), penalty, rtol=1e-6)
+    p.check(raw, like=params)
+    np.testing.assert_allclose(p.apply(p.set(raw, "w", w[::-1]))["w"], w[::-1], atol=1e-6)
