@@ -89,7 +89,7 @@ class Groups:
 
 
 @shows_usage
-def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
+def axis_groups(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Groups:
     """The groups of axes of the parameters, the first argument of ``fun``, that are one axis of the network.
 
     Permuting all members of a group in the same way changes the result of ``fun`` only by rounding. The groups are read
