@@ -50,9 +50,10 @@ class Perturbation(Leafwise):
         is ``in``. Default: none.
 
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
-    array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
-    stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`number_field`.
+    array: a dict of regular expressions that must match the whole path, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``, of
+    which the first that matches decides, and where the stage does not act on arrays that none matches; or a function
+    ``(path, array) -> number``, which may look at the array's shape and dtype. A field of your own stage takes these if
+    you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

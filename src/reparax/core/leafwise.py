@@ -177,7 +177,7 @@ class Leafwise(Parametrization):
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
         if not self._axes_by_path:
             return self
-        if not all(axes.matching(path) for axes in self._axes_by_path.values()):
+        if not all(axes.matches(path) for axes in self._axes_by_path.values()):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
 
@@ -189,7 +189,7 @@ class Leafwise(Parametrization):
         if self._is_uniform:
             return self
         for name, axes in self._axes_by_path.items():
-            if not axes.matching(leaf.path):
+            if not axes.matches(leaf.path):
                 raise ValueError(
                     f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
                 )

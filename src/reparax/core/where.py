@@ -382,6 +382,14 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
     )
 
 
+def decides_nothing(pattern: str, path: str, first: str) -> str:
+    """That an expression of a dict decides nothing, as ``first`` decides for a path that it matches; what to write."""
+    return (
+        f"{pattern!r}, but it decides nothing: the first expression that matches a path decides, which is {first!r} "
+        f"for {path!r}. Write {pattern!r} before {first!r}."
+    )
+
+
 def why_nothing(where: Where, paths: Sequence[str]) -> str:
     """Why a selection takes none of these paths, and what to write."""
     unique = list(dict.fromkeys(paths))
