@@ -1,6 +1,6 @@
 """Plain trees of arrays, and leaves that are none."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Numbers that differ from array to array."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ def shift(p, params, key=KEY):
 
 
 TWO = {"decoder/.*": 0.5, "encoder/kernel": 0.25}
+NESTED = {"decoder/kernel": 0.5, "decoder/.*": 0.125, ".*": 0.25}  # the first that matches decides
 
 
 def test_each_array_has_the_number_of_the_expression_that_matches_it():
@@ -35,6 +38,30 @@ def test_each_array_has_the_number_of_the_expression_that_matches_it():
     for path, number in ((("decoder", "kernel"), 0.5), (("decoder", "bias"), 0.5), (("encoder", "kernel"), 0.25)):
         np.testing.assert_allclose(got[path[0]][path[1]], number * one[path[0]][path[1]], rtol=1e-6)
     assert not got["encoder"]["bias"].any()  # which none matches
+
+
+def test_the_first_expression_that_matches_decides():
+    params = jax.tree.map(np.zeros_like, model())
+    p, one = rpx.VarNoise(NESTED), shift(rpx.VarNoise(1.0), params)
+    numbers = {"decoder": {"kernel": 0.5, "bias": 0.125}, "encoder": {"kernel": 0.25, "bias": 0.25}}
+    for chain in (p, rpx.from_json(p.to_json()), pickle.loads(pickle.dumps(p))):
+        assert chain == p
+        assert repr(chain) == "VarNoise({'decoder/kernel': 0.5, 'decoder/.*': 0.125, '.*': 0.25})"
+        got = shift(chain, params)
+        jax.tree.map(lambda x, y, n: np.testing.assert_allclose(x, n * y, rtol=1e-6), got, one, numbers)
+    assert p != rpx.VarNoise(dict(reversed(NESTED.items())))
+
+
+def test_the_first_expression_decides_which_axes():
+    p = rpx.WeightNorm(axis={"decoder/.*": 0, ".*kernel": 1})
+    raw = p.init(model())
+    for layer, axis in (("decoder", 0), ("encoder", 1)):
+        norms = np.linalg.norm(model()[layer]["kernel"], axis=1 - axis, keepdims=True)
+        np.testing.assert_allclose(raw[layer]["kernel"]["@weight_norm"]["g"], norms, rtol=1e-5)
+    stacked = rpx.WeightNorm(axis=-1, stacked={"decoder/.*": 0, ".*": ()}, where=".*kernel")
+    assert stacked.init({"decoder": {"kernel": normal(2, 3, 4)}, "encoder": {"kernel": normal(3, 4)}})["decoder"][
+        "kernel"
+    ]["@weight_norm"]["g"].shape == (2, 1, 4)
 
 
 def test_a_function_of_path_and_array_gives_the_number():

@@ -23,7 +23,7 @@ NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
 
 @shows_usage
-def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
+def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
     """The role of each axis of each parameter in ``fun(*args, **kwargs)``.
 
     The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
@@ -167,7 +167,7 @@ def _products_between(products: Iterable[DataProduct], between: Sequence[Between
 
 @shows_usage
 def check_axes(
-    p: Parametrization, fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwargs: Any
+    p: Parametrization, fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any
 ) -> Misfits:
     """The axes of ``p`` that do not fit the products of ``fun(*args, **kwargs)``.
 

@@ -19,7 +19,7 @@ from reparax.core.calls import shows_usage, takes, wrong_arguments
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
 from reparax.core.values import Values, check_values
-from reparax.core.where import check_where, why_nothing
+from reparax.core.where import check_where, decides_nothing, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number
 
 Check = Callable[[Any, str, str], Any]
@@ -305,7 +305,7 @@ TYPICAL = 0.5
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class ByPath:
-    """A number for each regular expression; exactly one must match an array's whole path."""
+    """A number for each regular expression; the first that matches an array's whole path decides."""
 
     patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
@@ -322,18 +322,33 @@ class ByPath:
     def __repr__(self) -> str:
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
-    def matching(self, path: str) -> list[int]:
-        """The indices of the expressions that match a path."""
-        return [i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)]
+    def index_of(self, path: str) -> int | None:
+        """The index of the expression that decides for a path; None if none matches it."""
+        return next((i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)), None)
+
+    def matches(self, path: str) -> bool:
+        """Whether any expression matches a path."""
+        return self.index_of(path) is not None
 
     def of(self, paths: Sequence[str]) -> ByPath:
-        """The expressions that match some of these paths."""
-        matching = sorted({i for path in paths for i in self.matching(path)})
-        return ByPath(tuple(self.patterns[i] for i in matching), tuple(self.numbers[i] for i in matching))
+        """The expressions that decide for some of these paths."""
+        deciding = sorted({i for path in paths if (i := self.index_of(path)) is not None})
+        return ByPath(tuple(self.patterns[i] for i in deciding), tuple(self.numbers[i] for i in deciding))
 
     def at(self, path: str, array: Any) -> Any:
-        """The number for the array at ``path``, which one expression matches."""
-        return self.numbers[self.matching(path)[0]]
+        """The number for the array at ``path``, which an expression matches."""
+        (number,) = self.of([path]).numbers
+        return number
+
+    def require_all_decide(self, who: str, paths: Sequence[str]) -> None:
+        """Requires that each expression decides for one of these paths."""
+        deciding = self.of(paths).patterns
+        for pattern in [pattern for pattern in self.patterns if pattern not in deciding]:
+            path = next((path for path in paths if re.fullmatch(pattern, path)), None)
+            if path is None:
+                raise ValueError(f"{who} for {pattern!r}, but {why_nothing(pattern, paths)}")
+            first = next(other for other in self.patterns if re.fullmatch(other, path))
+            raise ValueError(f"{who} for {decides_nothing(pattern, path, first)}")
 
 
 config.register_class(ByPath)
@@ -427,26 +442,11 @@ def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[
     """The leaves that have a number in each field that gives numbers by path.
 
     Raises:
-      ValueError: If an expression matches nothing, or if two match one path.
+      ValueError: If an expression decides for no path.
     """
     kept = list(leaves)
-    numbers_by_path = {name: value for name, value in numbers.items() if isinstance(value, ByPath)}
-    for name, by_path in numbers_by_path.items():
-        indices_of_path = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
-        _require_one_match(f"{who} got {name}", by_path, indices_of_path)
-        used = {i for indices in indices_of_path.values() for i in indices}
-        if unused := [pattern for i, pattern in enumerate(by_path.patterns) if i not in used]:
-            why = why_nothing(unused[0], [leaf.path for leaf in leaves])
-            raise ValueError(f"{who} got {name} for {unused[0]!r}, but {why}")
-        kept = [leaf for leaf in kept if indices_of_path[leaf.path]]
+    for name, value in numbers.items():
+        if isinstance(value, ByPath):
+            value.require_all_decide(f"{who} got {name}", [leaf.path for leaf in kept])
+            kept = [leaf for leaf in kept if value.matches(leaf.path)]
     return kept
-
-
-def _require_one_match(what: str, by_path: ByPath, indices_of_path: Mapping[str, Sequence[int]]) -> None:
-    """Requires that no path matches two expressions, whose indices are given for each path."""
-    for path, indices in indices_of_path.items():
-        if len(indices) > 1:
-            pattern, other_pattern = (by_path.patterns[i] for i in indices[:2])
-            raise ValueError(
-                f"{what} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the expressions."
-            )

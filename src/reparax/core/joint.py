@@ -17,7 +17,7 @@ from reparax.core import checks
 from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.calls import CallName
 from reparax.core.config import code
-from reparax.core.leafwise import Leafwise, OwnNodes
+from reparax.core.leafwise import Leafwise, Nodes
 from reparax.core.paths import Names, path_text
 from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import Misfit, Role
@@ -140,8 +140,8 @@ class Joint(Leafwise):
     def _leaves_to_join(self, method: str, tree: Flat) -> Sequence[Leaf]:
         """The leaves that ``where`` selects, or all in which ``arrays`` looks; after ``init`` only marker dicts."""
         if method != "init":
-            nodes = OwnNodes(self, method, tree, together=True)
-            return nodes.leaves if self.arrays else nodes.selected()
+            nodes = Nodes(self, CallName(self, method), tree)
+            return nodes.own if self.arrays else nodes.selected()
         return tree.leaves() if self.arrays else [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:

@@ -18,7 +18,7 @@ from reparax.core import checks, config
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
-from reparax.core.leafwise import Leafwise, OwnNodes
+from reparax.core.leafwise import Leafwise, Nodes
 from reparax.core.paths import has_symbols, type_of
 from reparax.core.raw import Flat, Leaf
 from reparax.core.site import RawValues, Site, site_of
@@ -49,9 +49,10 @@ class Perturbation(Leafwise):
         is ``in``. Default: none.
 
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
-    array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
-    stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`number_field`.
+    array: a dict of regular expressions that must match the whole path, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``, of
+    which the first that matches decides, and where the stage does not act on arrays that none matches; or a function
+    ``(path, array) -> number``, which may look at the array's shape and dtype. A field of your own stage takes these if
+    you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -292,7 +293,7 @@ class Reparametrization(Leafwise):
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
         else:
-            nodes = OwnNodes(self, method, tree)
+            nodes = Nodes(self, CallName(self, method), tree)
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
         call = _caller(self)
         return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
@@ -301,12 +302,13 @@ class Reparametrization(Leafwise):
         """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
-        return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call)
+        types = None if leaf.read_type is None else {"w": leaf.array}
+        return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
-        nodes = OwnNodes(self, "apply", tree)
-        for leaf in nodes.leaves:
-            if leaf.path == path and not leaf.is_foreign:
+        nodes = Nodes(self, CallName(self, "apply"), tree)
+        for leaf in nodes.own:
+            if leaf.path == path:
                 nodes.stage_at(leaf)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:

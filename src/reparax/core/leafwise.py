@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.paths import AxisNames, Names, type_of
+from reparax.core.paths import AxisNames, Names
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
 from reparax.core.site import Site
@@ -52,7 +52,6 @@ from reparax.core.where import (
 )
 from reparax.numerics.arithmetic import is_array
 
-ArrayAt = Callable[[Leaf], Any]
 StackedAt = Callable[[Leaf, Any], AxisNumbers]
 
 
@@ -180,7 +179,7 @@ class Leafwise(Parametrization):
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
         if not self._axes_by_path:
             return self
-        if not all(axes.matching(path) for axes in self._axes_by_path.values()):
+        if not all(axes.matches(path) for axes in self._axes_by_path.values()):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
 
@@ -193,7 +192,7 @@ class Leafwise(Parametrization):
         if self._is_uniform:
             return self
         for name, axes in self._axes_by_path.items():
-            if not axes.matching(leaf.path):
+            if not axes.matches(leaf.path):
                 raise ValueError(
                     f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
                 )
@@ -229,12 +228,9 @@ class Leafwise(Parametrization):
     def sites(self, method: str, tree: Flat) -> list[Site]: ...
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""
-        leaves = tree.leaves(bases=self._takes_base)
-        if method != "init":
-            for leaf in leaves:
-                leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
-        return [(leaf, self._checked_for(method, leaf)) for leaf in self._selected(method, leaves)]
+        """The arrays that the stage takes, each with the stage as it acts on it."""
+        leaves = self._selected(method, tree.leaves(bases=self._takes_base))
+        return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
@@ -268,23 +264,14 @@ class Leafwise(Parametrization):
         """The array of raw values, without randomness."""
         raise NotImplementedError
 
-    def _selected(
-        self,
-        method: str,
-        leaves: Sequence[Leaf],
-        array_at: ArrayAt = lambda leaf: leaf.content,
-        stacked_at: StackedAt | None = None,
-    ) -> list[Leaf]:
-        """The leaves of a tree on which the stage acts.
-
-        ``array_at`` gives the array at a leaf, or its type, and ``stacked_at`` its stacked axes.
-        """
+    def _selected(self, method: str, leaves: Sequence[Leaf], stacked_at: StackedAt | None = None) -> list[Leaf]:
+        """The leaves of a tree on which the stage acts; ``stacked_at`` gives the stacked axes of one."""
         who = CallName(self, method)
 
         def acts_by_default(leaf: Leaf) -> bool:
-            return self._acts_by_default(who, leaf, array_at, stacked_at or self._stacked_at)
+            return self._acts_by_default(who, leaf, stacked_at or self._stacked_at)
 
-        chosen = choose(who, self.where, leaves, acts_by_default, array_at)
+        chosen = choose(who, self.where, leaves, acts_by_default)
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
             return []
         if not chosen:
@@ -295,7 +282,7 @@ class Leafwise(Parametrization):
             require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
         return chosen
 
-    def _acts_by_default(self, who: CallName, leaf: Leaf, array_at: ArrayAt, stacked_at: StackedAt) -> bool:
+    def _acts_by_default(self, who: CallName, leaf: Leaf, stacked_at: StackedAt) -> bool:
         """Whether the stage acts on a main value if ``where`` is not given."""
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
@@ -304,7 +291,7 @@ class Leafwise(Parametrization):
             return True  # the effective array does not show the type of the model's
         if self.at_path(leaf.path) is None:
             return False
-        w = array_at(leaf)
+        w = leaf.array
         with locate_errors(who.at(leaf.path)):
             stacked = stacked_at(leaf, w)
         return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
@@ -321,56 +308,47 @@ class Leafwise(Parametrization):
         return misfits(self, tree, roles)
 
 
-@dataclass
-class NodeReading:
-    """What raw values say of their array.
-
-    Attributes:
-      stage: The stage at the array, with typical numbers.
-      effective: The type of the array.
-      is_checked: Whether ``init`` is known to give such values for such an array.
-    """
+class Reading(NamedTuple):
+    """What raw values say of their array: the stage there, with typical numbers, and the type of the array."""
 
     stage: Any
     effective: Any
-    is_checked: bool = False
 
 
-class OwnNodes:
-    """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
+class Nodes:
+    """The marker dicts of a stage's kind in a raw tree, each in place of its array.
 
     Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs. A formula that takes several
-    arrays ``together`` cannot be asked about one.
+    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
+
+    Attributes:
+      leaves: All leaves of the tree.
     """
 
-    def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        """Reads the types of all values; requires a marker dict of the stage's kind."""
-        self._stage = stage
-        self._who = CallName(stage, method)
-        self._readings = dict[Any, NodeReading]()
+    def __init__(self, stage: Any, who: CallName, tree: Flat) -> None:
+        """Requires a marker dict of the stage's kind, and arrays in each."""
+        self._stage, self._who = stage, who
+        self._readings, self._checked = dict[Any, Reading](), set[Any]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
-            raise no_own_node_error(self._who, stage.kind, nest(tree))
-        self._all_leaves = tree.with_nodes(nodes).leaves(bases=stage._takes_base)
-        self.leaves = [leaf for leaf in self._all_leaves if isinstance(leaf.content, Node)]
-        self._types = dict[Names, Any]()
-        for leaf in self.leaves:
-            with locate_errors(self._who.at(leaf.path)):
-                self._types[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
-        if not together and not by_path(stage.where) and len(self.leaves) > 1:
-            self._mark_foreign()
+            raise no_own_node_error(who, stage.kind, nest(tree))
+        self.leaves = tree.with_nodes(nodes).leaves(bases=stage._takes_base)
+        self._types = dict[Names, dict[str, Any]]()
+        for leaf in self.own:
+            with locate_errors(who.at(leaf.path)):
+                self._types[leaf.place] = tree.values_of(leaf.content)
+            leaf.read_type = self._type_at
 
-    def _mark_foreign(self) -> None:
-        """Marks the leaves on which the formula fails as those of another stage, if there are others."""
-        foreign = [leaf for leaf in self.leaves if self._fails(leaf)]
-        if len(foreign) < len(self.leaves):
-            for leaf in foreign:
-                leaf.is_foreign = True
+    @property
+    def own(self) -> list[Leaf]:
+        """The marker dicts."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
 
     def selected(self) -> list[Leaf]:
         """The leaves that the stage selects, each with a marker dict."""
-        chosen = self._stage._selected(self._who.method, self._all_leaves, self._type_at)
+        if not by_path(self._stage.where) and len(self.own) > 1:
+            self._mark_foreign()
+        chosen = self._stage._selected(self._who.method, self.leaves)
         for leaf in chosen:
             if not isinstance(leaf.content, Node):
                 raise ValueError(
@@ -379,58 +357,12 @@ class OwnNodes:
                 )
         return chosen
 
-    def stage_at(self, leaf: Leaf) -> Any:
-        """The stage as it acts on the values at a leaf.
-
-        Raises:
-          ValueError: If ``init`` would not give such values for such an array.
-        """
-        reading = self._reading(leaf)
-        with locate_errors(self._who.at(leaf.path)):
-            if not reading.is_checked:
-                reading.stage._require_start(self._types[leaf.place], reading.effective)
-                reading.is_checked = True
-            # The stage that read the values has typical numbers.
-            return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
-
-    def _type_at(self, leaf: Leaf) -> Any:
-        """The type of an array."""
-        return self._reading(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
-
-    def _reading(self, leaf: Leaf) -> NodeReading:
-        """What the values at a leaf say, read once for all leaves with equal values."""
-        types = self._types[leaf.place]
-        group = *self._stage._what_sets_axes(leaf), *types.items()
-        if group not in self._readings:
-            with locate_errors(self._who.at(leaf.path)):
-                self._readings[group] = self._read(leaf, types)
-        return self._readings[group]
-
-    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> NodeReading:
-        """What raw values of these types say of their array.
-
-        If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
-        """
-        aligned = self._stage._aligned_type(types)
-        if aligned is not None:
-            reading = NodeReading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
-            with suppress(Exception):  # values that do not fit make no array; what they should be is said later
-                dtype = self._read_as(leaf, aligned, types).effective.dtype
-                reading.effective = jax.ShapeDtypeStruct(aligned.shape, dtype)
-            return reading
-        candidates = types_to_try(self._stage, leaf)
-        if len(candidates) > 1:
-            for w, stacked in candidates:
-                with suppress(Exception):
-                    reading = self._read_as(leaf, w, stacked, types)
-                    if leaf.convention.stacks(reading.effective.shape) == [stacked]:
-                        return reading
-        return self._read_as(leaf, *candidates[0], types)
-
-    def _read_as(self, leaf: Leaf, w: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> NodeReading:
-        """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
-        stage = self._stage._for_leaf(leaf, w, typical=True, stacked=stacked)
-        return NodeReading(stage, jax.eval_shape(lambda values: stage._effective(values), types))
+    def _mark_foreign(self) -> None:
+        """Marks the leaves on which the formula fails as those of another stage, if there are others."""
+        foreign = [leaf for leaf in self.own if self._fails(leaf)]
+        if len(foreign) < len(self.own):
+            for leaf in foreign:
+                leaf.is_foreign = True
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
@@ -438,3 +370,62 @@ class OwnNodes:
             return self._type_at(leaf) is None
         except Exception:
             return True
+
+    def stage_at(self, leaf: Leaf) -> Any:
+        """The stage as it acts on the values at a leaf.
+
+        Raises:
+          ValueError: If ``init`` would not give such values for such an array.
+        """
+        reading, group = self._reading(leaf), self._group(leaf)
+        with locate_errors(self._who.at(leaf.path)):
+            if group not in self._checked:
+                reading.stage._require_start(self._types[leaf.place], reading.effective)
+                self._checked.add(group)
+            return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
+
+    def _type_at(self, leaf: Leaf) -> Any:
+        """The type of the array."""
+        return self._reading(leaf).effective
+
+    def _group(self, leaf: Leaf) -> Any:
+        """What is equal for leaves whose values say the same."""
+        return *self._stage._what_sets_axes(leaf), *self._types[leaf.place].items()
+
+    def _reading(self, leaf: Leaf) -> Reading:
+        """What the values at a leaf say, read once for all leaves with equal values."""
+        group = self._group(leaf)
+        if group not in self._readings:
+            with locate_errors(self._who.at(leaf.path)):
+                self._readings[group] = self._read(leaf, self._types[leaf.place])
+        return self._readings[group]
+
+    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
+        """What raw values of these types say of their array.
+
+        If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
+        """
+        aligned = self._stage._aligned_type(types)
+        if aligned is not None:
+            reading = Reading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
+            with suppress(Exception):  # values that do not fit make no array; what they should be is said later
+                dtype = _type_made(reading.stage, types).dtype
+                return reading._replace(effective=jax.ShapeDtypeStruct(aligned.shape, dtype))
+            return reading
+        candidates = types_to_try(self._stage, leaf)
+        for w, stacked in candidates if len(candidates) > 1 else ():
+            with suppress(Exception):
+                reading = self._read_as(leaf, w, stacked, types)
+                if leaf.convention.stacks(reading.effective.shape) == [stacked]:
+                    return reading
+        return self._read_as(leaf, *candidates[0], types)
+
+    def _read_as(self, leaf: Leaf, w: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Reading:
+        """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
+        stage = self._stage._for_leaf(leaf, w, typical=True, stacked=stacked)
+        return Reading(stage, _type_made(stage, types))
+
+
+def _type_made(stage: Any, types: Mapping[str, Any]) -> Any:
+    """The type of the array that a stage makes of raw values."""
+    return jax.eval_shape(lambda values: stage._effective(values), dict(types))

@@ -124,8 +124,10 @@ def _types_made(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
     """
     arrays, made, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
-        if not site.nodes and not site.stage.changes_type:
-            types: Mapping[str, Any] = {name: arrays[place] for name, place in site.arrays.items()}
+        if site.types is not None:
+            types = site.types
+        elif not site.nodes and not site.stage.changes_type:
+            types = {name: arrays[place] for name, place in site.arrays.items()}
         else:
             group = identity(site.stage), id(site.formula), *_types_read(site, arrays)
             if group not in types_of_group:

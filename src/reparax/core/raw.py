@@ -6,7 +6,7 @@ main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -79,6 +79,7 @@ class Leaf:
       content: What stands there.
       tree: The tree that it is from, if anything but its path is known.
       is_foreign: Whether it is a marker dict that another stage of the same kind made.
+      read_type: How the type of the array is found for which a marker dict stands.
     """
 
     place: Names
@@ -91,6 +92,12 @@ class Leaf:
     content: Any = None
     tree: "Flat | None" = None
     is_foreign: bool = False
+    read_type: "Callable[[Leaf], Any] | None" = None
+
+    @property
+    def array(self) -> Any:
+        """The array, or its type; of a marker dict the type of the array for which it stands."""
+        return self.content if self.read_type is None else self.read_type(self)
 
     @cached_property
     def convention(self) -> Convention:

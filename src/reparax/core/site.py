@@ -32,6 +32,7 @@ class Site:
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
       formula: What the stage does here, if it is not the same at all arrays.
+      types: The types of the effective arrays, if they are known.
       call: How the formulas are called, if arrays of one type share what is traced.
     """
 
@@ -44,6 +45,7 @@ class Site:
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
     formula: Any = None
+    types: Mapping[str, Any] | None = None
     call: Any = None
 
     @property

@@ -252,17 +252,8 @@ def is_table(leaf: Leaf) -> bool:
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
-def choose(
-    who: object,
-    where: Where,
-    leaves: Sequence[Leaf],
-    by_default: Callable[[Leaf], bool],
-    array_at: Callable[[Leaf], Any],
-) -> list[Leaf]:
-    """The leaves that a stage acts on: those that ``where`` takes, or without it those that it takes ``by_default``.
-
-    ``array_at`` gives what a predicate gets of a leaf: the array, or its type.
-    """
+def choose(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
+    """The leaves that a stage acts on: those that ``where`` takes, or without it those that it takes ``by_default``."""
 
     def is_chosen(leaf: Leaf) -> bool:
         """Whether the selection takes a leaf that it sees."""
@@ -274,7 +265,7 @@ def choose(
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
         if isinstance(where, Selected):  # it does not select values that stages put below its leaves
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
-        return _ask_predicate(who, where, leaf.path, array_at(leaf))
+        return _ask_predicate(who, where, leaf.path, leaf.array)
 
     if leaves and isinstance(where, Selected):
         _require_paths(who, where, _known_paths(leaves))
@@ -379,6 +370,14 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
     return (
         f"no path matches {pattern!r} as a whole. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
         f"Correct the expression; `.*` matches any text."
+    )
+
+
+def decides_nothing(pattern: str, path: str, first: str) -> str:
+    """That an expression of a dict decides nothing, as ``first`` decides for a path that it matches; what to write."""
+    return (
+        f"{pattern!r}, but it decides nothing: the first expression that matches a path decides, which is {first!r} "
+        f"for {path!r}. Write {pattern!r} before {first!r}."
     )
 
 

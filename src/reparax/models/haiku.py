@@ -112,12 +112,12 @@ class _Pair(base.Functions):
         """The same pair without noise, to evaluate."""
         return parametrized(self.network, self.p.deterministic, updates=base.BY_HAND)
 
-    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
+    def _init(self, /, rng: Any, *args: Any, **kwargs: Any) -> Any:
         """``init`` of the pair: raw variables."""
         plain = self.network.init(rng, *args, **kwargs)
         return self.start(*(plain if self._count == 2 else (plain,)), rng if self.p.random_init else None)
 
-    def _call(self, variables: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, variables: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the network with the effective parameters."""
         rng = inspect.signature(self.network.apply).bind(*variables, *args, **kwargs).arguments.get("rng")
         if self.p.stochastic and rng is None:
@@ -147,7 +147,7 @@ class _WithoutState(_Pair, hk.Transformed):
     def _has_fixed(self, *_: Any) -> bool:
         return True
 
-    def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, /, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the pair, which takes a raw tree."""
         return self._call((params,), *args, **kwargs)
 
@@ -172,7 +172,7 @@ class _WithState(_Pair, hk.TransformedWithState):
     def _has_fixed(self, *variables: Any) -> bool:
         return _FIXED in variables[1]
 
-    def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, /, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the pair: the output, and a state with the values that do not train."""
         state = state or {}  # haiku's own gives None
         if self.advances:

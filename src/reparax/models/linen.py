@@ -79,7 +79,7 @@ def parametrized(
     return wrapper(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
 
 
-def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
+def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
     """The roles of the axes of a module's parameters, as :func:`reparax.roles` reads them from its ``apply``.
 
     The kernel of a linen layer may be that of a convolution, of heads or of a stack, and only the module knows which:
@@ -102,12 +102,16 @@ def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
     if not isinstance(module, nn.Module):
         raise TypeError(f"rpx.linen.roles takes a linen module, but got {module!r}. For functions, use `rpx.roles`.")
     key = jax.random.key(0)
-    variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, **kwargs), *args))
+
+    def call(module: Any, *args: Any) -> Any:  # the module may have arguments with the names of those of `apply`
+        return module(*args, **kwargs)
+
+    variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, method=call), *args))
     params, states = variables.pop("params", {}), list(variables)
 
     def forward(params: PyTree, variables: PyTree, *args: Any) -> Any:
         everything = {**variables, "params": params}
-        return module.apply(everything, *args, rngs={"params": key}, mutable=states, **kwargs)
+        return module.apply(everything, *args, rngs={"params": key}, mutable=states, method=call)
 
     return roles_of_program(forward, params, variables, *args)
 

@@ -11,7 +11,7 @@ from reparax.transforms._explained import Explained
 from reparax.transforms._factored import explain_sums
 
 
-def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
+def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
     For ``rpx.transforms.local_reparametrization(loss)`` it says which noisy weights draw for each example, and where

@@ -85,7 +85,7 @@ class SavedResiduals:
 
 
 def saved_residuals(
-    fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any
 ) -> SavedResiduals:
     """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 

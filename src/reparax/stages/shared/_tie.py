@@ -20,7 +20,7 @@ from reparax.core.fields import field
 from reparax.core.paths import Names, describe
 from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.site import RawValues, Site, site_of
-from reparax.core.where import matches, nearest
+from reparax.core.where import decides_nothing, matches, nearest
 from reparax.numerics.arguments import one_of
 
 Transform = Callable[[Array], Array]
@@ -47,8 +47,8 @@ class Tie(Parametrization):
 
     Args:
       ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
-        target is a path, or a regular expression for whole paths; its source may refer to groups of the expression. A
-        target that resolves to itself owns the parameter.
+        target is a path, or a regular expression for whole paths, of which the first that matches decides; its source
+        may refer to groups of the expression. A target that resolves to itself owns the parameter.
       unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"``: an error;
         ``"overwrite"``: it ties it anyway, which changes the model.
 
@@ -168,15 +168,20 @@ class Tie(Parametrization):
     def _resolved(self, who: CallName, paths: Sequence[str]) -> list[Tied]:
         """The ties for the arrays of a tree, with regular expressions resolved to paths."""
         resolved_ties: list[Tied] = []
+        expression_of = dict[str, str]()  # the first that matches a path decides
         for target, source, transform in self.ties:
-            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
+            matched = matches(target, paths)
+            new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
+            if matched and not new_matches:
+                path = matched[0][0]
+                raise ValueError(f"{who} got a source for {decides_nothing(target, path, expression_of[path])}")
+            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in new_matches]
             missing = [path for _, path in pairs if path not in paths] if pairs else [target]
             if missing:
                 raise ValueError(
                     f"{who} found no array at {missing[0]!r}; the nearest paths are {nearest(missing[0], paths)}."
                 )
             resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
-        _require_one_source(who, resolved_ties)
         _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
         return resolved_ties
 
@@ -231,17 +236,17 @@ def _parse_ties(ties: Any) -> tuple[Tied, ...]:
     parsed = tuple(_parse_tie(target, value) for target, value in pairs)
     if not parsed:
         raise ValueError("Tie got no ties. Name at least one target and its source.")
-    _require_one_source("Tie", parsed)
+    _require_one_source(parsed)
     return parsed
 
 
-def _require_one_source(who: object, ties: Iterable[Tied]) -> None:
+def _require_one_source(ties: Iterable[Tied]) -> None:
     """Raises an error if a target has two sources."""
     sources: dict[str, str] = {}
     for target, source, _ in ties:
         if target in sources:
             raise ValueError(
-                f"{who} got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
+                f"Tie got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
             )
         sources[target] = source
 
