@@ -12,7 +12,7 @@ from reparax.axes._reading import Reading, is_weight
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins, union
 from reparax.core.axes_by_roles import visit_with_roles
-from reparax.core.calls import require_chains, shows_usage
+from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
@@ -22,7 +22,6 @@ from reparax.programs.call import Arguments, check_call
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
 
-@shows_usage
 def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
     """The role of each axis of each parameter in ``fun(*args, **kwargs)``.
 
@@ -165,7 +164,6 @@ def _products_between(products: Iterable[DataProduct], between: Sequence[Between
 # ---- whether a chain fits
 
 
-@shows_usage
 def check_axes(
     p: Parametrization, fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any
 ) -> Misfits:

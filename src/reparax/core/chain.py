@@ -15,12 +15,10 @@ from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import (
     CallName,
     checked_key,
+    describe_non_stage,
     needed_key,
-    other_than_stages_error,
     parts_of,
-    refuse_other_operators,
     require_no_references,
-    verb,
     with_any_key,
 )
 from reparax.core.checks import require_no_differences
@@ -96,7 +94,6 @@ class Parametrization(Static, ABC):
     )
     """The names that users call; all other names are for authors of stages."""
 
-    @verb
     def init(self, params: T, key: jax.Array | None = None) -> T:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
@@ -133,7 +130,6 @@ class Parametrization(Static, ABC):
             )
         return checked_key(self, method, jax.random.key(0) if key is None else key)
 
-    @verb
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
         """The effective tree of ``raw``.
 
@@ -167,7 +163,6 @@ class Parametrization(Static, ABC):
         require_no_markers(self, planned.after, later=self._parts[n_stages:])
         return run_plan(planned, typed_key)
 
-    @verb
     def original(self, raw: T) -> T:
         """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
 
@@ -190,7 +185,6 @@ class Parametrization(Static, ABC):
         """
         return nest(original(plan_for(self, raw, "original", mean=True)))
 
-    @verb
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
         """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
 
@@ -216,7 +210,6 @@ class Parametrization(Static, ABC):
         """
         return with_array(self, raw, path, w, self._start_key("set", key))
 
-    @verb
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
         """``raw`` with its fixed values advanced by one training step.
 
@@ -238,7 +231,6 @@ class Parametrization(Static, ABC):
         plan = plan_for(self, raw, "update", mean=True)
         return nest(update(CallName(self, "update"), plan, keys, grads))
 
-    @verb
     def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
@@ -252,7 +244,6 @@ class Parametrization(Static, ABC):
         """
         return nest(update_base(plan_for(self, raw, "update_base", mean=True)))
 
-    @verb
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
 
@@ -270,7 +261,6 @@ class Parametrization(Static, ABC):
         """
         return total_penalty(plan_for(self, raw, "penalty", mean=True))
 
-    @verb
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
 
@@ -321,7 +311,6 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
-    @verb
     def raw_paths(self, params: PyTree) -> dict[str, str]:
         """For each array of ``params``, the path at which the raw tree holds its value.
 
@@ -345,7 +334,6 @@ class Parametrization(Static, ABC):
 
         return {leaf.path: owner(leaf.path) for leaf in flatten(params).leaves() if leaf.is_there}
 
-    @verb
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
 
@@ -379,7 +367,6 @@ class Parametrization(Static, ABC):
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
-    @verb
     def fold(self, raw: T) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
@@ -467,7 +454,7 @@ class Parametrization(Static, ABC):
     def __rshift__(self, other: Parametrization) -> Parametrization:
         right: Any = other
         if not isinstance(right, Parametrization):
-            raise other_than_stages_error(self, ">>", right)
+            raise TypeError(f"{self!r} >> ...: expected a stage, but got {describe_non_stage(right)}")
         return compose((self, right))
 
     def __len__(self) -> int:
@@ -486,13 +473,11 @@ class Parametrization(Static, ABC):
     def __repr__(self) -> str:
         return expression(self)
 
-    @verb
     def to_json(self) -> str:
         """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
         is_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
         return dump_stages((self,) if is_one else self._parts)
 
-    @verb
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
@@ -527,7 +512,6 @@ class Parametrization(Static, ABC):
         if since is not None:
             require_unmoved(CallName(self, "check"), self._parts, raw, since)
 
-    @verb
     def shardings(
         self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory_kind: str | None = None
     ) -> PyTree:
@@ -560,9 +544,6 @@ class Parametrization(Static, ABC):
         return shardings_of_raw(who, with_any_key(self.init), self._follow, specs, mesh, like, memory_kind)
 
 
-refuse_other_operators(Parametrization)
-
-
 class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
@@ -587,7 +568,6 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
-    _usage: ClassVar[str] = "`a >> b`, or `rpx.Chain((a, b))`"
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -600,7 +580,7 @@ class Chain(Parametrization):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
                 f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
-                f"Write {self._usage}."
+                f"Write `a >> b`, or `rpx.Chain((a, b))`."
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 

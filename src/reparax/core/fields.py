@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from reparax.core import config
 from reparax.core.axes import check_optional_axes
-from reparax.core.calls import shows_usage, takes, wrong_arguments
+from reparax.core.calls import takes
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
 from reparax.core.values import Values, check_values
@@ -129,8 +129,6 @@ class Static:
     """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
     names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
     _checks: ClassVar[Mapping[str, Check]] = {}
-    _usage: ClassVar[str] = ""
-    """How to build one, if not as the fields say."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes a subclass a frozen dataclass that is static to JAX, and tells raw trees and JSON its name."""
@@ -242,26 +240,16 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [field.name for field in config.declared_fields(self) if field.init]
+        if unknown := [name for name in kwargs if name not in names]:
+            raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], names)}")
         init(self, *config.as_python(args), **config.as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
         for name, value in config.as_python(values).items():
             object.__setattr__(self, name, value)
 
-    return shows_usage(initialize, _explain_wrong_arguments)
-
-
-def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments of a class, of which the first is an object; None if they fit it."""
-    cls: Any = type(args[0])
-    wrong = wrong_arguments(init, args[1:], kwargs, skip=1)
-    if wrong is None:
-        return None
-    defaults = {field.name: field.default for field in config.declared_fields(cls) if field.init}
-    if unknown := [name for name in kwargs if name not in defaults]:
-        return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*defaults])}"
-    texts = ", ".join(name if x is dataclasses.MISSING else f"{name}={config.code(x)}" for name, x in defaults.items())
-    return f"{cls.__name__} {wrong} Write {cls._usage or f'`{cls.__name__}({texts})`'}."
+    return initialize
 
 
 def _refuse_init(cls: type) -> None:

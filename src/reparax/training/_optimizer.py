@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.calls import CallName, require_chains, shows_usage, with_any_key
+from reparax.core.calls import CallName, require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.keys import Keys
@@ -35,7 +35,6 @@ CALL = "Call `tx.update(grads, state, raw)`."
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
-@shows_usage
 def optimizer(tx: T) -> T:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
@@ -125,7 +124,6 @@ def _neutral_update(x: Any) -> Any:
     return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # adding 0.0 would turn -0.0 into 0.0
 
 
-@shows_usage
 def projected(p: Parametrization) -> Transformation:
     """An optax transformation that projects parameters onto the image of ``p`` after each step.
 
@@ -181,7 +179,6 @@ def projected(p: Parametrization) -> Transformation:
     return Transformation(init, update)
 
 
-@shows_usage
 def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 

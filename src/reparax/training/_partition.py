@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from reparax.core.calls import shows_usage
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
 from reparax.core.raw import FIXED, flatten_leaves, state_flags
@@ -16,7 +15,6 @@ from reparax.numerics.arithmetic import has_gradient
 T = TypeVar("T")
 
 
-@shows_usage
 def partition(raw: T) -> tuple[T, T]:
     """Splits a raw tree into the values that train (free) and all others (fixed).
 
@@ -52,7 +50,6 @@ def partition(raw: T) -> tuple[T, T]:
     return treedef.unflatten(free), treedef.unflatten(fixed)
 
 
-@shows_usage
 def combine(free: T, fixed: T) -> T:
     """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
 
@@ -87,7 +84,6 @@ def is_none(x: object) -> bool:
     return x is None
 
 
-@shows_usage
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
     """A label for each value of a raw tree, by its role; for ``optax.partition``.
 
@@ -118,7 +114,6 @@ def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: A
     return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
 
 
-@shows_usage
 def decay_mask(raw: PyTree) -> PyTree:
     """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
 

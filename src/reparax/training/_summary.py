@@ -9,7 +9,7 @@ from itertools import compress, groupby
 from typing import Any, NamedTuple
 
 from reparax.core.axes_by_convention import axes_in_words
-from reparax.core.calls import require_chains, shows_usage, with_any_key
+from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.plan import Plan, Step, plan_for
@@ -157,7 +157,6 @@ class Summary:
         return f'<div style="overflow-x: auto">{table}{notes}</div>'
 
 
-@shows_usage
 def summary(p: Parametrization, params: PyTree) -> Summary:
     """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, sizes, and starts.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.calls import require_chains, shows_usage
+from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
@@ -31,7 +31,6 @@ T = TypeVar("T")
 SHOWN = 3  # arrays that an error names
 
 
-@shows_usage
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
