@@ -183,6 +183,33 @@ def test_a_base_that_is_saved_with_its_adapter_is_the_base():
     np.testing.assert_allclose(p.fold(raw)["embed"]["embedding"], table + 2.0 * (b @ a).T, rtol=1e-5)
 
 
+def test_lengths_of_half_precision_come_back_in_it():
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_magnitude_vector": normal(6, seed=3)}
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
+    like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model())
+    p, raw = read(tensors, CONFIG | {"use_dora": True}, like)
+    again, _ = rpx.io.to_peft(p, raw)
+    assert {name: (x.dtype, x.tobytes()) for name, x in again.items()} == {
+        name: (x.dtype, x.tobytes()) for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["kernel", "same"])
+def test_gains_of_a_convolution_multiply_its_input_channels_or_its_outputs(layout):
+    shape, channels, outputs = ((3, 2, 5, 4), 2, 3) if layout == "kernel" else ((4, 5, 3, 2), 1, 0)
+    params = {"conv": {"kernel": normal(*shape)}}
+    for inputs, size, axis in ((["conv"], 5, channels), ([], 4, outputs)):
+        gains = normal(1, size, 1, 1, seed=2)
+        config = {"peft_type": "IA3", "feedforward_modules": inputs}
+        how = {"layouts": {"conv/kernel": layout}}
+        p, raw = read({f"{PREFIX}conv.ia3_l": gains}, config, params, **how)
+        want = params["conv"]["kernel"] * gains.reshape([size if i == axis else 1 for i in range(4)])
+        np.testing.assert_allclose(fold(p, raw)["conv"]["kernel"], want, rtol=1e-6)
+        again, written = rpx.io.to_peft(p, raw, **how)
+        np.testing.assert_array_equal(again[f"{PREFIX}conv.ia3_l"], gains)
+        assert written["feedforward_modules"] == inputs
+
+
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
     _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))

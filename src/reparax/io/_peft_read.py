@@ -81,7 +81,8 @@ def from_peft(
 
     Raises:
       ValueError: If a tensor is unexpected, missing or has another shape, or holds anything but finite floating
-        numbers, or if no stage supports a setting of the configuration; the error names each of them.
+        numbers; if the configuration names a module, tokens or biases of which the file has no tensor; or if no stage
+        supports a setting. The error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
