@@ -81,6 +81,13 @@ def with_attribute(name, value, **kwargs):
     return layer
 
 
+def by_a_hook():
+    """A layer of nnx whose kernel is turned when it is read."""
+    layer = drawn(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    layer.kernel.set_metadata(on_get_value=lambda variable, x: x.T)
+    return layer
+
+
 def turned_product(x, w, dimensions, **kwargs):
     """A product with the transposed kernel."""
     return jax.lax.dot_general(x, w.T, dimensions)
@@ -122,6 +129,7 @@ NAMES = {
     "in_a_module": in_place(Transposed(normal(4, 4))),
     "in_a_list": in_place([normal(4, 4)]),
     "in_a_variable": with_attribute("kernel", TransposedParam(normal(4, 4))),
+    "by_a_hook": by_a_hook,
     "one_more": with_attribute("more", nnx.Param(normal(4, 4))),
     "of_product": drawn(lambda: nnx.Linear(4, 4, dot_general=turned_product, rngs=nnx.Rngs(0))),
     "of_product_later": with_attribute("dot_general", turned_product),

@@ -76,14 +76,16 @@ def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: Ax
         role = convention.role(x.shape, x.dtype, stacked)
     except ValueError as error:
         return Role(why=str(error), shape=x.shape, dtype=x.dtype)
+    if tree is None:
+        return role
     sizes = tuple(x.shape[axis] for axis in stacked or convention.stacks(x.shape)[0])
     why = _why_not_stacked(convention, sizes, tree)
     return Role(why=why, shape=x.shape, dtype=x.dtype) if why else role
 
 
-def _why_not_stacked(convention: Convention, sizes: Numbers, tree: Flat | None) -> str:
+def _why_not_stacked(convention: Convention, sizes: Numbers, tree: Flat) -> str:
     """Why stacked axes of these sizes are not those of a stack of layers: another array of its layer has others."""
-    for number, sizes_of_one in convention.beside if tree is not None else ():
+    for number, sizes_of_one in convention.beside:
         place = tree.frame.places[number]
         shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
         if shape is None:
