@@ -53,6 +53,16 @@ def by_turns(p, x):
     return jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0] @ c[1]), *c[2:], c[1]), (x, *p))[0]
 
 
+def padded(w, axis):
+    """Three indices and one more, as two times two."""
+    more = jnp.pad(w, [(0, int(i == axis)) for i in range(w.ndim)])
+    return more.reshape(*w.shape[:axis], 2, 2, *w.shape[axis + 1 :])
+
+
+def with_a_new_row(w):
+    return jax.lax.dynamic_update_slice(w.reshape(3, 4), np.zeros((1, 4), np.float32), (1, 0)).reshape(w.shape)
+
+
 def in_blocks(w):
     blocks = w.reshape(6, 2)
     scale = jnp.max(jnp.abs(blocks), 1, keepdims=True)
@@ -188,6 +198,39 @@ USES = {
         ([jax.ShapeDtypeStruct((3,), FLOAT), W, V], jax.ShapeDtypeStruct((8,), FLOAT)),
         [((), (), ()), DENSE, DENSE],
     ),
+    "a multiple by numbers of size one that are data": (
+        lambda p, x: x @ (p[0] * (x.mean(keepdims=True) + x.max(keepdims=True))),
+        ([W], X),
+        [DENSE],
+    ),
+    "a single expert, with outputs of two axes": (
+        lambda p, x: jax.vmap(lambda x, w: jnp.einsum("td,dij->tij", x, w), (1, 1))(
+            x[:, None], p[0].reshape(3, 1, 2, 2)
+        ),
+        ([jax.ShapeDtypeStruct((3, 1, 4), FLOAT)], X),
+        [((0,), (2,), (1,))],
+    ),
+    "no columns, and all": (lambda p, x: x @ jnp.concatenate([p[0][:, :0], p[0]], 1), ([W], X), [DENSE]),
+    "experts of which a row is replaced in one matrix": (
+        lambda p, x: jax.vmap(lambda x, w: x @ w, (0, 1))(jnp.stack([x, x]), with_a_new_row(p[0])),
+        ([jax.ShapeDtypeStruct((3, 2, 2), FLOAT)], X),
+        [((0,), (2,), (1,))],
+    ),
+    "padded rows, in blocks": (
+        lambda p, x: jnp.einsum("tij,ijf->tf", padded(x, 1), padded(p[0], 0)),
+        ([W], X),
+        [DENSE],
+    ),
+    "a product with a constant": (
+        lambda p, x: jnp.tanh(x @ (p[0] @ np.eye(4, 5)[::-1])) @ (np.eye(5, 4) @ p[1]),
+        ([W, V], X),
+        [DENSE, DENSE],
+    ),
+    "scales with an axis of one index": (
+        lambda p, x: jnp.tanh(x @ (p[0] * p[2])) @ (p[1] * jnp.broadcast_to(p[3], p[1].shape)),
+        ([W, V, jax.ShapeDtypeStruct((3, 1), FLOAT), jax.ShapeDtypeStruct((1, 2), FLOAT)], X),
+        [DENSE] * 4,
+    ),
     "blocks that end within rows, each with a scale": (
         lambda p, x: x @ in_blocks(p[0]) @ p[1],
         ([jax.ShapeDtypeStruct((3, 4), FLOAT), V], X),
@@ -227,6 +270,12 @@ def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
     assert w.ambiguous
 
 
+def test_axes_of_which_none_divides_another_may_each_be_either():
+    (role,) = roles(lambda p, x: x @ jnp.tanh(p[0].reshape(4, 3)).reshape(3, 4), [W], X)
+    assert axes(role) == ((0, 1), (0, 1), ())
+    assert "dot_general reads it" in role.ambiguous
+
+
 def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a_weight():
     (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T, [jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
     assert axes(role) == ((0, 1), (0, 1), ())
@@ -246,6 +295,11 @@ def routed(params, x):
 
 def gated_before(params, x):
     gates = jax.nn.softmax(x @ params["r"]).T[..., None]
+    return every(gates * x, params["up"], params["down"]).sum(0)
+
+
+def ranked_before(params, x):
+    gates = jnp.sort(x @ params["r"], -1).T[..., None]
     return every(gates * x, params["up"], params["down"]).sum(0)
 
 
@@ -271,6 +325,7 @@ def members(params, x):
     [
         (routed, ((0,), (1,), ())),
         (gated_before, ((0,), (1,), ())),
+        (ranked_before, ((0,), (1,), ())),
         (slots, ((0,), (1, 2), ())),
         (blocks, ((0,), (1, 2), ())),
         (members, ((), (), ())),

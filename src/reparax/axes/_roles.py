@@ -34,7 +34,7 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
-      args: Its arguments, or their shapes and dtypes.
+      args: Its arguments, or their shapes and dtypes. Sizes of data may be symbols of ``jax.export``.
       argnums: The position of the argument that holds the parameters. Default: the first.
       kwargs: Its keyword arguments.
 

@@ -176,17 +176,11 @@ def _reshape(view: equations.Reshape, values: Sequence[Value]) -> Axes:
 
 
 def _concatenate(view: equations.Concatenate, values: Sequence[Value]) -> Axes:
-    """Parts of equal size are blocks of one axis."""
-    parts = [value.axes[view.dimension] for value in values]
-    sizes = [size_of(part) for part in parts]
-    if len(parts) == 1:
-        along = parts[0]
-    elif len(set(sizes)) > 1 or sizes[0] == 1:
-        along = one_part(sum(sizes), parts)
-    else:
-        along = (Part(len(parts)), *joined(parts))
+    """One axis is made of those of all operands; the others are theirs."""
+    along = [value.axes[view.dimension] for value in values]
     others = _joined_axes(Value(_without(value.axes, [view.dimension]), value.kind) for value in values)
-    return (*others[: view.dimension], along, *others[view.dimension :])
+    one = along[0] if len(along) == 1 else one_part(view.type.shape[view.dimension], along)
+    return (*others[: view.dimension], one, *others[view.dimension :])
 
 
 def _stack(view: equations.Stack, values: Sequence[Value]) -> Axes:
@@ -210,7 +204,6 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Value]], Axes | list[Axes] | No
     equations.Squeeze: lambda view, values: _without(values[0].axes, view.dimensions),
     equations.Transpose: lambda view, values: tuple(values[0].axes[i] for i in view.permutation),
     equations.Broadcast: _broadcast,
-    equations.Iota: lambda view, _: tuple((Part(n, varies=i == view.dimension),) for i, n in enumerate(view.shape)),
     equations.Reshape: _reshape,
     Slice: _slice,
     SplitAxis: _split,

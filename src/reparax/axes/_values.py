@@ -70,8 +70,6 @@ def _take(rest: list[Part], size: Any) -> Iterable[Part]:
         yield rest.pop(0) if rest and rest[0].size == 1 else Part(1, varies=False)
     while size != 1 and rest:
         part = rest.pop(0)
-        if part.size == 1:
-            continue
         if size % part.size == 0:
             yield part
             size //= part.size
