@@ -176,6 +176,16 @@ USES = {
         ([W, jax.ShapeDtypeStruct((4,), FLOAT), jax.ShapeDtypeStruct((1, 4), FLOAT)], X),
         [DENSE, ((), (), ()), ((), (), ())],
     ),
+    "one column, repeated": (
+        lambda p, x: x @ jnp.broadcast_to(p[0], (3, 4)),
+        ([jax.ShapeDtypeStruct((3, 1), FLOAT)], X),
+        [DENSE],
+    ),
+    "members that each repeat their number": (
+        lambda p, x: jnp.einsum("bmi,mij->bmj", jnp.broadcast_to((x @ p[0])[..., None], (5, 4, 3)), p[1]),
+        ([W, jax.ShapeDtypeStruct((4, 3, 2), FLOAT)], X),
+        [((0,), (), (1,)), EACH],
+    ),
     "rolled rows": (lambda p, x: jnp.tanh(x @ p[0]) @ jnp.roll(p[1], 1, 0), ([W, V], X), [DENSE, DENSE]),
     "split layers": (
         lambda p, x: jnp.tanh(x @ jnp.split(p[0], 2)[0][0]) @ jnp.split(p[0], 2)[1][0],
@@ -246,7 +256,16 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "places", "columns that constants choose"))
+QUICK = (
+    "noise",
+    "places",
+    "columns that constants choose",
+    "one column, repeated",
+    "members that each repeat their number",
+)
+
+
+@pytest.mark.parametrize("name", mostly_thorough(USES, *QUICK))
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun, *args))) == want
