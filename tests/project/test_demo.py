@@ -33,23 +33,6 @@ def test_accuracy_is_the_share_of_rows_whose_largest_logit_is_the_label():
     assert demo.accuracy(logits, jnp.array([0, 1, 0, 2])) == 0
 
 
-def test_every_image_is_either_for_training_or_for_the_test():
-    bunch = importlib.import_module("sklearn.datasets").load_digits()
-    training, test = demo.load()
-    assert (len(training.images), len(test.images)) == (300, 1497)
-    rows = [row for part in (training, test) for row in np.column_stack([part.images * 16, part.labels]).tolist()]
-    assert sorted(rows) == sorted(np.column_stack([bunch.data, bunch.target]).tolist())
-
-
-def test_all_seeds_and_steps_draw_their_own_minibatches_and_keys(key):
-    drawn = demo.draw(key, 2, 3, 300)
-    keys, rows = map(np.asarray, (jax.random.key_data(drawn.keys), drawn.rows))
-    assert rows.shape == (2, 3, demo.BATCH)
-    assert 0 <= rows.min() < 20 < 280 < rows.max() < 300
-    assert len(np.unique(keys.reshape(6, -1), axis=0)) == 6
-    assert len(np.unique(rows.reshape(6, -1), axis=0)) == 6
-
-
 def test_a_verdict_names_the_configurations_whose_intervals_are_clear_of_plain():
     plain, near, far = jnp.array([90.0, 92.0]), jnp.array([92.0, 94.0]), jnp.array([86.0, 88.0])
     assert demo.verdict("clean", {"plain": plain, "near": near}) == (

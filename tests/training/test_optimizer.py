@@ -22,7 +22,6 @@ P = (
     >> rpx.MagnitudePruning(0.5, where="sparse")
     >> rpx.SpectralNorm(where="spectral")
 )
-P_NONE = jax.sharding.PartitionSpec()
 DECAYED = partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
@@ -237,18 +236,6 @@ def test_the_result_is_of_the_class_of_what_it_wraps() -> None:
     for tx in (optax.scale(1.0), optax.adam(1.0), own):
         assert type(rpx.optimizer(tx)) is type(tx)
     assert rpx.optimizer(own).update(two(), 0)[1] == 1
-
-
-def test_its_state_is_mapped_and_sharded_as_that_of_any_optimizer() -> None:
-    raw, tx = two(), rpx.optimizer(optax.adam(1e-2))
-    counts = optax.tree_utils.tree_map_params(tx, lambda x: x.size, tx.init(raw), transform_non_params=lambda _: -1)
-    assert jax.tree.leaves(counts) == [-1, 1, 2, 1, 2]
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    specs = jax.tree.map(lambda x: jax.sharding.PartitionSpec("data") if x.shape == (2, 1) else P_NONE, raw)
-    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
-    states = rpx.training.state_shardings(jax.eval_shape(tx.init, raw), raw, shardings)
-    assert states[0].mu["w"]["@weight_norm"]["v"].spec == jax.sharding.PartitionSpec("data")
-    assert states[0].mu["b"] == {"@freeze": {"@fixed": {"w": None}}}
 
 
 # Bits. ------------------------------------------------------------------------------------------------------------

@@ -228,28 +228,3 @@ def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
     assert all(mask.sum() == 32 for mask in masks)
     assert counts.min() > 0  # 64 places, each missed by all or by none with 2^-19
     assert counts.max() < 20
-
-
-def test_what_a_stage_says_of_its_update_is_checked():
-    with raises(
-        TypeError,
-        "Wrong.update_leaf takes grads after the values, but can have `grad` and `key`. Rename the arguments.",
-    ):
-        type("Wrong", (rpx.Reparametrization,), {"update_leaf": lambda self, values, grads: {}})
-
-    class Moves(rpx.Reparametrization):
-        def init_leaf(self, w):
-            return {"x": w}
-
-        def apply_leaf(self, values):
-            return values["x"]
-
-        def update_leaf(self, values):
-            return {"x": values["x"] + 1}
-
-    with raises(
-        ValueError,
-        "Moves().update at 'w': update_leaf gives 'x', which is not one of the fixed values []. Leave it to the "
-        "optimizer, or set `moves_weights = True`.",
-    ):
-        Moves().update(Moves().init({"w": np.ones(2, np.float32)}))
