@@ -17,7 +17,6 @@ from typing import Any
 import jax
 
 from reparax.core.names import layers_of_library
-from reparax.core.paths import is_box
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
 
 Spec = tuple[Any, ...]
@@ -144,8 +143,11 @@ def convention_by_name(name: str) -> Convention:
     return Convention(axes, (None,) * len(axes), source=name, why=PLAIN)
 
 
-def conventions_by_class(treedef: Any) -> dict[int, Convention]:
-    """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
+def conventions_by_class(treedef: Any, boxes: Mapping[int, Any]) -> dict[int, Convention]:
+    """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out.
+
+    Some leaves stand in ``boxes``, which are no nodes of the tree.
+    """
     conventions = dict[int, Convention]()
 
     def visit(node: Any, start: int, why: str) -> None:
@@ -158,7 +160,7 @@ def conventions_by_class(treedef: Any) -> dict[int, Convention]:
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"{layer[1]} holds it, but does not say its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
-            conventions.update(_arrays_of_layer(*layer, module))
+            conventions.update(_arrays_of_layer(*layer, module, boxes))
         for child in node.children():
             visit(child, start, why)
             start += child.num_leaves
@@ -205,9 +207,12 @@ def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]
 
 
 def _arrays_of_layer(
-    base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any
+    base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any, boxes: Mapping[int, Any]
 ) -> dict[int, Convention]:
-    """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places."""
+    """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places.
+
+    An attribute that is no array is a module or another node, which may compute it from others.
+    """
     conventions = dict[int, Convention]()
     changed = _changed_function(base, module)
     for attribute, (letters, *sizes) in arrays_of(module).items():
@@ -216,7 +221,9 @@ def _arrays_of_layer(
         convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
         if changed:
             convention = Convention(why=f"{name} has another {changed} there", is_class=True)
-        conventions |= dict.fromkeys(_own_array(vars(module).get(attribute)), convention)
+        leaf = vars(module).get(attribute)
+        if isinstance(leaf, int) and _is_plain(boxes.get(leaf)):
+            conventions[leaf] = convention
     sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
     return {
         leaf: replace(convention, beside=tuple(beside for beside in sizes_of if beside[0] != leaf))
@@ -224,16 +231,13 @@ def _arrays_of_layer(
     }
 
 
-def _own_array(x: Any) -> list[int]:
-    """The number of the array that an attribute is; none if it is a module or another node, which may read otherwise.
-
-    So may a variable of nnx, by a class of the user's or by a hook.
-    """
-    if not is_box(x):
-        return [x] if isinstance(x, int) else []
-    base = next(c for c in type(x).__mro__ if layers_of_library(c.__module__) is not None)
-    is_plain = _redefined(type(x), base).keys().isdisjoint(("get_value", "__getitem__", "__jax_array__"))
-    return jax.tree.leaves(x) if is_plain and "on_get_value" not in x.get_metadata() else []
+def _is_plain(box: Any) -> bool:
+    """Whether a box gives its array as it is; a variable of nnx may not, by a class of the user's or by a hook."""
+    if box is None:
+        return True
+    base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)
+    reads_otherwise = _redefined(type(box), base).keys() & {"get_value", "__getitem__", "__jax_array__"}
+    return not reads_otherwise and "on_get_value" not in box.get_metadata()
 
 
 def _changed_function(base: type, module: Any) -> str:

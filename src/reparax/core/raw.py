@@ -410,7 +410,8 @@ class Frame:
     @cached_property
     def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
-        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef).items()}
+        boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
+        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes).items()}
 
 
 @dataclass(frozen=True, eq=False)
