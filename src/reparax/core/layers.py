@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
-import jax
-
 from reparax.core.names import layers_of_library
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
 
