@@ -435,6 +435,10 @@ def test_the_roles_of_a_linen_module_are_those_of_its_loss(train):
 
 
 def test_what_is_no_linen_module_is_refused():
-    text = "rpx.linen.roles takes a linen module, but got 1. For functions, use `rpx.roles`."
-    with raises(TypeError, text):
-        rpx.linen.roles(1, X)
+    text = (
+        "rpx.linen.roles takes a linen module, and then its inputs, but got {}. Write `rpx.linen.roles(module, x)`; "
+        "for a function, `rpx.roles(loss, params, batch)`."
+    )
+    for model, got in ((1, "int"), ({"params": {"w": X}}, "dict"), (nn.Dense, "the class Dense")):
+        with raises(TypeError, text.format(got)):
+            rpx.linen.roles(model, X)

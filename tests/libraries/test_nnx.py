@@ -188,6 +188,8 @@ def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> Non
         "its arrays, or take `p = p.with_axes(rpx.roles(loss, params, batch))`.",
     ):
         mlp.P.init(Shared(nnx.Rngs(0)))
+    whole = rpx.nnx.Parametrized(Shared(nnx.Rngs(0)), mlp.P)
+    assert whole.raw.encoder is whole.raw.decoder
     graph, params, rest = nnx.split(Shared(nnx.Rngs(0)), nnx.Param, ...)
     merged = nnx.merge(graph, rpx.VarNoise(0.1).apply(params, jax.random.key(0)), rest)
     assert merged.encoder is merged.decoder

@@ -51,7 +51,7 @@ def same(got, want):
 
 
 def test_the_jax_that_runs_is_one_that_was_tested():
-    assert jaxprs.is_tested(), "Run `make test-versions`; where all is well, NEWEST in jaxprs.py is this version."
+    assert jaxprs.is_tested(), "Run `make test-versions`; where all is well, NEWEST in core/names.py is this version."
 
 
 def test_the_package_and_its_readme_say_which_jax_was_tested():

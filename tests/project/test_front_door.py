@@ -156,3 +156,17 @@ def test_a_name_that_left_the_top_says_where_it_lives(family):
     for name in set(names.FAMILIES[family].names) - set(TOP):
         with raises(AttributeError, f"reparax has no {name!r} at the top: it is `rpx.{family}.{name}`."):
             getattr(rpx, name)
+
+
+def test_a_jax_that_lacks_what_is_imported_is_named_with_the_tested_versions():
+    lines = in_a_new_process(
+        "import jax, reparax as rpx\n"
+        "from jax.extend.core import primitives\n"
+        "del primitives.jit_p\n"
+        "try: rpx.factored\n"
+        "except ImportError as error: print(error)"
+    )
+    assert lines == [
+        f"reparax cannot read JAX {jax.__version__} (cannot import name 'jit_p' from 'jax.extend.core.primitives'): it "
+        f"was tested with JAX 0.8.0 to {names.NEWEST}. Install one of these versions, or a newer reparax."
+    ]

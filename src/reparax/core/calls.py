@@ -11,6 +11,7 @@ import jax
 from reparax.core.config import required_arguments
 from reparax.core.keys import check_key, is_one_key
 from reparax.core.paths import PyTree, is_reference, items, path_text
+from reparax.numerics.arithmetic import is_array
 
 
 def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
@@ -76,6 +77,11 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
     """``key`` as a typed scalar key; None stays None."""
     if key is None or is_one_key(key):
         return key
+    if method == "update" and not is_array(key) and any(map(is_array, jax.tree.leaves(key))):
+        raise TypeError(
+            f"{CallName(p, method)} takes a key before the gradients, but got a tree of arrays in its place. Write "
+            f"`p.update(raw, grads=grads)`."
+        )
     tree = "params" if method == "init" else "raw"
     return check_key(key, CallName(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 

@@ -508,6 +508,7 @@ class Parametrization(Static, ABC):
         if like is None and since is None:
             raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
         if like is not None:
+            require_no_raw(CallName(self, "check"), like, "Pass `like=params`; to compare two raw trees, `since=raw`.")
             require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
         if since is not None:
             require_unmoved(CallName(self, "check"), self._parts, raw, since)

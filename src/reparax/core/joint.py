@@ -157,12 +157,6 @@ class Joint(Leafwise):
     def _effective(self, values: Mapping[str, Array]) -> Array:
         return self.apply_leaves({"w": dict(values)})["w"]
 
-    def _require_all(self, values: Mapping[str, Any]) -> None:
-        """Requires each declared value of one array, as each array has all of them without ``arrays``."""
-        required = [name for name, declaration in self.raw_values.items() if not declaration.optional]
-        if lacking := sorted(set(required) - values.keys()):
-            raise KeyError(lacking[0])
-
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the arrays of one group start."""
         with _explain_names():

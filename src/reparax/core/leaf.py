@@ -315,10 +315,11 @@ class Reparametrization(Leafwise):
         return call_once_per_type(_array_without_draw, self, values)
 
     def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Requires the types of the raw values that ``init`` gives for an array.
+        """Requires all declared raw values, of the types that ``init`` gives for an array.
 
-        Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
+        Nothing more is known if ``init`` needs numbers, or if the effective array has another type than the model's.
         """
+        self._require_all(types)
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)

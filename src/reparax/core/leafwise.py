@@ -41,6 +41,7 @@ from reparax.core.paths import AxisNames, Names
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
 from reparax.core.site import Site
+from reparax.core.values import OTHERS
 from reparax.core.where import (
     Where,
     by_path,
@@ -259,6 +260,12 @@ class Leafwise(Parametrization):
         """The type of an aligned main value, which has the shape of the array; None if there is none."""
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((types[name] for name in names if name in types), None)
+
+    def _require_all(self, values: Mapping[str, Any]) -> None:
+        """Requires each declared value of one array."""
+        required = [name for name, declared in self.raw_values.items() if not declared.optional and name != OTHERS]
+        if lacking := sorted(set(required) - values.keys()):
+            raise KeyError(lacking[0])
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
         """The array of raw values, without randomness."""

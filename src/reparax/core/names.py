@@ -6,9 +6,13 @@ families define, which a test compares with them; they also find the class of a 
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+OLDEST, NEWEST = "0.8.0", "0.12.0.1"
+"""The versions of JAX with which this package was tested."""
 
 
 class Family(NamedTuple):
@@ -94,7 +98,7 @@ def family_of() -> dict[str, str]:
 def load(name: str) -> Any:
     """What ``rpx.name`` is, a family or an object at the top; its module is imported now."""
     if name in FAMILIES:
-        return importlib.import_module(FAMILIES[name].module)
+        return _import_module(FAMILIES[name].module)
     if name in TOP:
         return getattr(load(family_of()[name]), name)
     raise AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
@@ -115,7 +119,22 @@ def import_stage(name: str) -> None:
     """Imports the family that defines the stage of a name or kind, if there is one; nothing of others is imported."""
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
-            importlib.import_module(module)
+            _import_module(module)
+
+
+def _import_module(module: str) -> Any:
+    """A module of this package; an error that names the tested versions of JAX, if this one lacks what it imports."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if not str(error.name).startswith("jax."):
+            raise
+        version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
+        raise ImportError(
+            f"reparax cannot read JAX {version} ({lack}): it was tested with JAX {OLDEST} to {NEWEST}. Install one of "
+            f"these versions, or a newer reparax.",
+            name=error.name,
+        ) from error
 
 
 def layers_of_library(module: str) -> Any:

@@ -278,7 +278,7 @@ def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stack
     """The error for a selection without any leaf; ``stacked`` are axes that do not count."""
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     if where is not None:
-        return ValueError(f"{who} selects nothing: {why_nothing(where, paths)}")
+        return ValueError(f"{who} selects nothing: {why_nothing(where, paths)}{_advise_place(where, leaves)}")
     reason = why_nothing(where, paths)
     if paths and stacked != ():
         unique = list(dict.fromkeys(paths))
@@ -290,6 +290,16 @@ def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stack
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
     advice = f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one." if codes else ""
     return ValueError(f"{who} selects nothing: {reason}{advice}")
+
+
+def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
+    """What to write for a value of a later stage that has the path of its array, if an expression has its name."""
+    for leaf in leaves:
+        has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
+        if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
+            place = leaf.raw_path.removeprefix(leaf.parameter)
+            return f" {leaf.raw_path!r} has the path of its array; by its place it is {f'.*{place}'!r}."
+    return ""
 
 
 def _is_by_place(where: Where) -> bool:

@@ -100,7 +100,11 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
       WeightNorm(axis={'layers_0/kernel': -1, 'layers_1/kernel': (-2, -1)})
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"rpx.linen.roles takes a linen module, but got {module!r}. For functions, use `rpx.roles`.")
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"rpx.linen.roles takes a linen module, and then its inputs, but got {got}. Write `rpx.linen.roles(module, "
+            f"x)`; for a function, `rpx.roles(loss, params, batch)`."
+        )
     key = jax.random.key(0)
 
     def call(module: Any, *args: Any) -> Any:  # the module may have arguments with the names of those of `apply`

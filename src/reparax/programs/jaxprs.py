@@ -25,10 +25,9 @@ from jax.extend.core.primitives import jit_p
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
+from reparax.core.names import NEWEST, OLDEST
 from reparax.numerics.arithmetic import inlined
 from reparax.programs import equations
-
-OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
 T = TypeVar("T")
 Env = dict[Any, Any]

@@ -13,7 +13,7 @@ from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.plan import Plan, Step, plan_for
-from reparax.core.raw import parameter_path
+from reparax.core.raw import parameter_path, require_no_raw
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
@@ -193,6 +193,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       0.5
     """
     require_chains("summary(p, params)", p)
+    require_no_raw("summary", params, "Pass `params`, or `p.fold(raw)`.")
     init = with_any_key(p.init)
     is_known = has_numbers(params)
     raw = init(params) if is_known else types_of_result(init, params)

@@ -315,7 +315,8 @@ class LoRA(RowsAndColumns):
     r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`, like ``W``. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
+    base :math:`W_0`, like ``W``. Where several axes are the columns, ``b`` has each, as in ``(rank, heads, dim)``, and
+    ``a`` has each of the rows. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
     the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
     Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
     computed in float32. Both factors start in the dtype of W; in bfloat16 the small steps of an optimizer round to
