@@ -148,7 +148,7 @@ class _Named(dict[str, Any]):
         return made_by.unflatten(children) if is_structure else made_by(dict(zip(keys, children, strict=True)))
 
 
-def _keeps_items_alone(mapping: Mapping[str, Any], treedef: PyTreeDef) -> bool:
+def _keeps_items_alone(mapping: Mapping[str, Any], treedef: Any) -> bool:
     """Whether the class of a mapping makes it again from a dict of its items."""
     maker: Any = type(mapping)
     try:
