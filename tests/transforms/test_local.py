@@ -253,15 +253,20 @@ NUMBERS = {
 
 @pytest.mark.thorough
 def test_numbers_leave_each_example_its_own_noise():
-    weights, x = {"w": normal(4, 3), "n": jnp.float32(3)}, normal(4, seed=2)
+    x, w = normal(4, seed=2), normal(4, 3)
+    weights = {"w": [[w for _ in NUMBERS] for _ in range(2)], "n": jnp.float32(3)}
 
     def network(weights, key, x):
-        w, n = NOISE.apply(weights["w"], key), weights["n"]
-        gains = {name: x * change(w, n)[:, 0][None] for name, (change, *_) in NUMBERS.items()}
-        return gains, {name: x @ change(w, n) for name, (change, *_) in NUMBERS.items()}
+        (gains, products), n = NOISE.apply(weights["w"], key), weights["n"]
+        changes = [(name, change) for name, (change, *_) in NUMBERS.items()]
+        return (
+            {name: x * change(w, n)[:, 0][None] for w, (name, change) in zip(gains, changes, strict=True)},
+            {name: x @ change(w, n) for w, (name, change) in zip(products, changes, strict=True)},
+        )
 
     gains, products = jax.jit(local_reparametrization(network))(weights, KEY, np.broadcast_to(x, (N, 4)))
-    x, w = (np.asarray(each, np.float64) for each in (x, weights["w"]))
+    two = np.broadcast_to(x, (2, 4))
+    x, w = (np.asarray(each, np.float64) for each in (x, w))
     for name, (_, a, b) in NUMBERS.items():
         for got, mean, variance in (
             (gains[name], x * (a * w + b)[:, 0], (0.3 * a * x) ** 2),
@@ -269,8 +274,178 @@ def test_numbers_leave_each_example_its_own_noise():
         ):
             assert np.all(np.abs(flat(got).mean(0) - mean) <= ERRORS * np.sqrt(variance / N)), name
             assert np.all(np.abs(flat(got).var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N)), name
-    report = rpx.explain(local_reparametrization(network), weights, KEY, x[None].astype(np.float32))
+    report = rpx.explain(local_reparametrization(network), weights, KEY, two)
     assert all(each.is_transformed for each in report.weights)
+
+
+# ---- weights that data change
+
+
+ONE, MASK, MIX = (np.asarray(each) for each in (normal(4, seed=2), normal(4, 3, seed=3), normal(4, seed=4)))
+DATA = {"scale": np.float32(2.0), "mask": MASK, "mix": MIX, "place": np.int32(1)}
+
+
+def columns(a):
+    """The slope of each column's sum of the entries of a weight, times ``a``."""
+    return np.asarray(a, np.float64)[None] * np.eye(a.shape[1])[:, None]
+
+
+def of_row(i, a):
+    """The slope of ``a`` times each entry of a row."""
+    return columns(np.eye(4)[i][:, None] * np.full(3, a))
+
+
+def stacked(slope):
+    """The slope of the second of two weights."""
+    return np.stack([np.zeros_like(slope), slope], 1)
+
+
+X0, EACH_X = ONE[0], ONE[:, None]
+MADE = {
+    "scaled": (lambda w, x, d: x @ (w * d["scale"]), columns(EACH_X * 2 * np.ones(3))),
+    "masked": (lambda w, x, d: x @ (w * d["mask"]), columns(EACH_X * MASK)),
+    "chosen": (lambda w, x, d: x @ jnp.where(d["mask"] > 0, w, 0), columns(EACH_X * (MASK > 0))),
+    "normed": (
+        lambda w, x, d: x @ (w / jnp.sqrt(jnp.mean(x**2))),
+        columns(EACH_X * np.full(3, np.mean(np.square(ONE)) ** -0.5)),
+    ),
+    "moved": (lambda w, x, d: x @ (w + d["mask"]) - x @ d["mask"], columns(EACH_X * np.ones(3))),
+    "summed": (lambda w, x, d: jnp.einsum("bi,io->b", x, w)[:, None], (EACH_X * np.ones(3))[None]),
+    "one row": (lambda w, x, d: x[:, :1] * w[d["place"]][None], of_row(1, X0)),
+    "one row, taken": (lambda w, x, d: x[:, :1] * jnp.take(w, d["place"], axis=0)[None], of_row(1, X0)),
+    "one of two": (lambda w, x, d: x @ w[d["place"]], stacked(columns(EACH_X * np.ones(3)))),
+    "the same one of two": (
+        lambda w, x, d: jnp.einsum("bi,bio->bo", x, w[jnp.full(len(x), d["place"])]),
+        stacked(columns(EACH_X * np.ones(3))),
+    ),
+    "mixed": (lambda w, x, d: x[:, :1] * (d["mix"] @ w)[None], columns(X0 * MIX[:, None] * np.ones(3))),
+    "mixed by constants": (lambda w, x, d: x[:, :1] * (ONE @ w)[None], columns(X0 * EACH_X * np.ones(3))),
+    "mixed and scaled": (
+        lambda w, x, d: x[:, :1] * ((d["mix"] @ w) * d["scale"])[None],
+        columns(2 * X0 * MIX[:, None] * np.ones(3)),
+    ),
+    "in a loop over examples": (
+        lambda w, x, d: jax.lax.map(lambda x: x * w[:, 0], x),
+        np.eye(4)[:, :, None] * np.stack([ONE, np.zeros(4), np.zeros(4)], 1),
+    ),
+}
+"""What is made of a weight with data, and the slope of each entry of its result for one example, by closed form."""
+
+
+def test_what_has_no_row_is_still_a_weight():
+    weights = {name: normal(*slope.shape[1:], seed=i) for i, (name, (_, slope)) in enumerate(MADE.items())}
+
+    def network(weights, key, x, data):
+        w = NOISE.apply(weights, key)
+        return {name: network(w[name], x, data) for name, (network, _) in MADE.items()}
+
+    args = weights, KEY, np.broadcast_to(ONE, (N, 4)), DATA
+    found = jax.jit(local_reparametrization(network))(*args)
+    for name, (_, slope) in MADE.items():
+        got, variance = flat(found[name]), np.sum(np.square(0.3 * slope), axis=tuple(range(1, slope.ndim)))
+        mean = np.tensordot(slope, np.asarray(weights[name], np.float64), slope.ndim - 1)
+        assert np.all(np.abs(got.mean(0) - mean) <= ERRORS * np.sqrt(variance / N) + 1e-5), name
+        assert np.all(np.abs(got.var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N)), name
+        centred = (got - got.mean(0)) / got.std(0)
+        assert np.all(np.abs(np.mean(centred[1:] * centred[:-1], 0)) <= ERRORS / np.sqrt(N)), name
+    report = rpx.explain(local_reparametrization(network), *args)
+    assert {each.reason for each in report.weights if each.is_transformed} == {f"1 use, {N} rows"}
+    assert len(report.weights) == len(MADE)
+
+
+def test_a_batch_may_be_a_weights_other_side():
+    """No type tells the rows of a matrix that multiplies a weight from examples, so the report says how many."""
+
+    def network(weights, key, a, x):
+        return x @ (a @ NOISE.apply(weights, key)["w"])
+
+    (weight,) = rpx.explain(local_reparametrization(network), {"w": SQUARE}, KEY, normal(2, 3), normal(7, 2)).weights
+    assert weight.reason == "1 use, 2 rows"
+
+
+# ---- gradients that the loss takes
+
+
+def homogeneous(weights, x):
+    """Of degree 2 in x."""
+    return (x @ weights["w"]) ** 2 @ weights["v"]
+
+
+def network_with_biases(weights, x):
+    return jnp.tanh(jnp.tanh(x @ weights["w"] + weights["b"][None]) @ weights["u"] + weights["c"][None]) @ weights["v"]
+
+
+def identity_of_euler(draw, weights, x):
+    """Zero for any weights, if both see the same."""
+    gradient = jax.grad(lambda x: jnp.sum(homogeneous(draw(weights), x)))(x)
+    return jnp.sum(x * gradient, 1) - 2 * homogeneous(draw(weights), x)
+
+
+def identity_of_gains(draw, weights, x):
+    value, pull = jax.vjp(lambda x: jnp.sum((x * draw(weights)["v"][None]) ** 2, 1), x)
+    return jnp.sum(x * pull(jnp.ones_like(value))[0], 1) - 2 * value
+
+
+def identity_of_images(draw, weights, x):
+    def value(x):
+        images, kernel = x[:, :, None], draw(weights)["w"][:, None]
+        return jax.lax.conv_general_dilated(images, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2
+
+    found, pull = jax.vjp(value, x)
+    return jnp.sum(x * pull(jnp.ones_like(found))[0]) - 2 * jnp.sum(found)
+
+
+def penalty(draw, weights, x):
+    gradient = jax.grad(lambda x: jnp.sum(network_with_biases(draw(weights), x)))(x)
+    return network_with_biases(draw(weights), x) + (jnp.sqrt(jnp.sum(gradient**2, 1)) - 1) ** 2
+
+
+def energy_and_forces(draw, weights, x):
+    network = jax.checkpoint(lambda x: network_with_biases(draw(weights), x))
+    value, gradient = jax.value_and_grad(lambda x: jnp.sum(network(x)))(x)
+    return value + gradient
+
+
+def biases_alone(draw, weights, x):
+    value, pull = jax.vjp(jax.checkpoint(lambda x: jnp.tanh(x + draw(weights)["v"][None])), x)
+    return value + pull(jnp.ones_like(value))[0]
+
+
+def meta_learning(draw, weights, x):
+    def loss(weights, x):
+        return jnp.mean(network_with_biases(draw(weights), x) ** 2)
+
+    inner = jax.grad(loss)(weights, x[:2])
+    return loss(jax.tree.map(lambda w, g: w - 0.1 * g, weights, inner), x[2:])
+
+
+INSIDE = {
+    "forces": (energy_and_forces, "dot_general reads it along the other side, as a gradient does"),
+    "a penalty": (penalty, "dot_general reads it along the other side, as a gradient does"),
+    "meta-learning": (meta_learning, "add takes one draw for all"),
+    "biases alone": (biases_alone, "add reads it again, beside a gradient"),
+    "Euler": (identity_of_euler, "dot_general reads it along the other side, as a gradient does"),
+    "Euler, gains": (identity_of_gains, "mul reads it along the other side, as a gradient does"),
+    "Euler, images": (identity_of_images, "conv_general_dilated reads it along the other side, as a gradient does"),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(INSIDE, "Euler", "forces", "meta-learning"))
+def test_a_gradient_in_the_loss_sees_the_weights_of_the_value(name):
+    loss, reason = INSIDE[name]
+    weights = {"w": normal(4, 4), "u": normal(4, 4, seed=1)} | {k: normal(4, seed=i) for i, k in enumerate("vbc", 2)}
+
+    def drawn(weights, key, x):
+        return loss(lambda weights: NOISE.apply(weights, key), weights, x)
+
+    args = weights, KEY, normal(5, 4, seed=9)
+    got, want = jax.jit(lambda *args: (local_reparametrization(drawn)(*args), drawn(*args)))(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    if name.startswith("Euler"):
+        np.testing.assert_allclose(got, np.zeros_like(got), atol=1e-4)
+    report = rpx.explain(local_reparametrization(drawn), *args)
+    assert any(each.reason.startswith(reason) for each in report.weights)
+    assert not any(each.is_transformed for each in report.weights)
 
 
 # ---- contexts
@@ -402,12 +577,12 @@ SQUARE = normal(3, 3)
 SHARED = {
     "a formula mixes entries": (lambda w, x: x @ w["w"], NOISE >> rpx.WeightNorm(), "custom_jvp_call"),
     "factorized": (lambda w, x: x @ w["w"], rpx.Gaussian(0.3, noise="factorized"), "sign"),
-    "turned over": (lambda w, x: x @ (w["w"] + w["w"][::-1]), NOISE, "dot_general"),
-    "symmetric": (lambda w, x: x @ (w["w"] + w["w"].T), NOISE, "dot_general"),
+    "turned over": (lambda w, x: x @ (w["w"] + w["w"][::-1]), NOISE, "add"),
+    "symmetric": (lambda w, x: x @ (w["w"] + w["w"].T), NOISE, "add"),
     "repeated": (lambda w, x: x @ jnp.broadcast_to(w["w"][:, :1], (3, 3)), NOISE, "dot_general"),
     "side by side": (pairs, NOISE, "concatenate"),
     "a square": (lambda w, x: x @ jnp.square(w["w"]), NOISE, "square"),
-    "a product without data": (lambda w, x: x * (jnp.ones((1, 3)) @ w["w"]), NOISE, "mul"),
+    "rows without data": (lambda w, x: x @ (jnp.ones((3, 3)) @ w["w"]), NOISE, "dot_general"),
     "both sides": (lambda w, x: x @ (w["w"] @ w["w"]), NOISE, "dot_general"),
     "carried": (carried, NOISE, "scan"),
     "float16": (lambda w, x: x.astype(jnp.float16) @ w["w"].astype(jnp.float16), NOISE, "convert_element_type"),
@@ -521,12 +696,12 @@ def test_the_report():
     text = repr(rpx.explain(local_reparametrization(loss), raw, KEY, normal(2, 4))).splitlines()
     line = f"{__file__}:{loss.__code__.co_firstlineno + 3}"
     assert text[:3] == [
-        "1 of 3 noisy weights draw for each example",
-        "  for each example:",
-        "    raw/b/w  float32[4, 4]  2 products",
+        "1 of 3 noisy weights draw for each row",
+        "  for each row:",
+        "    raw/b/w  float32[4, 4]  2 uses, 2 rows",
     ]
     assert text[3] == "  one draw for all:"
-    assert text[4].startswith(f"    raw/a/w      float32[4, 4]  1 product; square takes one draw for all: {line}:")
+    assert text[4].startswith(f"    raw/a/w      float32[4, 4]  square takes one draw for all: {line}:")
     assert text[5].startswith(f"    raw/b/scale  float32[4]  abs takes one draw for all: {line}:")
 
 

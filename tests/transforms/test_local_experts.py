@@ -67,7 +67,7 @@ def test_it_is_told_and_gradients_pass():
 
     args = {"w": W}, jax.random.key(0), X
     (weight,) = rpx.explain(local_reparametrization(loss), *args).weights
-    assert (weight.is_transformed, weight.reason) == (True, "1 product")
+    assert (weight.is_transformed, weight.reason) == (True, "1 use, 6 rows")
     # The variance depends on x, not on the mean.
     slope = jax.jit(jax.grad(local_reparametrization(loss)))(*args)["w"]
     rows = np.stack([X[:2].sum(0), np.zeros(K, np.float32), X[2:5].sum(0)])

@@ -177,12 +177,16 @@ class Facts:
       still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
       origins: The arguments on which it depends.
       differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
+      steps: The scans around it in whose steps it differs, by their depth.
+      formula: The number of the formula by which it is computed, if rules count these: equal ones have equal values.
     """
 
     known: bool
     still: bool
     origins: frozenset[int] = frozenset()
     differs: frozenset[str] = frozenset()
+    steps: frozenset[int] = frozenset()
+    formula: int | None = None
 
 
 NUMBER = Facts(known=True, still=True)
@@ -201,6 +205,8 @@ class AllFacts(Analysis[Facts]):
             still=all(facts.still for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
             differs=frozenset().union(*(facts.differs for facts in values)),
+            steps=frozenset().union(*(facts.steps for facts in values)),
+            formula=values[0].formula if len({facts.formula for facts in values}) == 1 else None,
         )
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:

@@ -507,6 +507,8 @@ class Checkpoint(View, names=("remat2",)):
     """What may be stored."""
     prevent_cse = Setting[Any]()
     """Whether the compiler must compute again what was computed before."""
+    differentiated = Setting[bool]()
+    """Whether it is part of a gradient."""
 
 
 class Scan(View, names=("scan",)):

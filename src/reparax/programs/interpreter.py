@@ -70,11 +70,11 @@ class Rules(Protocol):
 
     Attributes:
       analysis: What is known of values.
-      state: Arrays that go through the program, into the bodies of loops too, and change on the way.
+      counts_steps: Whether it reads the number of the step in a loop.
     """
 
     analysis: Analysis[Facts]
-    state: list[Any]
+    counts_steps: bool
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether weights may start in an equation that reads none, or in its bodies."""
@@ -89,6 +89,13 @@ class Rules(Protocol):
         ...
 
 
+class LoopStep(NamedTuple):
+    """A step of a scan: its number, if the rules read it, and the number of steps."""
+
+    index: Any
+    length: Any
+
+
 @dataclass(frozen=True)
 class Interpreter:
     """How programs are evaluated.
@@ -96,6 +103,7 @@ class Interpreter:
     Attributes:
       rules: What happens to weights.
       times: How often the program runs.
+      steps: The step of each scan around it, the outermost first.
       path: The equations whose bodies contain the program.
       in_formula: Whether one of these is the ``apply`` of a parametrization.
       computes: Whether it computes what reads no weight; where only the rules are asked, types will do.
@@ -103,6 +111,7 @@ class Interpreter:
 
     rules: Rules
     times: int = 1
+    steps: tuple[LoopStep, ...] = ()
     path: tuple[int, ...] = ()
     in_formula: bool = False
     computes: bool = True
@@ -119,27 +128,12 @@ class Interpreter:
         """``x`` as an array."""
         return self.rules.form(self, x, eqn) if isinstance(x, Sum) else x
 
-    def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Interpreter":
-        """The interpreter of a body of an equation, which runs several times."""
+    def inside(self, eqn: JaxprEqn, *place: int, step: LoopStep | None = None) -> "Interpreter":
+        """The interpreter of a body of an equation, which is a step of a loop if it runs several times."""
+        steps = self.steps if step is None else (*self.steps, step)
+        times = self.times * count_entries([each.length for each in steps[len(self.steps) :]])
         in_formula = self.in_formula or is_apply(eqn)
-        return replace(self, times=self.times * times, path=(*self.path, id(eqn), *place), in_formula=in_formula)
-
-    def threaded(self, run: Callable[..., Any], *bodies: Callable[..., Any]) -> list[Any]:
-        """What ``run`` makes of bodies that take the state too, and return it after their outputs."""
-        with_state = [_with_state(self.rules, body) for body in bodies]
-        outs, self.rules.state = run(*with_state, state=self.rules.state)
-        return list(outs)
-
-
-def _with_state(rules: Rules, body: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the state and of the inputs of a body: its outputs, and the state behind it."""
-
-    def body_with_state(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
-        rules.state = list(state)
-        outs = body(*args)
-        return outs, rules.state
-
-    return body_with_state
+        return replace(self, times=times, steps=steps, path=(*self.path, id(eqn), *place), in_formula=in_formula)
 
 
 class _Evaluation:
@@ -254,7 +248,7 @@ def enter(operation: Operation) -> Outs:
 
 
 def _body(
-    operation: Operation, facts: Sequence[Facts], *place: int, times: int = 1, in_arrays: bool = True
+    operation: Operation, facts: Sequence[Facts], *place: int, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
     """A function of the inputs of a body, of which facts are known, that interprets this body.
 
@@ -262,7 +256,7 @@ def _body(
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[place[0] if place else 0]
     facts_of_inputs = [*(NUMBER for _ in consts), *facts]
-    interpreter = operation.interpreter.inside(operation.eqn, *place, times=times)
+    interpreter = operation.interpreter.inside(operation.eqn, *place)
     run = interpreter.arrays if in_arrays else interpreter.run
     return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
 
@@ -282,11 +276,7 @@ def _enter_checkpoint(operation: Operation) -> list[Any]:
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
         return body(*operation.args)
-
-    def run_checkpoint(body: Callable[..., Any], state: Any) -> Any:
-        return jax.checkpoint(body, policy=view.policy, prevent_cse=view.prevent_cse)(state, *operation.args)
-
-    return operation.interpreter.threaded(run_checkpoint, body)
+    return jax.checkpoint(body, policy=view.policy, prevent_cse=view.prevent_cse)(*operation.args)
 
 
 class _ScanInput(NamedTuple):
@@ -307,20 +297,27 @@ def _enter_scan(operation: Operation) -> Outs:
     """The outputs of a scan, which sums enter: constant ones as they are, carried ones formed, others in slices."""
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
-    n_steady = n_consts + n_carry
-    facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
+    n_steady, length, depth = n_consts + n_carry, Scan(eqn).length, len(interpreter.steps)
+    steady_facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
+    facts = [
+        x if i < n_consts else replace(x, steps=x.steps | {depth}, formula=None) for i, x in enumerate(steady_facts)
+    ]
     operands = list(map(_ScanInput, operation.args, facts))
     inputs = operands[:n_consts]
     inputs += [operand._replace(value=interpreter.array(operand.value, eqn)) for operand in operands[n_consts:n_steady]]
     pairs = zip(operands[n_steady:], jaxpr.invars[len(consts) + n_steady :], strict=True)
     inputs += [_sliced_input(operation, operand, jaxpr, v) for operand, v in pairs]
-    body = _body(operation, [each.facts for each in inputs], times=count_entries([Scan(eqn).length]))
+    body_facts = [*(NUMBER for _ in consts), *(each.facts for each in inputs)]
+    numbers = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
-    def body_of_factors(*values: Any) -> list[Any]:
-        pairs = zip(inputs, values, strict=True)
-        return body(*(x if each.shell is None else _fill_factors(each.shell, x) for each, x in pairs))
+    def body(*values: Any) -> list[Any]:
+        """One step: the values of the inputs, and then its number if that is read."""
+        index = values[len(inputs)] if numbers else None
+        pairs = zip(inputs, values, strict=False)
+        args = [x if each.shell is None else _fill_factors(each.shell, x) for each, x in pairs]
+        return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
-    return _run_with_body(operation, body_of_factors, [each.value for each in inputs])
+    return _run_with_body(operation, body, [*(each.value for each in inputs), *numbers])
 
 
 def _sliced_input(operation: Operation, operand: _ScanInput, jaxpr: Jaxpr, v: Any) -> _ScanInput:
@@ -357,8 +354,8 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
     """The outputs of the equation with another body."""
-    run = jaxprs.runner_with_state(operation.eqn)
-    return run and operation.interpreter.threaded(lambda body, state: run(body, state, operands), body)
+    run = jaxprs.runner_of(operation.eqn)
+    return run and list(run(body, *operands))
 
 
 def _fill_factors(shell: Sum, arrays: Sequence[Any]) -> Sum:
@@ -412,19 +409,15 @@ def _with_axis_first(factor: Factor, axis: Merged) -> Any:
 def _enter_cond(operation: Operation) -> list[Any]:
     """The outputs of a cond, whose branches sums enter as they are."""
     index, *operands = operation.args
-    n = len(jaxprs.inner(operation.eqn))
-
-    def run_cond(*bodies: Any, state: Any) -> Any:
-        return jaxprs.run_cond(operation.eqn, index, bodies, [state, *operands])
-
-    return operation.interpreter.threaded(run_cond, *(_body(operation, operation.facts[1:], i) for i in range(n)))
+    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner(operation.eqn)))]
+    return list(jaxprs.run_cond(operation.eqn, index, bodies, operands))
 
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
     """The outputs of a body on each shard: a sum enters as its factors, if their shards are known, else as an array."""
     in_specs = ShardMap(operation.eqn).in_specs
     pairs = zip(operation.facts, in_specs, strict=True)
-    body = _body(operation, [replace(facts, differs=frozenset(_mesh_axes(spec))) for facts, spec in pairs])
+    body = _body(operation, [_facts_on_shard(facts, spec) for facts, spec in pairs])
     inputs = [_shard_input(operation, x, spec) for x, spec in zip(operation.args, in_specs, strict=True)]
     operands, operand_specs = [operand for operand, _ in inputs], [spec for _, spec in inputs]
 
@@ -435,10 +428,13 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
             *(_sum_on_shard(x, shard, specs) if isinstance(shard, list) else shard for x, shard, specs in triples)
         )
 
-    def run(body: Callable[..., Any], state: Any) -> Any:
-        return jaxprs.run_sharded(operation.eqn, body, operand_specs, state, operands)
+    return list(jaxprs.run_sharded(operation.eqn, body_on_shard, operand_specs, operands))
 
-    return operation.interpreter.threaded(run, body_on_shard)
+
+def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
+    """What is known on each shard of a value with a partition spec."""
+    axes = frozenset(_mesh_axes(spec))
+    return replace(facts, differs=axes, formula=None if axes else facts.formula)
 
 
 def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:

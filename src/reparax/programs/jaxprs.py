@@ -23,7 +23,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import jit_p
 from jax.interpreters import partial_eval
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from reparax.core.names import NEWEST, OLDEST
 from reparax.numerics.arithmetic import inlined
@@ -32,8 +32,6 @@ from reparax.programs import equations
 T = TypeVar("T")
 Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
-State = list[Any]
-Threaded = Callable[..., tuple[Sequence[Any], State]]
 
 # Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
@@ -553,19 +551,13 @@ def lines(eqn: JaxprEqn) -> list[str]:
 
 def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
-    run = runner_with_state(eqn)
-    return run and (lambda body, *args: run(lambda state, *args: (body(*args), state), [], args)[0])
-
-
-def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
-    """As :func:`runner_of`, with a state that each run of the body takes, and returns after its outputs."""
     functions: dict[type[equations.View], Callable[..., Any]] = {
         equations.Jit: _run_jit,
         equations.Scan: _run_scan,
         equations.ShardMap: _run_shard_map,
     }
     function = functions.get(equations.view_class_of(eqn))
-    return function and (lambda body, state, args: function(eqn, body, state, args))
+    return function and functools.partial(function, eqn)
 
 
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> dict[str, Any]:
@@ -577,32 +569,31 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> d
     return {name: eqn.params[name] for name in names}
 
 
-def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     """Runs a ``jit`` with another body: inline, unless it gives shardings. Its other parameters are for compilation."""
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
-        return body(state, *args)
-    settings["in_shardings"] = (None, *settings["in_shardings"])
-    settings["out_shardings"] = (list(settings["out_shardings"]), None)
-    return jax.jit(body, **settings)(state, *args)
+        return body(*args)
+    settings["out_shardings"] = list(settings["out_shardings"])
+    return jax.jit(body, **settings)(*args)
 
 
-def _run_scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
-    """Runs a scan with another body; the state is carried from step to step."""
+def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
+    """Runs a scan with another body, which may slice more than its own did."""
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
     init = args[n_consts : n_consts + n_carry]
     xs = args[n_consts + n_carry :]
 
-    def step(carry: tuple[State, Sequence[Any]], x: Sequence[Any]) -> Any:
-        outs, state = body(carry[0], *consts, *carry[1], *x)
-        return (state, outs[:n_carry]), outs[n_carry:]
+    def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
+        outs = body(*consts, *carry, *x)
+        return outs[:n_carry], outs[n_carry:]
 
     settings = _read_parameters(eqn, _SCAN, _SCAN_UNREAD)
     if jax.export.is_symbolic_dim(settings["length"]):  # what it slices has this length too
         settings.pop("length")
-    (state, carry), ys = jax.lax.scan(step, (state, list(init)), list(xs), **settings)
-    return [*carry, *ys], state
+    carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
+    return [*carry, *ys]
 
 
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
@@ -616,37 +607,21 @@ def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seq
     return jax.lax.platform_dependent(*operands, default=default, **branch_of_platform)
 
 
-def _run_shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     """Runs a ``shard_map`` with another body, and inputs that are split as its own are."""
-    return run_sharded(eqn, body, eqn.params.get("in_specs"), state, args)
+    return run_sharded(eqn, body, eqn.params.get("in_specs"), args)
 
 
-def run_sharded(
-    eqn: JaxprEqn, body: Threaded, in_specs: Any, state: State, args: Sequence[Any]
-) -> tuple[Sequence[Any], State]:
-    """Runs a ``shard_map`` with another body and other inputs; the state is the same on all devices.
+def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Runs a ``shard_map`` with another body and other inputs, which are split by ``in_specs``.
 
-    Args:
-      eqn: The equation of the ``shard_map``, which gives the mesh and the split of its outputs.
-      body: The body, which returns as many outputs as the equation has.
-      in_specs: How ``args`` are split.
-      state: The state before.
-      args: The inputs of the body.
+    The equation gives the mesh and the split of its outputs, of which the body returns as many.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
-    replicated = PartitionSpec()
-    settings |= {
-        "axis_names": settings.pop(axes_param),
-        "in_specs": (replicated, *in_specs),
-        "out_specs": (tuple(settings["out_specs"]), replicated),
-    }
-
-    def body_on_shard(state: State, *args: Any) -> tuple[tuple[Any, ...], State]:
-        outs, state = body(state, *args)
-        return tuple(outs), state
-
-    return jax.shard_map(body_on_shard, **settings)(state, *args)
+    settings |= {"axis_names": settings.pop(axes_param), "in_specs": tuple(in_specs)}
+    settings["out_specs"] = tuple(settings["out_specs"])
+    return jax.shard_map(lambda *args: tuple(body(*args)), **settings)(*args)
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:

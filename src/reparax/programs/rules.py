@@ -46,6 +46,8 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
     match view:
         case equations.Transpose():
             return x.map_products(lambda product: product.transpose(view.permutation), view.type.shape)
+        case equations.ReduceSum() if not view.has_sharding:
+            return x.map_products(lambda product: product.sum(view.axes), view.type.shape)
         case equations.Squeeze():
             return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
@@ -175,16 +177,16 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
 
 
 def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
-    """The matrices that a look-up takes from a weight of several; None if it must be formed.
+    """The matrices, or the one row, that a look-up takes from a weight; None if it must be formed.
 
-    What is taken from an array of two axes are rows, which nothing multiplies as a weight.
+    Several rows, taken from an array of two axes, are data, which nothing multiplies as a weight.
     """
     (places,) = operands
-    if x.ndim < 3 or view.row is None or isinstance(places, Sum) or not _fills_all(view):
-        return None
-    axis, column = view.row
     offset = view.dimension_numbers.offset_dims
     rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
+    if (x.ndim < 3 and rows) or view.row is None or isinstance(places, Sum) or not _fills_all(view):
+        return None
+    axis, column = view.row
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
@@ -217,7 +219,8 @@ def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: 
         return None
     if view.mode != lax.GatherScatterMode.CLIP:
         # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
-        have_numbers = [jnp.issubdtype(factor.array.dtype, jnp.inexact) for factor in factors]
+        dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
+        have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
         if not labels or not any(have_numbers):
             return None
         factors = _with_label(factors, have_numbers, labels[0])
@@ -248,7 +251,8 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
     fill = None if _holds_integers(array.dtype) else view.fill_value
     array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=view.mode, fill_value=fill)
-    return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]))
+    draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
+    return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
 
 
 # ---- weights that are made: products, multiples and sums of known values
@@ -366,6 +370,8 @@ def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
         return None
     (product,) = y.products
     (factor,) = product.factors
+    if factor.draw:
+        return None
     inverse = replace(product, factors=(replace(factor, array=1 / factor.dense.astype(y.dtype)),))
     return _make_multiple(view, x, replace(y, products=(inverse,)))
 

@@ -198,6 +198,21 @@ Merged = tuple[Label, ...]
 
 
 @dataclass(frozen=True)
+class Draw:
+    """What is known of an array of independent normal numbers.
+
+    Attributes:
+      source: What tells it from other draws.
+      key: Its key, or its keys.
+      rows: How many of its rows data chose, perhaps one several times; 1 if it is whole, or one row.
+    """
+
+    source: Hashable
+    key: Any
+    rows: Any = 1
+
+
+@dataclass(frozen=True)
 class Factor:
     """An array with a label for each axis.
 
@@ -205,15 +220,13 @@ class Factor:
       array: The array.
       labels: Its labels.
       still: Whether it gets no gradient.
-      draw: What tells it from other draws, if it is one of independent normal numbers; else None.
-      key: The key of this draw, or its keys.
+      draw: What is known of it as a draw, if it is one; else None.
     """
 
     array: Any
     labels: Merged
     still: bool
-    draw: Hashable = None
-    key: Any = None
+    draw: Draw | None = None
 
     @property
     def size(self) -> int:
@@ -256,6 +269,14 @@ class Product:
     def squeeze(self, axes: Iterable[int]) -> "Product":
         axis_set = set(axes)
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
+
+    def sum(self, axes: Iterable[int]) -> "Product":
+        """This product summed over axes: along a label that no factor has, it is so many times itself."""
+        summed = self.squeeze(axes)
+        kept = self.labels.union(*summed.axes)
+        gone = dict.fromkeys(label for group in self.axes for label in group if label not in kept)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
+        return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
         """This product broadcast to this shape, with its axes at ``places``."""
@@ -334,7 +355,7 @@ def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     return results
 
 
-for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["products"]}.items():
+for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 

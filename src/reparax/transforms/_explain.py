@@ -1,4 +1,4 @@
-"""The report of a transform: which weights a loss never forms, or which noisy weights draw for each example."""
+"""The report of a transform: which weights a loss never forms, or which noisy weights draw for each row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reparax.transforms._factored import explain_sums
 def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
-    For ``rpx.transforms.local_reparametrization(loss)`` it says which noisy weights draw for each example, and where
-    and why one draw is for all.
+    For ``rpx.transforms.local_reparametrization(loss)`` it says which noisy weights draw for each row of how many, and
+    where and why one draw is for all.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 

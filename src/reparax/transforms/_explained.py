@@ -14,7 +14,7 @@ class Weight:
     Attributes:
       path: The path of the parameter from which it is computed, or the common path of several.
       type: Its dtype and shape.
-      is_transformed: Whether all products with it are: they multiply by its factors, or draw for each example.
+      is_transformed: Whether all products with it are: they multiply by its factors, or draw for each row.
       reason: Why, and where.
     """
 

@@ -560,12 +560,12 @@ class Factoring:
     Attributes:
       plan: The plan. Until it is decided, it is told what reads each weight.
       analysis: What is known of values.
-      state: Nothing.
     """
+
+    counts_steps = False
 
     def __init__(self, plan: SumPlan) -> None:
         self.plan = plan
-        self.state = list[Any]()
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:

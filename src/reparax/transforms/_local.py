@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax.core import random
 from reparax.core.keys import key_of_use
@@ -24,13 +26,15 @@ from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
-from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs
+from reparax.programs.contractions import contraction_of
+from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
 from reparax.transforms._explained import Explained, Weight
+from reparax.transforms._factored import check_this_jax
 from reparax.transforms._remat import remat
 
 P = ParamSpec("P")
@@ -56,32 +60,38 @@ class Noisy:
     @classmethod
     def of(cls, x: Sum) -> Noisy | None:
         """The parts of a sum; None if its entries are not independent."""
-        noisy_products = [product for product in x.products if _draws(product)]
-        draws = [draw for product in noisy_products for draw in _draws(product)]
-        is_one_each = len(noisy_products) == len(draws) and len({draw.draw for draw in draws}) == len(draws)
-        if not draws or not is_one_each or not all(map(_is_entrywise, noisy_products)):
+        noise = list(_noise_of(x))
+        n_products = len({id(product) for product, _, _ in noise})
+        if not noise or len({draw.source for _, _, draw in noise}) < len(noise) or n_products < len(noise):
+            return None
+        if not all(_is_entrywise(product, factor) for product, factor, _ in noise):
             return None
         dtype = _wide(x.dtype)
-        pairs = list(zip(noisy_products, draws, strict=True))
-        mean = replace(x, products=tuple(product for product in x.products if not _draws(product)))
-        std = replace(x, products=tuple(_without_draw(*pair, dtype) for pair in pairs), dtype=dtype)
-        may_repeat = any(_long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in pairs)
-        return cls(mean, std, key=draws[0].key, entries_may_repeat=may_repeat)
+        mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
+        std = replace(
+            x, products=tuple(_without_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
+        )
+        may_repeat = any(not _long_labels(_labels_of_axes(y)) <= set(factor.labels) for y, factor, _ in noise)
+        return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
 
 
-def _draws(product: Product) -> list[Factor]:
-    """The factors of a product that are draws."""
-    return [factor for factor in product.factors if factor.draw is not None]
+def _noise_of(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
+    """Each draw in a sum, with its factor and the product of this."""
+    triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
+    return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
-def _is_entrywise(product: Product) -> bool:
-    """Whether each entry of a product is made of the same entries of its factors, so that it has one number of each."""
-    flat = _all_labels(product)
-    return _long_labels(product.labels) <= set(flat) and len(set(flat)) == len(flat)
+def _is_entrywise(product: Product, draw: Factor) -> bool:
+    """Whether each entry of a product reads numbers of a draw that no other does, but for entries that are repeated.
+
+    It may be a sum of several, each with one number of every other factor.
+    """
+    flat = _labels_of_axes(product)
+    return len(set(flat)) == len(flat) and _long_labels(product.labels) <= {*flat, *draw.labels}
 
 
-def _all_labels(product: Product) -> list[Label]:
-    """All labels of the axes of a product."""
+def _labels_of_axes(product: Product) -> list[Label]:
+    """The labels of the axes of a product."""
     return [label for group in product.axes for label in group]
 
 
@@ -91,9 +101,12 @@ def _long_labels(labels: Iterable[Label]) -> set[Label]:
 
 
 def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
-    """A product without its draw."""
+    """A product without its draw, for one number of it in place of each."""
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
-    return replace(product, factors=tuple(others or [Factor(jnp.ones((), dtype), (), still=True)]))
+    left = {*_labels_of_axes(product)}.union(*(factor.labels for factor in others))
+    summed = tuple(label for label in draw.labels if label not in left and label.size != 1)
+    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
+    return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
 
 
 Noise = Callable[[Any, Array], Array]
@@ -108,9 +121,12 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> 
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
     operands[weight_operand] = array_of(weight.mean)
-    mean = view.bind(*operands)
-    std = replace(weight.std, products=tuple(map(with_numbers, weight.std.products)), maker=None)
-    return widened(mean), partial(_add_noise, view, weight_operand, data, std)
+    return widened(view.bind(*operands)), partial(_add_noise, view, weight_operand, data, _numbered(weight.std))
+
+
+def _numbered(std: Sum) -> Sum:
+    """Deviations with labels by number, so that those of equal sizes are equal to JAX."""
+    return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
@@ -132,10 +148,12 @@ def _square_factors(x: Sum) -> Sum:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _add_noise(view: equations.View, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array) -> Any:
+def _add_noise(
+    view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
+) -> Any:
     """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key.
 
-    JAX traces it once for equal equations and types.
+    Without an equation the noise is that of the weight itself. JAX traces it once for equal equations and types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
@@ -193,7 +211,7 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
             return False
 
 
-def _variance(view: equations.View, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
+def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
     match view:
         case equations.Dot() | equations.RaggedDot():
@@ -226,11 +244,22 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 
 @dataclass(frozen=True)
-class NoiseOrigin:
-    """What made a weight: the arguments on which it depends, and its type before it was moved."""
+class Made:
+    """What made a weight.
 
-    origins: frozenset[int]
-    type: Any
+    Attributes:
+      facts: What is known of it.
+      type: Its type, before it was moved or summed.
+      steps: The scans around it in whose steps data changes it, but not its noise.
+    """
+
+    facts: Facts
+    type: jax.ShapeDtypeStruct
+    steps: frozenset[int] = frozenset()
+
+
+Sides = tuple[frozenset[int], frozenset[int]]
+"""Which axes of a draw a product sums over, and which it keeps; the last axis is 1, the one before it 2."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +268,19 @@ class NoisyRead:
 
     Attributes:
       eqn: The equation that reads; None for the result of a program or of a body.
-      origin: What made the weight.
-      draws_per_row: Whether each row of the result has a draw of its own.
+      weight: What made the weight.
+      sides: For each draw of the weight, what the equation does with its axes.
+      rows: How many rows of the result have a draw of their own; None if all share one.
     """
 
     eqn: JaxprEqn | None
-    origin: NoiseOrigin
-    draws_per_row: bool
+    weight: Made
+    sides: Mapping[Hashable, Sides]
+    rows: Any = None
+
+
+Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
+"""For each draw of which all rows share one, the equations that need this, and what they do."""
 
 
 A_DRAW = -1
@@ -253,12 +288,31 @@ A_DRAW = -1
 
 
 class _FactsOfDraws(AllFacts):
-    """Facts about values, also whether they depend on a draw."""
+    """Facts about values, also whether they depend on a draw, and by which formula keys and integers are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._formulas = dict[Hashable, int]()
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
         """What is known of the outputs of an equation."""
-        facts = super().of_equation(eqn, operands)
+        facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
         return replace(facts, origins=facts.origins | {A_DRAW}) if is_draw(eqn) else facts
+
+    def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
+        """The number of the formula of the output of an equation; None if it is not of keys and integers alone."""
+        are_literals = [isinstance(v, Literal) for v in eqn.invars]
+        is_known = all(facts.formula is not None for x, facts in zip(are_literals, operands, strict=True) if not x)
+        if not is_known or len(eqn.outvars) != 1 or has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
+            return None
+        atoms = [
+            (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else facts.formula
+            for v, facts in zip(eqn.invars, operands, strict=True)
+        ]
+        try:
+            return self._formulas.setdefault((eqn.primitive, *eqn.params.items(), *atoms), len(self._formulas))
+        except TypeError:  # a parameter that cannot be compared
+            return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         return super().enters(eqn, operands) and not is_draw(eqn)
@@ -268,15 +322,18 @@ class Drawing:
     """Follows noisy weights: they start where normal numbers are drawn, and products with data draw for each row.
 
     Attributes:
-      reads: What reads them.
+      shared: The draws of which all rows share one.
+      reads: What reads weights, by the place in the program.
+      takes_gradients: Whether the program computes something again for a gradient.
       analysis: What is known of values.
-      state: How many products have drawn so far. So each step of a loop draws anew.
     """
 
-    def __init__(self) -> None:
-        self.reads = list[NoisyRead]()
-        self.state = list[Any]([jnp.uint32(0)])
-        self.analysis: Analysis[Facts] = _FactsOfDraws()
+    counts_steps = True
+
+    def __init__(self, shared: Shared, analysis: Analysis[Facts]) -> None:
+        self.shared, self.analysis = shared, analysis
+        self.reads = dict[Hashable, NoisyRead]()
+        self.takes_gradients = False
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation draws, or its body does."""
@@ -287,42 +344,116 @@ class Drawing:
         """The outputs, with noisy weights as sums, or with noise for each row; None if the equation needs arrays.
 
         Draws come first, because they are calls with a body; casts before other views, which would cast each factor;
-        and products with data last, because what is left of constants needs arrays.
+        and rows last, because what has none is a weight.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
         if has_body(eqn):
+            self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return enter(operation)
-        moved_sums = _rounded_sum(operation) or move_sum(eqn, args)
+        moved_sums = _rounded_sum(operation) or _parts_of_draws(operation) or move_sum(eqn, args)
         if moved_sums is not None:
-            return moved_sums
-        noisy_sum = _combined_sum(operation)
-        if noisy_sum is not None:
-            return [replace(noisy_sum, maker=_noise_origin(eqn, operation.out_facts))]
-        return self._multiply(operation) if _reads_one_sum_and_data(operation) else None
+            return [replace(x, maker=_made(operation, args[0].maker.type)) for x in moved_sums]
+        if not isinstance(operation.view, LINEAR):
+            return None
+        rows = _rows(operation)
+        if rows:
+            return self._draw_rows(operation, rows)
+        x = _combined_sum(operation)
+        return None if x is None else [x]
 
-    def _multiply(self, operation: Operation) -> Outs:
+    def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
         """A product of data with a noisy weight, in which each row of the result draws; None if it is not linear."""
-        operand, noisy_sum = next((i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum))
-        weight = Noisy.of(noisy_sum)
-        mean_with_noise = None if weight is None else mean_and_noise(operation, operand, weight)
-        if weight is None or mean_with_noise is None:
+        (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
+        if others or all(facts.known for facts in _facts_of_arrays(operation)):
             return None
-        mean, add_noise = mean_with_noise
-        (n_draws,) = self.state
-        result = add_noise(key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs)), mean)
-        if not jaxprs.tells_shards(jax.typeof(result)):
+        noisy = self._noisy(weight)
+        parts = None if noisy is None else mean_and_noise(operation, operand, noisy)
+        if noisy is None or parts is None:
             return None
-        self.state = [n_draws + jnp.uint32(1)]
-        self.reads.append(NoisyRead(operation.eqn, noisy_sum.maker, draws_per_row=True))
-        return [result.astype(operation.view.type.dtype)]
+        interpreter, made = operation.interpreter, _made(operation, weight.maker.type)
+        shards = [operation.view.type.sharding.mesh.shape[i] for i in made.facts.differs - weight.maker.facts.differs]
+        n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in made.steps)])
+        read = NoisyRead(operation.eqn, weight.maker, _sides(operation.view, operand, weight), n_rows)
+        result = self._with_noise(interpreter, read, noisy, operation.out_facts, *parts)
+        return None if result is None else [result.astype(operation.view.type.dtype)]
+
+    def _noisy(self, x: Sum) -> Noisy | None:
+        """The parts of a weight, if rows may draw."""
+        return Noisy.of(x) if all(draw.source not in self.shared for *_, draw in _noise_of(x)) else None
+
+    def _with_noise(
+        self, interpreter: Interpreter, read: NoisyRead, weight: Noisy, facts: Facts, mean: Array, add_noise: Noise
+    ) -> Array | None:
+        """The mean with noise that a read draws; None where types do not tell over which mesh axes it varies."""
+        number = self._record(interpreter, read)
+        key = key_of_use(weight.key, jnp.uint32(number), sorted(facts.differs))
+        key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
+        result = add_noise(key, mean)
+        return result if jaxprs.tells_shards(jax.typeof(result)) else None
+
+    def _record(self, interpreter: Interpreter, read: NoisyRead) -> int:
+        """The number of a read, which is recorded in place of another one there."""
+        place = (*interpreter.path, id(read.eqn), *read.sides)
+        self.reads[place] = read
+        return list(self.reads).index(place)
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a weight, which all rows share."""
-        del interpreter
-        self.reads.append(NoisyRead(eqn, x.maker, draws_per_row=False))
+        """The array of a weight, which all rows share; if data made it in a loop, each step is a row."""
+        made: Made = x.maker
+        read = NoisyRead(eqn, made, _sides(None, 0, x))
+        noisy = self._noisy(x) if made.steps else None
+        if noisy is not None:
+            mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _numbered(noisy.std))
+            read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in made.steps]))
+            result = self._with_noise(interpreter, read_of_rows, noisy, made.facts, mean, add_noise)
+            if result is not None:
+                return result.astype(x.dtype)
+        self._record(interpreter, read)
         return array_of(x)
+
+
+LINEAR = (
+    *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
+    *(equations.Dot, equations.RaggedDot, equations.Conv, equations.Gather),
+)
+"""The equations that may give noisy weights, or rows with noise of their own."""
+
+
+def _rows(operation: Operation) -> list[Any]:
+    """The sizes of the axes of an output for whose indices no weight has noise of its own, and so each may draw."""
+    view, weights = operation.view, [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
+    contraction = contraction_of(view)
+
+    def is_row(axis: int) -> bool:
+        sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
+        pairs = [(x, sources[i]) for i, x in weights]
+        return not any(place is not None and x.ndim and _has_noise_along(x, place) for x, place in pairs)
+
+    chosen = {draw.source: draw.rows for _, x in weights for *_, draw in _noise_of(x)}
+    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *chosen.values()]
+    return [n for n in sizes if n != 1]
+
+
+def _has_noise_along(x: Sum, axis: int) -> bool:
+    """Whether a draw of a weight has numbers of its own at each index of an axis."""
+    axes = ((product.axes[axis], factor.labels) for product, factor, _ in _noise_of(x))
+    return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array or a type."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _made(operation: Operation, type: Any) -> Made:
+    """What made the output of an equation, which belongs to a weight of this type."""
+    pairs = list(zip(operation.args, operation.facts, strict=True))
+    steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
+    weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
+    steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
+    return Made(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
 def _drawn_sum(operation: Operation) -> Sum:
@@ -330,8 +461,25 @@ def _drawn_sum(operation: Operation) -> Sum:
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, still=True)
     (factor,) = product.factors
-    product = replace(product, factors=(replace(factor, draw=object(), key=operation.args[0]),))
-    return Sum((product,), array.shape, array.dtype, None, _noise_origin(operation.eqn, operation.out_facts))
+    formula = operation.facts[0].formula
+    source = operation.maker if formula is None else (formula, array.shape, array.dtype)
+    product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
+    return Sum((product,), array.shape, array.dtype, None, Made(operation.out_facts, _type_of(array)))
+
+
+def _parts_of_draws(operation: Operation) -> list[Sum] | None:
+    """Draws of which each has a key, and which were drawn together; None for all but the equation that splits them."""
+    view, (x, *_) = operation.view, operation.args
+    if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
+        return None
+    draws = [draw for *_, draw in _noise_of(x)]
+    if len(x.products) > 1 or len(x.products[0].factors) > 1 or view.axis >= draws[0].key.ndim:
+        return None
+
+    def with_number(factor: Factor, i: int) -> Factor:
+        return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
+
+    return [map_factors(part, partial(with_number, i=i)) for i, part in enumerate(move_sum(operation.eqn, [x]) or [])]
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
@@ -344,19 +492,73 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
-    """The weight that an equation makes of others and of constants; None if it reads data."""
+    """The weight that an equation makes of others, and of arrays; None if its entries are not independent."""
     # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-    if not operation.out_facts.known or any(A_DRAW in facts.origins for facts in _facts_of_arrays(operation)):
+    if any(A_DRAW in facts.origins for facts in _facts_of_arrays(operation)):
         return None
-    if isinstance(operation.view, equations.Select):
-        return select_sum(operation.args)
-    return make_sum(operation.eqn, operation.args, operation.facts)
+    is_choice = isinstance(operation.view, equations.Select)
+    x = select_sum(operation.args) if is_choice else make_sum(operation.eqn, operation.args, operation.facts)
+    if x is None or Noisy.of(x) is None:
+        return None
+    weight = next(each for each in operation.args if isinstance(each, Sum))
+    return replace(
+        x, maker=_made(operation, weight.maker.type if isinstance(operation.view, equations.Dot) else _type_of(x))
+    )
 
 
-def _reads_one_sum_and_data(operation: Operation) -> bool:
-    """Whether one operand is a weight, and another depends on data."""
-    facts_of_arrays = _facts_of_arrays(operation)
-    return len(facts_of_arrays) == len(operation.args) - 1 and not all(facts.known for facts in facts_of_arrays)
+def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, Sides]:
+    """For each draw of a weight, the axes of the draw that a product sums over, and those that it keeps.
+
+    A gradient by the data multiplies along the other side. A gain has one side only, so all of its axes are on both;
+    sums and look-ups have none, as gradients do not read these weights.
+    """
+    if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
+        return {draw.source: (frozenset(), frozenset()) for *_, draw in _noise_of(x)}
+    contraction = view and contraction_of(view)
+    kept_axes = contraction.kept(operand) if contraction else range(x.ndim)
+    batch_axes = contraction.batch(operand) if contraction else ()
+
+    def sides(product: Product, factor: Factor) -> Sides:
+        kept, batch = ({x for axis in axes for x in product.axes[axis]} for axes in (kept_axes, batch_axes))
+        places = {label: len(factor.labels) - i for i, label in enumerate(factor.labels) if label.size != 1}
+        summed = frozenset(i for label, i in places.items() if label not in {*kept, *batch})
+        kept_places = frozenset(i for label, i in places.items() if label in kept)
+        return (kept_places if isinstance(view, equations.Multiply | equations.Divide) else summed), kept_places
+
+    return {draw.source: sides(product, factor) for product, factor, draw in _noise_of(x)}
+
+
+def _draws_to_share(rules: Drawing) -> Shared:
+    """The draws of which all rows must share one, beside those that do already.
+
+    Those of which something needs the array; and if a product sums over an axis that another keeps, as a gradient does
+    inside of the loss, all that are read more than once, so that value and gradient see the same weights.
+    """
+    reads_of = dict[Hashable, list[NoisyRead]]()
+    for read in rules.reads.values():
+        for draw in read.sides.keys() - rules.shared.keys():
+            reads_of.setdefault(draw, []).append(read)
+    found: Shared = {}
+    for draw, reads in reads_of.items():
+        found[draw] = [(read.eqn, "takes one draw for all") for read in reads if read.rows is None]
+    of_rows = {draw: [read for read in reads if read.rows is not None] for draw, reads in reads_of.items()}
+    across = {draw: list(_reads_across(draw, reads)) for draw, reads in of_rows.items()}
+    again = "reads it along the other side, as a gradient does", "reads it again, beside a gradient"
+    for draw, reads in reads_of.items() if any(across.values()) or rules.takes_gradients else ():
+        pairs = [(across[draw], again[0]), (reads[1:], again[1])]
+        found[draw] += next(([(read.eqn, does) for read in those] for those, does in pairs if those), [])
+    return {draw: reasons for draw, reasons in found.items() if reasons}
+
+
+def _reads_across(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
+    """The reads that sum over an axis of a draw that one before them keeps, or keep one that it sums over."""
+    summed_before, kept_before = set[int](), set[int]()
+    for read in reads:
+        summed, kept = read.sides[draw]
+        if summed & kept_before or kept & summed_before:
+            yield read
+        summed_before |= summed
+        kept_before |= kept
 
 
 def _facts_of_arrays(operation: Operation) -> list[Facts]:
@@ -376,40 +578,44 @@ def _holds_draw(eqn: JaxprEqn) -> bool:
     return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
 
 
-def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
-    """What a sum that an equation makes knows of its draw."""
-    output = jaxprs.type_of(eqn.outvars[0])
-    return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))
-
-
 def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
-    r"""``fun`` with separate noise for each example, without a copy of the weights for each.
+    r"""``fun`` with separate noise for each row of data, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
     batch, so their gradients err together. In a product :math:`x w`, each row of x sees a Gaussian vector with the mean
-    :math:`x m` and independent entries of the variance :math:`x^2 s^2`. ``local`` draws this instead: numbers for the
-    result, not for the weight, and new ones for each row. The mean of the gradient stays the same, and its variance
-    falls with the number of examples. The network's code does not change.
+    :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This draws it instead: numbers for the result,
+    not for the weight, and new ones for each row. The network's code does not change.
 
     It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
-    operations that keep entries independent: sums, multiples and choices of known arrays, such as those of
-    :class:`Mask`; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
-    ``jax.checkpoint`` and ``vmap``. Each example gets its own draw in
+    whatever leaves entries independent: sums, multiples, choices and contractions with other arrays, such as the masks
+    of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along axes, one row of a
+    table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``. What
+    has no row is still a weight. Each row gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
     - rows of tables.
 
-    A row is whatever the weight does not index: an example, a position in a sentence or an image, or a look-up in a
-    table. Two rows of one example get different draws, while a weight drawn for the example would be the same in both;
-    the mean and the variance of each entry of the result are those of such weights. Each use of a weight draws
-    independently: both uses of a tied table, and each step of a loop over time.
+    A row is whatever the noise does not index: an example, a position in a sentence or an image, a look-up in a table,
+    or the step of a loop. So are the rows of ``A`` in ``A @ w``, as nothing tells ``A`` from a batch. Two rows of one
+    example get different draws, while a weight drawn for the example would be the same in both; the mean and the
+    variance of each entry of the result are those of such weights. Each use of a weight draws independently: both uses
+    of a tied table, and each step of a loop over time. So the mean of the gradient stays the same for a loss that is
+    linear in the products of each weight, or sums functions of one product each; its variance falls with the number of
+    examples.
 
-    Everything else reads one draw for all examples, the one that ``fun`` itself makes from the key: factorized noise,
+    Everything else reads one draw for all rows, the one that ``fun`` itself makes from the key: factorized noise,
     :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
     mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
-    arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
-    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which, where and why.
+    arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``. If
+    one read of a weight needs this, all of its reads take the same draw.
+
+    A gradient that ``fun`` itself takes, as for forces, gradient penalties and meta-learning, sees the weights of the
+    value: if a weight is read along both sides, as ``x @ w`` and ``g @ w.T``, or something is computed again for a
+    gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not recognized:
+    there, value and derivative draw independently.
+    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
+    where and why others share one draw.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
@@ -437,9 +643,9 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
       >>> rpx.transforms.local_reparametrization(network)(*args).std(0)
       Array([0.03846868, 0.08746041], dtype=float32)
       >>> rpx.explain(rpx.transforms.local_reparametrization(network), *args)
-      1 of 1 noisy weights draw for each example
-        for each example:
-          weights/w  float32[4, 2]  1 product
+      1 of 1 noisy weights draw for each row
+        for each row:
+          weights/w  float32[4, 2]  1 use, 3 rows
 
     References:
       Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
@@ -449,59 +655,51 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
-        call, program, consts = _rewritten(Drawing(), Arguments.of(who, fun, argnums, args, kwargs))
+        _, call, program, consts = _rewritten(Arguments.of(who, fun, argnums, args, kwargs))
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
         """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
-        rules = Drawing()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
-        call, *_ = _rewritten(rules, arguments)
-        weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
-        return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))
+        rules, call, *_ = _rewritten(arguments)
+        weights = tuple(_noisy_weights(rules, paths_of(arguments, call), lines_by_origin(call.program)))
+        return Explained(weights, "{} noisy weights draw for each row", ("for each row", "one draw for all"))
 
     setattr(function, REPORTED, report)
     return function
 
 
-def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    """For each path, its noisy weight: how many products draw for each row, and what takes one draw for all rows."""
-    reads_by_path: dict[str, list[NoisyRead]] = {}
-    for read in reads:
-        reads_by_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
-    for path, reads_of_weight in reads_by_path.items():
-        shared_reads = [read for read in reads_of_weight if not read.draws_per_row]
-        n_products = len(reads_of_weight) - len(shared_reads)
-        notes = [f"{n_products} product{'s' if n_products > 1 else ''}"] if n_products else []
-        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared_reads)
-        type = describe(reads_of_weight[0].origin.type)
-        yield Weight(path, type, is_transformed=not shared_reads, reason="; ".join(notes))
+def _noisy_weights(rules: Drawing, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+    """For each path, its noisy weight: how many rows draw in how many uses, or why all take one draw."""
+    reads_of_path = dict[str, list[NoisyRead]]()
+    for read in rules.reads.values():
+        reads_of_path.setdefault(common_path(read.weight.facts.origins, paths), []).append(read)
+    for path, reads in reads_of_path.items():
+        draws = dict.fromkeys(draw for read in reads for draw in read.sides)
+        rows = [read.rows for read in reads if read.rows is not None]
+        sizes = " and ".join(dict.fromkeys(map(str, rows)))
+        notes = [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
+        reasons = [reason for draw in draws for reason in rules.shared.get(draw, ())]
+        notes += dict.fromkeys(describe_read(*reason, lines) for reason in reasons)
+        yield Weight(path, describe(reads[0].weight.type), is_transformed=not reasons, reason="; ".join(notes))
 
 
-def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
-    """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-    call, interpreter = arguments.trace(), Interpreter(rules)
+def _rewritten(arguments: Arguments) -> tuple[Drawing, Traced, Jaxpr, list[Any]]:
+    """What drew, the program, the one in which rows draw, and the constants that are the first inputs of this."""
+    call = arguments.trace()
+    program = jaxprs.without_dead_code(call.program)  # what nothing reads says nothing of its weights
     closed_over = len(call.inputs) - len(arguments.arrays)
-    facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
-    rewritten = jax.make_jaxpr(lambda *inputs: interpreter.arrays(call.program, inputs, facts))(*call.inputs)
-    return call, *jaxprs.consts_first(rewritten)
+    facts = facts_of_inputs(program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
+    facts = [replace(each, formula=-1 - i) for i, each in enumerate(facts)]
+    analysis = _FactsOfDraws()
 
+    def rewrite(shared: Shared) -> tuple[Drawing, Any]:
+        rules = Drawing(shared, analysis)
+        rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
+        more_shared = _draws_to_share(rules)
+        return rewrite(shared | more_shared) if more_shared else (rules, rewritten)
 
-@functools.cache
-def check_this_jax() -> None:
-    """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.check_this_jax(lambda: _small_network_draws_per_row() == [True, True, True])
-
-
-def _small_network_draws_per_row() -> list[bool]:
-    """Traces a small network with a noisy weight, and says for each of its products whether it draws for each row."""
-
-    def noisy(w: Array, key: Array, x: Array) -> Array:
-        return jaxprs.small_network(w + random.normal(key, w), x)
-
-    w = x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    rules = Drawing()
-    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, (w, jax.random.key(0), x), {}))
-    return [read.draws_per_row for read in rules.reads]  # the rules keep what they have rewritten
+    rules, rewritten = rewrite({})
+    return rules, call, *jaxprs.consts_first(rewritten)
