@@ -300,10 +300,18 @@ def stacked(slope):
     return np.stack([np.zeros_like(slope), slope], 1)
 
 
-X0, EACH_X = ONE[0], ONE[:, None]
+def rounded(w, x, d):
+    """A product of whole numbers, as with weights of few bits."""
+    scale = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    return (jnp.round(x / scale) @ (w / d["scale"])) * (scale * d["scale"])
+
+
+X0, EACH_X, LARGEST = ONE[0], ONE[:, None], np.max(np.abs(ONE))
 MADE = {
     "scaled": (lambda w, x, d: x @ (w * d["scale"]), columns(EACH_X * 2 * np.ones(3))),
     "masked": (lambda w, x, d: x @ (w * d["mask"]), columns(EACH_X * MASK)),
+    "scaled along one axis": (lambda w, x, d: x @ (w * d["mask"][:, :1]), columns(EACH_X * MASK[:, :1] * np.ones(3))),
+    "rounded": (rounded, columns(np.rint(EACH_X / LARGEST) * LARGEST * np.ones(3))),
     "chosen": (lambda w, x, d: x @ jnp.where(d["mask"] > 0, w, 0), columns(EACH_X * (MASK > 0))),
     "normed": (
         lambda w, x, d: x @ (w / jnp.sqrt(jnp.mean(x**2))),
