@@ -259,7 +259,7 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
 
 
 _PRODUCTS = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
-_MAKERS = {*_PRODUCTS, equations.Add, equations.Subtract}
+_MAKERS = {*_PRODUCTS, equations.Add, equations.Subtract, equations.Concatenate, equations.Stack}
 
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
@@ -290,7 +290,80 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
     operands = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]
+    if isinstance(view, equations.Concatenate | equations.Stack):
+        return _concatenate(view, operands)
     return _output_of_maker(view, operands[0], operands[-1])
+
+
+def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[Sum]) -> Sum | None:
+    """Sums one after the other along an axis; None if one cannot be followed along it.
+
+    It is a sum of parts with zeros around them. Products whose factors all vary along the axis, as bases do, are one.
+    """
+    axis, shape = view.axis if isinstance(view, equations.Stack) else view.dimension, view.type.shape
+    if isinstance(view, equations.Stack):
+        one, places = [*shape[:axis], 1, *shape[axis + 1 :]], [i for i in range(len(shape)) if i != axis]
+        parts = sums.all_or_none(broadcast_sum(x, one, places) for x in parts) or []
+    sizes = [x.shape[axis] for x in parts]
+    groups = dict[Any, dict[int, Product]]()
+    for i, x in enumerate(parts):
+        for number, product in enumerate(x.products):
+            labelled = _labelled_along(product, axis, sizes[i])
+            if labelled is None:
+                return None
+            are_joined = all(labelled.axes[axis][0] in factor.labels for factor in labelled.factors)
+            groups.setdefault((number, _pattern(labelled, axis)) if are_joined else (number, i), {})[i] = labelled
+    products = tuple(_joined_along(group, axis, sizes) for group in groups.values())
+    return Sum(products, shape, view.type.dtype, next((x.precision for x in parts if x.precision), None), None)
+
+
+def _labelled_along(product: Product, axis: int, size: int) -> Product | None:
+    """The product with a label for an axis, which numbers have too; None if the axis is merged or on a diagonal."""
+    group = product.axes[axis] or (Label(size),)
+    if len(group) > 1 or sum(group[0] in labels for labels in product.axes) > 1:
+        return None
+
+    def with_label(factor: Factor) -> Factor:
+        is_apart = group[0] not in factor.labels and (not factor.labels or size == 1)
+        return _repeat(factor, group[0]) if is_apart else factor
+
+    axes = (group if i == axis else labels for i, labels in enumerate(product.axes))
+    return Product(tuple(map(with_label, product.factors)), tuple(axes))
+
+
+def _pattern(product: Product, axis: int) -> Any:
+    """What products have in common that can be joined along an axis: the labels and dtypes of all factors."""
+    (along,) = product.axes[axis]
+    numbers = dict[Label, int]()
+
+    def number(label: Label) -> Any:
+        return None if label is along else (numbers.setdefault(label, len(numbers)), label.size)
+
+    factors = ((factor.array.dtype, *map(number, factor.labels)) for factor in product.factors)
+    return tuple(factors), tuple(tuple(map(number, labels)) for labels in product.axes)
+
+
+def _joined_along(group: Mapping[int, Product], axis: int, sizes: Sequence[int]) -> Product:
+    """Products of one pattern, each at the place of its part along an axis, with zeros in place of others."""
+    first = next(iter(group.values()))
+    (along,), joined = first.axes[axis], Label(sum(sizes))
+
+    def join(number: int, factor: Factor) -> Factor:
+        if along not in factor.labels:
+            return factor
+        place, members = factor.labels.index(along), {i: product.factors[number] for i, product in group.items()}
+        shape = factor.dense.shape
+        arrays = [
+            members[i].dense
+            if i in members
+            else jnp.zeros((*shape[:place], n, *shape[place + 1 :]), factor.array.dtype)
+            for i, n in enumerate(sizes)
+        ]
+        array, still = jnp.concatenate(arrays, place), all(member.still for member in members.values())
+        return replace(factor, array=array, still=still)
+
+    factors = tuple(join(number, factor) for number, factor in enumerate(first.factors))
+    return Product(factors, first.axes).rename_labels({along: joined})
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
