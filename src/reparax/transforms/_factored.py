@@ -157,12 +157,19 @@ class SumPlan:
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-        """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
-        for record in self.records.values():
-            network_reads = [read for read in record.reads if not read.in_formula]
-            if network_reads:
-                path, reason = common_path(record.origins, paths), "; ".join(_reasons(record, network_reads, lines))
-                yield Weight(path, describe(record.type), not record.is_formed, reason)
+        """Each sum that the network reads, and the last of each parameter of which formulas alone read sums.
+
+        Each with the reason why it is formed or not.
+        """
+        listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
+        listed = [(record, reads) for record, reads in listed if reads]
+        listed_paths = {common_path(record.origins, paths) for record, _ in listed}
+        by_path = {common_path(record.origins, paths): record for record in self.records.values() if record.reads}
+        listed += [(record, record.reads) for path, record in by_path.items() if path not in listed_paths]
+        for record, reads in listed:
+            is_in_factors = not record.is_formed and any(not read.needs_array for read in reads)
+            path, reason = common_path(record.origins, paths), "; ".join(_reasons(record, reads, lines))
+            yield Weight(path, describe(record.type), is_in_factors, reason)
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
@@ -171,8 +178,8 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
     if n_products:
         cost_in_factors, cost_formed = record.costs
         share = cost_in_factors / cost_formed if cost_formed else 1.0
-        how = "in factors, " if record.is_formed else ""
-        yield f"{n_products} product{'s' if n_products > 1 else ''}, {how}{share:.2f} of the operations"
+        would = "; factors would take" if record.is_formed else ","
+        yield f"{n_products} product{'s' if n_products > 1 else ''}{would} {share:.2f} of the operations"
     yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in reads if read.needs_array)
 
 
