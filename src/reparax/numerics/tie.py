@@ -11,6 +11,7 @@ XLA for CPUs copies cheap operations into each reader, and keeps their operands 
 it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,12 +20,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
     """``x`` itself; compilers for CPUs can neither compute it before ``barrier``, nor merge it with another ``x``."""
-    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone.
-    return x if _is_sharded(x) or _is_sharded(barrier) else _tie.bind(x, barrier)
+    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone. So are those
+    # of two meshes, of which one has axes that the other's region leaves to the compiler: no operation reads both.
+    are_apart = _is_sharded(x) or _is_sharded(barrier) or _mesh_of(x) != _mesh_of(barrier)
+    return x if are_apart else _tie.bind(x, barrier)
+
+
+def _mesh_of(x: Array) -> AbstractMesh:
+    """The mesh of the region of the program in which an array was computed."""
+    return jax.typeof(x).sharding.mesh
 
 
 def _is_sharded(x: Array) -> bool:
@@ -65,8 +74,12 @@ class _Identity(Primitive):
     """A primitive whose result is its first operand."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """The first operand."""
-        return args[0] if has_series(args) else super().bind(*args, **params)
+        """The first operand, in the region of its mesh: JAX lowers its operations there too."""
+        if has_series(args):
+            return args[0]
+        mesh = _mesh_of(args[0])
+        with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+            return super().bind(*args, **params)
 
 
 def _tie_on_cpu(x: Array, barrier: Array) -> Array:

@@ -7,7 +7,6 @@ calls, loops, conds and shards as their factors.
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -414,21 +413,25 @@ def _enter_cond(operation: Operation) -> list[Any]:
 
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
-    """The outputs of a body on each shard: a sum enters as its factors, if their shards are known, else as an array."""
-    in_specs = ShardMap(operation.eqn).in_specs
-    pairs = zip(operation.facts, in_specs, strict=True)
-    body = _body(operation, [_facts_on_shard(facts, spec) for facts, spec in pairs])
+    """The outputs of a body on each shard: a sum enters as its factors, if their shards are known, else as an array.
+
+    What the body reads enters as an operand, because it may close over nothing that lies on an explicit mesh.
+    """
+    eqn, steps = operation.eqn, operation.interpreter.steps
+    in_specs = ShardMap(eqn).in_specs
+    facts = [_facts_on_shard(facts, spec) for facts, spec in zip(operation.facts, in_specs, strict=True)]
     inputs = [_shard_input(operation, x, spec) for x, spec in zip(operation.args, in_specs, strict=True)]
-    operands, operand_specs = [operand for operand, _ in inputs], [spec for _, spec in inputs]
 
-    def body_on_shard(*shards: Any) -> list[Any]:
-        """``body`` on arrays, and on sums of the factors in lists."""
-        triples = zip(operation.args, shards, operand_specs, strict=True)
-        return body(
-            *(_sum_on_shard(x, shard, specs) if isinstance(shard, list) else shard for x, shard, specs in triples)
-        )
+    def body_on_shard(shards: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
+        """The body on arrays, and on sums whose labels are as long as on this shard."""
+        values = [each.on_shard(x) for each, x in zip(inputs, shards, strict=True)]
+        own_steps = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
+        own = replace(operation, interpreter=replace(operation.interpreter, steps=own_steps))
+        return _body(own, facts)(*values)
 
-    return list(jaxprs.run_sharded(operation.eqn, body_on_shard, operand_specs, operands))
+    operands = [each.value for each in inputs], [step.index for step in steps]
+    specs = [each.spec for each in inputs], [step.index if step.index is None else PartitionSpec() for step in steps]
+    return list(jaxprs.run_sharded(eqn, body_on_shard, specs, operands))
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
@@ -437,30 +440,58 @@ def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
     return replace(facts, differs=axes, formula=None if axes else facts.formula)
 
 
-def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
-    """What enters a shard for an operand, and its partition spec; for a sum in factors lists of these."""
-    specs = _specs_of_factors(x, spec, ShardMap(operation.eqn).mesh_shape) if isinstance(x, Sum) else None
-    if specs is None:
-        return operation.interpreter.array(x, operation.eqn), spec
-    return [factor.dense for product in x.products for factor in product.factors], specs
-
-
 def _mesh_axes(spec: Any) -> list[str]:
-    """The mesh axes of a partition spec."""
+    """The mesh axes of the entries of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return [name for entry in entries for name in entry]
 
 
-def _specs_of_factors(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
-    """The partition spec of each factor's array, for a sum with ``spec``; None if there is none."""
+class _ShardInput(NamedTuple):
+    """An operand of a ``shard_map``.
+
+    Attributes:
+      value: What enters: an array, or a sum.
+      spec: Its partition spec, or those of the arrays in a sum.
+      names: For each product of a sum, labels that are shorter on a shard, and those for them there.
+    """
+
+    value: Any
+    spec: Any
+    names: Sequence[dict[Label, Label]] = ()
+
+    def on_shard(self, x: Any) -> Any:
+        """What is read on a shard of the value."""
+        if not isinstance(x, Sum):
+            return x
+        renamed = (product.rename_labels(names) for product, names in zip(x.products, self.names, strict=True))
+        products = tuple(
+            replace(each, axes=tuple(tuple(label for label in group if label.size != 1) for group in each.axes))
+            for each in renamed
+        )
+        shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
+        return replace(x, products=products, shape=shape)
+
+
+def _shard_input(operation: Operation, x: Any, spec: Any) -> _ShardInput:
+    """What enters a shard for an operand with a partition spec; for a sum its factors, if each can be split so."""
+    if not isinstance(x, Sum):
+        return _ShardInput(x, spec)
+    mesh = ShardMap(operation.eqn).mesh_shape
     entries = all_or_none(_entries_of_labels(product, spec, mesh) for product in x.products)
     if entries is None:
-        return None
-    return [
-        PartitionSpec(*map(entry_of_label.get, factor.labels))
-        for product, entry_of_label in zip(x.products, entries, strict=True)
-        for factor in product.factors
-    ]
+        return _ShardInput(operation.interpreter.array(x, operation.eqn), spec)
+    entry_of = {label: entry for each in entries for label, entry in each.items()}
+
+    def spec_of(factor: Factor) -> Factor:
+        draw = factor.draw and replace(factor.draw, key=PartitionSpec())
+        return replace(factor, array=PartitionSpec(*map(entry_of.get, factor.labels)), draw=draw)
+
+    def n_shards(entry: Any) -> int:
+        return math.prod(mesh[name] for name in _mesh_axes([entry]))
+
+    names = [{label: Label(label.size // n_shards(entry)) for label, entry in each.items()} for each in entries]
+    dense = map_factors(x, lambda factor: replace(factor, array=factor.dense))
+    return _ShardInput(dense, map_factors(x, spec_of), names)
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
@@ -472,25 +503,6 @@ def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> 
         if not group or group[0].size % n or labels.count(group[0]) > 1 or group[0] not in product.labels:
             return None
     return {group[0]: entry for group, entry in split_axes}
-
-
-def _sum_on_shard(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
-    """The sum on one shard, from the factors' parts on this shard and their partition specs."""
-    parts = zip(arrays, specs, strict=True)
-    products = tuple(_product_on_shard(product, list(islice(parts, len(product.factors)))) for product in x.products)
-    shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
-    return replace(x, products=products, shape=shape)
-
-
-def _product_on_shard(product: Product, parts: Sequence[tuple[Any, Any]]) -> Product:
-    """The product with the array of each factor on one shard; an axis that its spec splits gets a new label."""
-    shard_labels: dict[Label, Label] = {}
-    for factor, (array, spec) in zip(product.factors, parts, strict=True):
-        for label, n, names in zip(factor.labels, array.shape, spec, strict=True):
-            shard_labels.setdefault(label, label if names is None else Label(n))
-    renamed = product.rename_labels(shard_labels)
-    factors = tuple(replace(factor, array=array) for factor, (array, _) in zip(renamed.factors, parts, strict=True))
-    return Product(factors, tuple(tuple(label for label in group if label.size != 1) for group in renamed.axes))
 
 
 _BODIES: dict[type[View], Callable[[Operation], Outs]] = {

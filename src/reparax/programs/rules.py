@@ -319,15 +319,15 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 
 def _labelled_along(product: Product, axis: int, size: int) -> Product | None:
     """The product with a label for an axis, which numbers have too; None if the axis is merged or on a diagonal."""
-    group = product.axes[axis] or (Label(size),)
-    if len(group) > 1 or sum(group[0] in labels for labels in product.axes) > 1:
+    along, *others = product.axes[axis] or (Label(size),)
+    if others or sum(along in labels for labels in product.axes) > 1:
         return None
 
     def with_label(factor: Factor) -> Factor:
-        is_apart = group[0] not in factor.labels and (not factor.labels or size == 1)
-        return _repeat(factor, group[0]) if is_apart else factor
+        is_apart = along not in factor.labels and (not factor.labels or size == 1)
+        return _repeat(factor, along) if is_apart else factor
 
-    axes = (group if i == axis else labels for i, labels in enumerate(product.axes))
+    axes = ((along,) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(tuple(map(with_label, product.factors)), tuple(axes))
 
 
