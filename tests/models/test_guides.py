@@ -24,6 +24,17 @@ LOOP = {"for batch in batches:": "for batch in placed(batches):"}
 NNX = "model = CNN(rngs=nnx.Rngs(0))"
 ADAMW = "optimizer = nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param)"
 CREATE = "state = TrainState.create(apply_fn=mlp.apply, params=params, batch_stats=batch_stats, tx=optax.adam(1e-2))"
+FORWARD = "forward = hk.transform_with_state(_forward)"
+STEPPED = "logits, state = forward.apply(params, state, None, batch, is_training=True)"
+EVALUATED = "logits, _ = forward.apply(params, state, None, batch, is_training=False)"
+MOMENTUM = (
+    "return optax.chain(optax.trace(decay=0.9, nesterov=True), optax.scale_by_schedule(lambda _: 0.05), "
+    "optax.scale(-1))"
+)
+L2 = 'l2_params = [p for path, p in jax.tree.leaves_with_path(params) if "batch_norm" not in path[0].key]'
+BERT = "classifier = Classifier(model_key)"
+CLIP = "tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
+VMAP = "logits = jax.vmap(classifier, in_axes=(0, None, 0))(inputs, True, batched_keys)"
 
 GUIDES = {
     "nnx_mnist": Guide(
@@ -57,6 +68,34 @@ GUIDES = {
             "variables = mlp.init(jax.random.key(0), images[:1], train=False)": "variables = "
             "placed(mlp.init(jax.random.key(0), images[:1], train=False))"
         },
+    ),
+    "haiku_imagenet": Guide(
+        rpx.Freeze(where="linear/.*") >> rpx.WeightNorm(where="logits/w"),
+        {FORWARD: "forward = rpx.haiku.parametrized(hk.transform_with_state(_forward), p)"},
+        {
+            "return TrainState(params, state, make_optimizer().init(params))": "params = p.init(params); "
+            "return TrainState(params, state, make_optimizer().init(params))",
+            STEPPED: STEPPED.replace("params", "p.apply(params)"),
+            EVALUATED: EVALUATED.replace("params", "p.apply(params)"),
+            MOMENTUM: MOMENTUM.replace("return ", "return rpx.optimizer(") + ")",
+            L2: L2.replace("leaves_with_path(params)", "leaves_with_path(rpx.partition(params)[0])"),
+        },
+        {
+            "train_state = initial_state(jax.random.key(42), batches[0])": "train_state = "
+            "placed(initial_state(jax.random.key(42), batches[0]))"
+        },
+    ),
+    "equinox_bert": Guide(
+        rpx.Freeze(where="embedding/.*") >> rpx.WeightNorm(where="attention/.*weight", axis=0),
+        {BERT: "classifier = rpx.equinox.Parametrized(Classifier(model_key), p)"},
+        {
+            BERT: "classifier = p.init(Classifier(model_key))",
+            CLIP: CLIP.replace("tx = ", "tx = rpx.optimizer(") + ")",
+            VMAP: VMAP.replace("classifier", "p.apply(classifier)"),
+            "outputs = eqx.filter_jit(make_eval_step)(model, batches[0])": "outputs = "
+            "eqx.filter_jit(make_eval_step)(p.apply(model), batches[0])",
+        },
+        {"model = classifier": "model = placed(classifier); opt_state = placed(opt_state)"},
     ),
 }
 WRAPPED: dict[str, Any] = {}

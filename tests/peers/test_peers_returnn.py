@@ -110,6 +110,42 @@ def test_a_model_that_returnn_trained_computes_the_same_here_and_after_training_
     np.testing.assert_allclose(outputs(model, x), apply(params), atol=1e-5)
 
 
+def theirs(change, n):
+    """Draws of a weight of RETURNN under a change."""
+    layer = rf.Linear(Dim(20, name="in"), Dim(30, name="out"))
+    layer.weight.raw_tensor.data = torch.tensor(WEIGHT)
+    change(layer)
+    with rf.get_run_ctx().train_flag_ctx(train_flag=True):
+        return np.stack([layer.weight.copy_transpose(layer.weight.dims).raw_tensor.detach().numpy() for _ in range(n)])
+
+
+WEIGHT = np.random.default_rng(1).normal(size=(20, 30)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "p"),
+    [
+        (lambda layer: rf.weight_noise(layer, "weight", std=0.075), rpx.VarNoise(0.075)),
+        (lambda layer: rf.weight_dropout(layer, "weight", drop_prob=0.3), rpx.WeightDropout(0.3)),
+    ],
+    ids=["noise", "dropout"],
+)
+def test_noise_and_dropout_have_the_mean_and_the_variance_of_returnn(change, p):
+    rf.select_backend_torch()
+    rf.set_random_seed(2)
+    rf.init_train_step_run_ctx(train_flag=True)
+    n = 400
+    there = theirs(change, n)
+    here = jax.vmap(lambda key: p.apply({"kernel": jnp.asarray(WEIGHT)}, key)["kernel"])(
+        jax.random.split(jax.random.key(0), n)
+    )
+    for draws in (there, np.asarray(here)):
+        np.testing.assert_allclose(draws.mean(), WEIGHT.mean(), atol=4 * draws.std() / draws.size**0.5)
+    variances = [((draws - WEIGHT) ** 2).mean() for draws in (there, np.asarray(here))]
+    spread = np.std((np.asarray(here) - WEIGHT) ** 2) / here.size**0.5
+    assert abs(variances[0] - variances[1]) < 4 * 2**0.5 * spread
+
+
 def test_the_recognizer_whose_costs_are_compared_is_ours():
     from examples.speech import costs, in_returnn
     from examples.speech.model import Recognizer

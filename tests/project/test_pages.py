@@ -2,10 +2,12 @@
 
 import doctest
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import jax
 import numpy as np
@@ -162,6 +164,16 @@ def test_what_the_page_on_fine_tuning_says_of_its_tables():
     written = (ROOT / "examples" / "smollm" / "results" / "example.txt").read_text().splitlines()
     assert [line for line in written[:6] if " ".join(line.split()) not in text] == []
     assert {len(cell["curve"][0]) for name, cell in cells.items() if ", rate " in name} == {20}
+
+
+def test_what_the_page_on_models_says_of_an_agent():
+    """A chain learns as well as the layer of dqn_zoo."""
+    rewards = json.loads((ROOT / "benchmarks" / "results" / "noisy_agent.json").read_text())["rewards"]
+    last = {name: sorted(sum(run[-5:]) / 5 for run in runs) for name, runs in rewards.items()}
+    assert abs(median(last["a chain"]) - median(last["dqn_zoo's layer"])) < 0.05
+    for name, runs in last.items():
+        row = " | ".join(f"{x:.2f}" for x in (median(runs), runs[0], runs[-1]))
+        assert f"| {name} | {row} |" in (DOCS / "api" / "models.md").read_text()
 
 
 def test_costs_of_experts():
