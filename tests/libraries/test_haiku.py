@@ -10,8 +10,6 @@ import numpy as np
 import optax
 from jax import Array
 
-import reparax as rpx
-
 NAMES = "w", "b"
 X, Y = mlp.data()
 
@@ -55,40 +53,3 @@ def test_state_stands_in_a_tree_of_its_own() -> None:
         state = jax.jit(lambda raw, state: model.apply(mlp.P.apply(raw), state, X)[1])(raw, state)
     mean = np.mean(np.asarray(X) @ np.asarray(made["l1"]["w"]), axis=0)
     np.testing.assert_allclose(np.asarray(state["norm/~/mean_ema"]["average"])[0], mean, rtol=1e-5, atol=1e-6)
-
-
-def immutable() -> Any:
-    deep = {"er": {"w": np.full((2, 2), 3, np.float32)}}
-    return hk.data_structures.to_immutable_dict({**mlp.tree(*NAMES), "deep": deep})
-
-
-def test_paths_in_immutable_dicts_are_those_of_plain_dicts() -> None:
-    p = rpx.Freeze(where="deep/er/w") >> rpx.WeightNorm(where="l1/w") >> rpx.VarNoise(0.1, where=".*/b")
-    raw = jax.jit(p.init)(immutable())
-    assert jax.tree.map(jnp.shape, raw["l1"]) == {"w": {"@weight_norm": {"g": (1, 4), "v": (3, 4)}}, "b": (4,)}
-    assert p.raw_paths(immutable()).keys() == {"l1/w", "l1/b", "l2/w", "l2/b", "deep/er/w"}
-    p.check(raw, like=immutable())
-    also = jax.jit(p.init)(hk.data_structures.to_mutable_dict(immutable()))
-    effective, plain = (jax.jit(p.apply)(each, jax.random.key(0)) for each in (raw, also))
-    assert jax.tree.structure(effective) == jax.tree.structure(immutable())
-    for got, want in zip(jax.tree.leaves(effective), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-def test_raw_trees_of_immutable_dicts_are_partitioned_updated_and_tied() -> None:
-    p = rpx.SpectralNorm(where="l.*/w") >> rpx.Tie({"deep/er/w": ("l2/w", lambda w: w[:2])}, unequal="overwrite")
-    raw = p.update(jax.jit(p.init)(immutable()))
-    free, fixed = rpx.partition(raw)
-    assert (free["l1"]["w"]["@spectral_norm"]["@fixed"]["u"], fixed["l1"]["b"]) == (None, None)
-    assert rpx.training.param_labels(raw)["l1"]["w"]["@spectral_norm"]["@fixed"]["u"] == "fixed"
-    both = rpx.combine(free, fixed)
-    assert jax.tree.structure(both) == jax.tree.structure(raw)
-    assert all(a is b for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(raw), strict=True))
-    fold = jax.jit(p.fold)
-    np.testing.assert_array_equal(fold(both)["deep"]["er"]["w"], np.asarray(fold(raw)["l2"]["w"])[:2])
-
-
-def test_an_immutable_dict_all_of_whose_values_are_fixed_is_combined() -> None:
-    p = rpx.Freeze(where=".*")
-    raw = p.init(hk.data_structures.to_immutable_dict({"l1": {"w": jnp.ones(2)}}))
-    np.testing.assert_array_equal(p.fold(rpx.combine(*rpx.partition(raw)))["l1"]["w"], [1, 1])

@@ -114,24 +114,6 @@ def assert_advanced(rest: Any, before: WithState, calls: int) -> None:
     assert rest["dropout"]["rngs"]["count"][...] == before.dropout.rngs.count[...] + calls
 
 
-def test_a_merged_copy_advances_statistics_and_counters() -> None:
-    before = WithState(nnx.Rngs(0))
-    graph, params, rest = nnx.split(before, nnx.Param, ...)
-    raw = mlp.P.init(params)
-
-    @jax.jit
-    def step(raw: Any, rest: Any) -> Any:
-        def loss(raw: Any) -> Any:
-            merged = nnx.merge(graph, mlp.P.apply(raw), rest, copy=True)
-            return jnp.mean(merged(X) ** 2), nnx.state(merged, nnx.Not(nnx.Param))
-
-        return jax.grad(loss, has_aux=True)(raw)
-
-    for _ in range(2):
-        _, rest = step(raw, rest)
-    assert_advanced(rest, before, 2)
-
-
 def test_a_module_of_raw_values_takes_statistics_and_counters_back() -> None:
     before = WithState(nnx.Rngs(0))
     raw = mlp.P.init(before)

@@ -3,13 +3,14 @@
 import ast
 import functools
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import reparax as rpx
 
-ROOT = Path(rpx.__file__).parent
+ROOT, REPO = Path(rpx.__file__).parent, Path(__file__).parents[2]
 
 ALLOWED = {
     "numerics": set(),
@@ -71,3 +72,10 @@ def test_each_function_of_a_module_says_in_a_line_what_it_does():
 def test_only_programs_reads_equations_itself():
     others = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "programs"]
     assert [path.name for path in others if re.search(r"\bprimitive\.name\b|\beqn\.params\b", path.read_text())] == []
+
+
+def test_the_numeric_tests_that_make_names_are_there():
+    made = subprocess.run(["make", "-n", "test-avx2"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    numeric = re.findall(r" (tests/\S+)", made)
+    assert len(numeric) > 9
+    assert [name for name in numeric if not (REPO / name).exists()] == []

@@ -12,7 +12,6 @@ import optax
 import pytest
 from compiled import effective, init
 from errors import table
-from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -96,7 +95,6 @@ def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -
 
 ALL = jax.tree.map(lambda _: True, jax.eval_shape(P.init, params()))
 SOME = {name: name != "spectral" for name in params()}
-OTHERS = {name: name == "spectral" for name in params()}
 INSIDE: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(1e-2, weight_decay=0.1),
@@ -123,32 +121,6 @@ def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
     assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
     assert not any("@fixed" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
     assert (after["sparse"]["@magnitude_pruning"]["w"] != raw["sparse"]["@magnitude_pruning"]["w"]).any()
-
-
-OUTSIDE: dict[str, Callable[[], Any]] = {
-    "MultiSteps": lambda: optax.MultiSteps(rpx.optimizer(adamw()), 2),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda rate: rpx.optimizer(adamw(rate)))(rate=1e-2),
-    "masked by a tree of the raw structure": lambda: optax.masked(rpx.optimizer(adamw()), ALL),
-    "masked by a tree for the model": lambda: optax.chain(
-        optax.masked(rpx.optimizer(adamw()), SOME), optax.masked(optax.set_to_zero(), OTHERS)
-    ),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), rpx.optimizer(adamw()), optax.scale(0.5)),
-    "apply_if_finite": lambda: optax.apply_if_finite(rpx.optimizer(adamw()), 3),
-    "partition": lambda: optax.partition(
-        {"some": rpx.optimizer(adamw()), "others": rpx.optimizer(optax.sgd(0.1))},
-        {name: "some" if flag else "others" for name, flag in SOME.items()},
-    ),
-    "itself": lambda: rpx.optimizer(rpx.optimizer(adamw())),
-}
-
-
-@pytest.mark.parametrize("around", mostly_thorough(OUTSIDE, "chain", "partition", "itself"))
-def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
-    raw = init(P, params())
-    after, _ = trained(OUTSIDE[around](), raw, 6)
-    jax.tree.map(np.testing.assert_array_equal, rpx.partition(after)[1], rpx.partition(raw)[1])
-    weights = [np.asarray(tree["sparse"]["@magnitude_pruning"]["w"]) for tree in (raw, after)]
-    assert (weights[0] != weights[1]).any()
 
 
 # What it gives to what it wraps. ----------------------------------------------------------------------------------

@@ -172,45 +172,6 @@ def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
         trees_close(*reversed(gradients((loss, rpx.remat(loss)), raw, key, x)))
 
 
-def similar(w, x):
-    """A contrastive loss with a learned temperature, whose masks come from no argument at all."""
-    z = jnp.tanh(x @ w["kernel"])
-    scores = (z @ z.T) / jnp.exp(w["temperature"])
-    others = jnp.where(jnp.eye(len(x), dtype=bool), -1e9, scores)
-    return -jnp.mean(jnp.diag(jax.nn.log_softmax(jnp.roll(others, 1, 0))))
-
-
-def adversarial(w, x):
-    fake = jnp.tanh(x @ w["generator"])
-    judged = [jnp.tanh(made @ w["critic"])[:, :1] for made in (fake, jax.lax.stop_gradient(fake), x)]
-    slope = jax.vmap(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w["critic"]))))(x)
-    real = jnp.where(jnp.ones_like(judged[0]) > 0, judged[0] - judged[1] + judged[2], 0.0)
-    return jnp.mean(jax.nn.softplus(-real)) + jnp.mean((jnp.sqrt(jnp.sum(slope**2, -1)) - 1) ** 2)
-
-
-LOSSES = {
-    "contrastive": (similar, {"kernel": normal(8, 8), "temperature": jnp.float32(0.1)}),
-    "adversarial": (adversarial, {"generator": normal(8, 8), "critic": normal(8, 8, seed=1)}),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", mostly_thorough(LOSSES, "contrastive"))
-def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
-    network, weights = LOSSES[name]
-    p, x = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1), normal(6, 8)
-    raw = jax.jit(p.init)(weights)
-
-    def loss(raw, key, x):
-        return network(p.apply(raw, key), x)
-
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert kept(loss, raw, key, x)["weights"] > 0
-        assert kept(rpx.remat(loss), raw, key, x)["weights"] == 0
-        expected, got = gradients((loss, rpx.remat(loss)), raw, key, x)
-    trees_close(got, expected)
-
-
 # ---- Noise
 
 
