@@ -1,87 +1,96 @@
-"""All ways to train, tuned alike, with five seeds: the numbers are on file in ``results``.
+"""All ways to train, tuned alike and compared over replicates: each recognizer is a file of ``results``.
 
-Run: python -m examples.speech.cells [--tiny] [table]. A run that was cut off goes on where it stopped; each cell of a
-table trains one recognizer. Tables: digits_lstm, digits_conformer, words_lstm, words_conformer.
+Run: python -m examples.speech.cells [table ...]. A run that was cut off goes on where it stopped, and several may run
+beside each other; what is run is decided by what is on file. Tables: digits_lstm, digits_attention, digits_conformer.
 """
 
 import argparse
-import functools
+import datetime
+import fcntl
+import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-import reparax as rpx
-from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.speech import features, training
-from examples.speech.model import Recognizer
-from examples.speech.report import RESULTS, ROUNDED, base_of, best_values, name_of
-from examples.speech.voices import TASKS
+from benchmarks.common.timing import machine
+from examples.speech import replicates, training
+from examples.speech.model import BODIES
+from examples.speech.protocol import RESULTS, Cell, left, read
+from examples.speech.settings import SETTINGS, Settings
+from examples.speech.voices import WORDS
 
-TABLES = [f"{task}_{body}" for task in TASKS for body in ("lstm", "conformer")]
-RATES, STRENGTHS, SEEDS = (1e-3, 3e-3, 6e-3), (0.5, 1.0, 1.5), 5
-WIDTHS, STEPS = {"lstm": 96, "conformer": 64}, {"lstm": 1500, "conformer": 1000}
-"""Units of a layer, and steps of training: a step of either body takes about as long."""
-VALUES = {way: RATES if way == base_of(way) else STRENGTHS for way in training.CHAINS}
-"""Three values of one number for each way: of the learning rate, and, at the best one, of what the way adds."""
+TABLES = [f"digits_{body}" for body in BODIES]
+CURVE = 50
+"""Steps whose losses are one number on file."""
 
 
-def cells(table: str, size: Size, folder: Path) -> dict[str, Cell]:
-    """What can be run by now: first the bases of all ways, then the others, then more seeds of the best values."""
-    best, made = best_values(found(table, folder), VALUES), {}
-    for way, values in VALUES.items():
-        base = base_of(way)
-        if way != base and base not in best:
-            continue
-        for value in values:
-            rate, strength = (value, 1.0) if way == base else (best[base], value)
-            for seed in range(size(SEEDS, 2) if best.get(way) == value else 1):
-                run = functools.partial(trained, table, way, rate, strength, seed, size)
-                made[name_of(way, value, seed)] = lambda keys, run=run: {
-                    name: jnp.asarray([number]) for name, number in run().items()
-                }
-    return made
-
-
-def trained(table: str, way: str, rate: float, strength: float, seed: int, size: Size) -> dict[str, Any]:
-    """One recognizer: its curve, its wrong words of all kinds, and the seconds of a step."""
-    task, body = table.split("_")
-    data = features.corpus(task, "training", size(training.UTTERANCES, 16), training.DECIBELS, seed=0)
-    development = features.corpus(task, "development", size(200, 10), (0.0, 10.0), seed=1)
-    model = Recognizer(len(TASKS[task]), body, size(WIDTHS[body], 16), size(Recognizer.layers, 1))
-    setting = training.setting_of(way, model, strength, size(STEPS[body], 4))
-    losses, ends, raw = list[float](), list[float](), None
-    for loss, now in training.fit(setting, data, rate=rate, strength=strength, seed=seed):
-        raw = now
-        losses.append(loss)
-        ends.append(time.perf_counter())
-    params = setting.chain(1.0).fold(raw)
-    told = {"curve": np.array(losses)[: setting.steps // 4 * 4].reshape(-1, 4).mean(1)}
-    told |= {"seconds a step": np.median(np.diff(ends)), "development": training.wrong(model, params, development)}
-    for bits, format in ROUNDED.items():
-        p = rpx.Quantized(format, axis=-1, where=r"(?!.*depthwise).*/kernel") if format else rpx.Chain()
-        weights = jax.jit(lambda params, p=p: p.fold(p.init(params)))(params)
-        for (voices, level), test in features.tests(task, size(200, 10)).items():
-            told[f"{voices}, {level} dB, {bits}"] = training.wrong(model, weights, test)
+def trained(model: Any, cell: Cell, rate: float, settings: Settings) -> dict[str, Any]:
+    """One recognizer: its curve, and the wrong words of each voice at each level of noise."""
+    run, begin = training.Run(cell.way, model, settings), time.perf_counter()
+    data, losses = replicates.training(cell.seed, settings), list[float]()
+    for point in training.fit(run, data, rate=rate, value=cell.value, seed=cell.seed):
+        losses.append(point.loss)
+    params = run.chain(cell.value).fold(point.raw)
+    told: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 1), "rate": rate}
+    told["curve"] = np.round(np.reshape(losses, (-1, CURVE)).mean(1), 4).tolist()
+    if cell.kind == "selection":
+        tests = {"development": replicates.unseen(cell.seed, settings.development, settings)}
+    else:
+        unseen, seen = replicates.unseen(cell.seed, settings.unseen, settings), replicates.seen(cell.seed, settings)
+        tests = {"unseen": unseen, "seen": seen, "named": replicates.named(settings)}
+    for name, heard in tests.items():
+        count = heard.voices.max() + 1
+        spoken = (next(iter(heard.levels.values())).labels != 0).sum(1)
+        told[name] = {"words": np.bincount(heard.voices, spoken, count).astype(int).tolist()}
+        for level, speech in heard.levels.items():
+            wrong = training.wrong(model, params, speech, settings)
+            told[name][f"{level} dB"] = np.bincount(heard.voices, wrong, count).astype(int).tolist()
     return told
+
+
+def runs(table: str, folder: Path, settings: Settings) -> Iterator[tuple[Cell, float]]:
+    """Runs what is left until nothing is, and gives each cell and its seconds once it is on file."""
+    (folder / table).mkdir(parents=True, exist_ok=True)
+    model = BODIES[table.partition("_")[2]](len(WORDS))
+    while cells := left(read(table, folder), settings):
+        for cell, rate in cells:
+            path = folder / table / f"{cell}.json"
+            with path.with_suffix(".part").open("w") as part:
+                try:
+                    fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # another process runs it
+                    continue
+                if path.exists():
+                    path.with_suffix(".part").unlink()
+                    continue
+                begin = time.perf_counter()
+                told = cell._asdict() | trained(model, cell, rate, settings)
+                told |= {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(), **machine()}
+                part.write(json.dumps(told) + "\n")
+                part.flush()
+                path.with_suffix(".part").replace(path)
+            yield cell, time.perf_counter() - begin
+            break  # what is left may depend on it
+        else:
+            time.sleep(10)  # others run what is left
 
 
 def main() -> None:
     """Runs what is not on file."""
     parser = argparse.ArgumentParser(prog="python -m examples.speech.cells", description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--tiny", action="store_true", help="few steps, to see that it runs; written to build/speech")
     asked, console = parser.parse_args(), Console()
-    size, folder = Size(seeds=1, tiny=asked.tiny), Path("build") / "speech" if asked.tiny else RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
+    if unknown := {*asked.tables} - {*TABLES}:
+        parser.error(f"there is no table {', '.join(sorted(unknown))}; there are: {', '.join(TABLES)}")
+    jax.config.update("jax_compilation_cache_dir", str(Path("build") / "speech" / "programs"))
     for table in asked.tables or TABLES:
-        for _ in range(3):  # what can be run depends on what has been
-            for cell, took in runs(table, cells(table, size, folder), size, folder):
-                console.print(f"{table}: {cell} ({took:.0f} s)", highlight=False)
+        for cell, took in runs(table, RESULTS, SETTINGS):
+            console.print(f"{table}: {cell} ({took:.0f} s)", highlight=False)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the same process; the extra ``peers`` installs it.
 """
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -13,41 +14,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 import reparax as rpx
 from benchmarks.common import by_hand
 from benchmarks.common.timing import machine, of_programs
-from examples.speech import training
-from examples.speech.features import BANDS, FRAMES, LABELS, Batch
+from examples.speech import settings
+from examples.speech.features import BANDS
 from examples.speech.model import Recognizer
-from examples.speech.report import RESULTS
+from examples.speech.protocol import RESULTS
 
 Weights = Callable[[Any, Array], Any]
 """From parameters and a key to the weights of a step."""
+FRAMES, LABELS = 298, 7
+"""Of the longest utterances of the digits."""
+STD, RATE = 0.02, 0.1
+"""Of noise, and of dropout of recurrent weights."""
 
 
 def noise_by_hand(params: Any, key: Array) -> Any:
     """Noise that somebody wrote."""
-    return by_hand.noise(params, key, training.STD)
+    return by_hand.noise(params, key, STD)
 
 
-def dropout_by_hand(params: Any, key: Array, where: str = training.DROPPED["lstm"]) -> Any:
+def dropout_by_hand(params: Any, key: Array, where: str = settings.RECURRENT) -> Any:
     """Weight dropout that somebody wrote, on the kernels at some paths."""
     pairs, treedef = jax.tree.flatten_with_path(params)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): w for path, w in pairs}
     chosen = {path: w for path, w in leaves.items() if re.fullmatch(where, path)}
-    return treedef.unflatten((leaves | by_hand.dropout(chosen, key, training.RATE)).values())
+    return treedef.unflatten((leaves | by_hand.dropout(chosen, key, RATE)).values())
 
 
 def loss_of(model: Recognizer, weights: Weights) -> Any:
-    """The loss of a step without dropout of activations."""
+    """The loss of a step."""
 
-    def loss(params: Any, key: Array, batch: Batch) -> Array:
-        variables = {"params": weights(params, key)}
-        scores, padding = model.apply(variables, batch.frames, batch.padding, train=False)
-        return jnp.mean(optax.ctc_loss(scores, padding, batch.labels, batch.label_padding))
+    def loss(params: Any, key: Array, frames: Array, padding: Array, labels: Array) -> Array:
+        return jnp.mean(model.apply({"params": weights(params, key)}, frames, padding, labels, method="losses"))
 
     return loss
 
@@ -56,24 +58,19 @@ def losses(model: Recognizer) -> dict[str, Any]:
     """The ways that are compared."""
     made = {"plain": loss_of(model, lambda params, key: params)}
     for name, chain, written in (
-        ("noise", training.noise, noise_by_hand),
-        ("weight dropout", training.weight_dropout, dropout_by_hand),
+        ("noise", settings.noise(STD, model.body), noise_by_hand),
+        ("weight dropout", settings.dropout(RATE, model.body), dropout_by_hand),
     ):
-        by_chain = loss_of(model, chain(1.0, model.body).apply)
+        by_chain = loss_of(model, chain.apply)
         made |= {f"{name}, by hand": loss_of(model, written), name: by_chain, f"{name}, remat": rpx.remat(by_chain)}
     return made
 
 
-def example(model: Recognizer, size: int) -> tuple[Any, Array, Batch]:
+def example(model: Recognizer, size: int) -> tuple[Any, ...]:
     """Parameters, a key and a batch in which every number is the same."""
-    batch = Batch(
-        jnp.ones((size, FRAMES, BANDS)),
-        jnp.zeros((size, FRAMES)),
-        jnp.ones((size, LABELS), jnp.int32),
-        jnp.zeros((size, LABELS)),
-    )
-    setting = training.Setting("plain", model)
-    return training.start(setting, batch, 0), jax.random.key(0), batch
+    batch = jnp.ones((size, FRAMES, BANDS)), jnp.zeros((size, FRAMES)), jnp.ones((size, LABELS), jnp.int32)
+    params = jax.jit(functools.partial(model.init, method="losses"))(jax.random.key(0), *batch)["params"]
+    return params, jax.random.key(0), *batch
 
 
 def main() -> None:
@@ -83,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.speech.costs", description=__doc__)
     parser.add_argument("--repeats", type=int, default=30)
     asked, model = parser.parse_args(), Recognizer(words=10)
-    given = example(model, training.Setting.batch)
+    given = example(model, settings.SETTINGS.batch)
     ways = losses(model)
     programs = {way: jax.jit(jax.grad(loss)).lower(*given).compile() for way, loss in ways.items()}
     found: dict[str, dict[str, Any]] = {
@@ -98,7 +95,6 @@ def main() -> None:
         for title, number in in_returnn.memory(loss, gradient).items():
             found[title][way] = number
     found["ms"] = of_programs(runs, asked.repeats)
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "costs.json").write_text(json.dumps(machine() | found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

@@ -1,6 +1,5 @@
-"""Log-mel spectrograms, in JAX: how loud each of forty bands is in each of a hundred frames a second."""
+"""From samples to what a recognizer reads, in JAX and so inside of a step: noise, log-mel bands, SpecAugment."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -8,25 +7,51 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from examples.speech.voices import SAMPLES_PER_SECOND, SECONDS, Utterance, noisy, utterances
+from examples.speech.voices import SAMPLES_PER_SECOND
 
-BANDS, WINDOW, HOP = 40, 512, 220
-SAMPLES = int(SECONDS * SAMPLES_PER_SECOND)
-FRAMES, LABELS = 1 + (SAMPLES - WINDOW) // HOP, 7
+BANDS, WINDOW, HOP = 40, 400, 160
 LOW, HIGH = 60.0, SAMPLES_PER_SECOND / 2
+POOL = 60 * SAMPLES_PER_SECOND
+"""Samples of white noise of which a step takes spans: to draw new ones would take longer than all else in features."""
 
 
-class Batch(NamedTuple):
-    """Utterances of one length: what is padding has a one in the arrays of padding. Label zero is CTC's blank."""
+class Speech(NamedTuple):
+    """Samples ``(utterances, time)`` of power one and their lengths; labels, from one on, padded by zeros."""
 
-    frames: np.ndarray
-    padding: np.ndarray
+    samples: np.ndarray
+    lengths: np.ndarray
     labels: np.ndarray
-    label_padding: np.ndarray
 
-    def rows(self, index: np.ndarray | slice) -> "Batch":
-        """Some of the utterances."""
-        return Batch(*(each[index] for each in self))
+    def rows(self, index: np.ndarray, seconds: float) -> "Speech":
+        """Some of them, none of which lasts longer than this."""
+        return Speech(self.samples[index, : int(seconds * SAMPLES_PER_SECOND)], self.lengths[index], self.labels[index])
+
+
+class Masks(NamedTuple):
+    """How much SpecAugment hides of each utterance: so many spans, of at most so many bands and frames.
+
+    None of the spans of frames is longer than ``share`` of the utterance.
+    """
+
+    of_bands: int = 2
+    bands: int = 10
+    of_frames: int = 2
+    frames: int = 25
+    share: float = 0.2
+
+
+def speech(samples: list[np.ndarray], labels: list[np.ndarray]) -> Speech:
+    """Utterances in one array, in half precision, as there are many."""
+    longest, most = max(map(len, samples)), max(map(len, labels))
+    made = Speech(
+        np.zeros((len(samples), longest), np.float16),
+        np.array([len(each) for each in samples], np.int32),
+        np.zeros((len(samples), most), np.int32),
+    )
+    for i, (sound, label) in enumerate(zip(samples, labels, strict=True)):
+        made.samples[i, : len(sound)] = sound
+        made.labels[i, : len(label)] = label
+    return made
 
 
 def band_edges() -> np.ndarray:
@@ -42,46 +67,53 @@ def mel_filters() -> np.ndarray:
     return np.maximum(0, np.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)))
 
 
-@jax.jit
 def log_mel(samples: Array) -> Array:
-    """Of samples ``(..., time)``, frames of ``(..., time / HOP, BANDS)``."""
+    """Of samples ``(..., time)`` of power one, frames of ``(..., time / HOP, BANDS)``."""
     starts = jnp.arange(0, samples.shape[-1] - WINDOW + 1, HOP)
     frames = samples[..., starts[:, None] + jnp.arange(WINDOW)] * np.hanning(WINDOW).astype(np.float32)
     power = jnp.abs(jnp.fft.rfft(frames)) ** 2
     return jnp.log(power @ mel_filters().astype(np.float32) + 1e-3)
 
 
-def batch(spoken: list[Utterance], decibels: tuple[float, float], seed: int) -> Batch:
-    """Features of utterances in noise between two levels, where each band has mean zero and variance one."""
-    drawn, count = np.random.default_rng(seed), len(spoken)
-    made = Batch(
-        np.zeros((count, FRAMES, BANDS), np.float32),
-        np.ones((count, FRAMES), np.float32),
-        np.zeros((count, LABELS), np.int32),
-        np.ones((count, LABELS), np.float32),
-    )
-    for i, (samples, words) in enumerate(spoken):
-        padded = np.zeros(SAMPLES, np.float32)
-        padded[: len(samples)] = noisy(samples, drawn.uniform(*decibels), drawn)
-        length = 1 + (len(samples) - WINDOW) // HOP
-        frames = np.asarray(log_mel(padded))[:length]
-        made.frames[i, :length] = (frames - frames.mean(0)) / (frames.std(0) + 1e-3)
-        made.padding[i, :length] = 0
-        made.labels[i, : len(words)], made.label_padding[i, : len(words)] = words + 1, 0
-    return made
+def frames_of(lengths: Array) -> Array:
+    """How many frames utterances of so many samples have."""
+    return 1 + (lengths - WINDOW) // HOP
 
 
-@functools.cache
-def corpus(task: str, group: str, count: int, decibels: tuple[float, float], seed: int) -> Batch:
-    """What a group of voices says, in noise."""
-    return batch(utterances(task, group, count, seed), decibels, seed)
+def frames(samples: Array, lengths: Array) -> tuple[Array, Array]:
+    """Frames of utterances, where each band has mean zero and variance one, and their padding, which has ones."""
+    found = log_mel(samples.astype(jnp.float32))
+    count = frames_of(lengths)[:, None, None]
+    real = jnp.arange(found.shape[1])[:, None] < count
+    mean = jnp.sum(found, axis=1, where=real, keepdims=True) / count
+    variance = jnp.sum((found - mean) ** 2, axis=1, where=real, keepdims=True) / count
+    return jnp.where(real, (found - mean) / (jnp.sqrt(variance) + 1e-3), 0.0), 1.0 - real[..., 0]
 
 
-def tests(task: str, count: int) -> dict[tuple[str, int], Batch]:
-    """Other strings by voices of training and by unseen ones, in noise of three levels: 10 decibels are the least."""
-    groups = {"seen": "training", "unseen": "unseen"}
-    return {
-        (told, level): corpus(task, group, count, (level, level), seed=1)
-        for told, group in groups.items()
-        for level in (0, 5, 10)
-    }
+def in_room(key: Array, samples: Array, lengths: Array, decibels: tuple[float, float], pool: Array) -> Array:
+    """Speech with white noise, a random span of the pool, so many decibels below it."""
+    for_level, for_place = jax.random.split(key)
+    level = jax.random.uniform(for_level, (len(samples), 1), minval=decibels[0], maxval=decibels[1])
+    places = jax.random.randint(for_place, (len(samples),), 0, len(pool) - samples.shape[1])
+    noise = jax.vmap(lambda place: jax.lax.dynamic_slice(pool, (place,), samples.shape[1:]))(places)
+    real = jnp.arange(samples.shape[1]) < lengths[:, None]
+    return samples + jnp.where(real, 10 ** (-level / 20) * noise, 0.0)
+
+
+def masked(key: Array, frames: Array, padding: Array, masks: Masks) -> Array:
+    """SpecAugment: spans of bands and of frames are set to zero, which is their mean (Park et al., 2019)."""
+    for_bands, for_frames = jax.random.split(key)
+    length = jnp.sum(1 - padding, axis=1)[:, None]
+    most = jnp.minimum(masks.frames, jnp.floor(masks.share * length))
+    hidden = spans(for_bands, (len(frames), masks.of_bands), masks.bands, BANDS, BANDS)[:, None, :]
+    cut = spans(for_frames, (len(frames), masks.of_frames), most, length, frames.shape[1])[:, :, None]
+    return jnp.where(hidden | cut, 0.0, frames)
+
+
+def spans(key: Array, shape: tuple[int, int], most: Array | int, within: Array | int, size: int) -> Array:
+    """Whether each of ``size`` places is in one of ``shape[1]`` spans, of lengths from zero to ``most``."""
+    of_lengths, of_starts = jax.random.split(key)
+    lengths = jnp.floor(jax.random.uniform(of_lengths, shape) * (most + 1))
+    starts = jnp.floor(jax.random.uniform(of_starts, shape) * (within - lengths + 1))
+    at = jnp.arange(size)
+    return jnp.any((at >= starts[..., None]) & (at < (starts + lengths)[..., None]), axis=1)

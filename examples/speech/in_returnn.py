@@ -11,11 +11,12 @@ import torch
 from returnn.tensor import Dim, Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from examples.speech.features import BANDS, FRAMES, LABELS
+from examples.speech.costs import FRAMES, LABELS, RATE, STD
+from examples.speech.features import BANDS
 from examples.speech.model import Recognizer
-from examples.speech.training import RATE, STD, Setting
+from examples.speech.settings import SETTINGS
 
-BATCH = Dim(Setting.batch, name="batch")
+BATCH = Dim(SETTINGS.batch, name="batch")
 
 
 class BiLSTM(rf.Module):
@@ -82,7 +83,7 @@ def step_of(way: str, words: int) -> tuple[Callable[[], Any], Callable[[Any], An
     model = InReturnn(words)
     parameters = [parameter.raw_tensor for parameter in model.parameters()]
     WAYS[way](model)
-    n = Setting.batch
+    n = SETTINGS.batch
     time, length = (Dim(rf.convert_to_tensor([size] * n, dims=[BATCH]), name="time") for size in (FRAMES, LABELS))
     frames = Tensor("frames", dims=[BATCH, time, model.bands], dtype="float32", feature_dim=model.bands)
     frames.raw_tensor = torch.ones(n, FRAMES, BANDS)

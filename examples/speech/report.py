@@ -1,114 +1,105 @@
 """What a page shows of the numbers on file; it trains nothing."""
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence.record import Found, found
-from benchmarks.evidence.summary import NONE, difference, markdown, told
-from examples.speech.training import DROPOUT, RATE, STD
-
-RESULTS = Path(__file__).parent / "results"
-VOICES, LEVELS = ("seen", "unseen"), (0, 5, 10)
-ROUNDED = {"float32": None, "8 bits": "int8", "4 bits": "int4"}
-"""How weights are stored after training, and the name of the format."""
-
-
-def base_of(way: str) -> str:
-    """The way whose learning rate a way has."""
-    return "weight norm" if way.startswith("weight norm") else "plain"
-
-
-def name_of(way: str, value: float, seed: int) -> str:
-    """The name of a cell."""
-    return f"{way}, value {value:g}, seed {seed}"
+from benchmarks.evidence.summary import markdown, told
+from examples.speech.protocol import (
+    RESULTS,
+    chosen,
+    contrasts,
+    interval,
+    left,
+    of_replicates,
+    rates,
+    read,
+    tried,
+)
+from examples.speech.settings import SETTINGS, WAYS, Settings
 
 
-def best_values(numbers: Found, values: Mapping[str, Iterable[float]]) -> dict[str, float]:
-    """The value of each way with the fewest wrong words of development voices, of one seed, once all are tried."""
-    best = dict[str, float]()
-    for way, tried in values.items():
-        cells = {value: numbers.get(name_of(way, value, 0)) for value in tried}
-        if all(cells.values()):
-            best[way] = min(cells, key=lambda value: cells[value]["development"][0])
-    return best
+def state(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
+    """How many recognizers are on file, and whether these are all."""
+    found = read(name, folder)
+    missing = left(found, settings)
+    voices = f"{settings.unseen} unseen voices"
+    if missing or len(chosen(found, settings)) < len(WAYS):
+        return (
+            f"This table is not finished: {len(found)} recognizers are on file, and others are still to be trained "
+            f"(`python -m examples.speech.cells {name}`). Until then it says nothing about which way is better."
+        )
+    replicates = len(of_replicates(found, chosen(found, settings), "plain"))
+    return f"{len(found)} recognizers; {replicates} replicates, each with {voices}."
 
 
-def setting(way: str, value: float) -> str:
-    """What a value of a way is: a learning rate, or rates of dropout and the standard deviation of noise."""
-    if way == base_of(way):
-        return f"learning rate {value:g}"
-    dropped = {"dropout of activations": DROPOUT}.get(way, 0 if way.endswith("noise") else RATE)
-    std = STD if way.endswith(("noise", "both")) else 0
-    numbers = {"dropout": dropped * value, "noise": std * value}
-    return ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number)
+def values(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
+    """Every value that was tried, with its word error rate on development voices; the chosen one is bold."""
+    found, rows = read(name, folder), list[list[str]]()
+    best = chosen(found, settings)
+    for way, what in WAYS.items():
+        means = tried(found, way, settings)[0]
+        each = (f"{value:g}: {means[value]:.1f}" for value in sorted(means))
+        marked = (
+            [f"**{one}**" if one.startswith(f"{best.get(way):g}:") else one for one in each] if way in best else each
+        )
+        rows.append([way, what.tunes, ", ".join(marked) or "-", f"of {what.base}" if what.base else "its own"])
+    return markdown(["way", "tunes", "value: word error rate, %", "learning rate"], rows)
 
 
-def cells_by_way(numbers: Found) -> dict[str, dict[float, dict[int, dict[str, np.ndarray]]]]:
-    """The cells of each way, by value and by seed."""
-    cells = dict[str, dict[float, dict[int, dict[str, np.ndarray]]]]()
-    for name, cell in numbers.items():
-        way, value, seed = name.replace(", value ", "|").replace(", seed ", "|").split("|")
-        cells.setdefault(way, {}).setdefault(float(value), {})[int(seed)] = cell
-    return cells
+def table(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
+    """A row for each way: unseen voices in the mean and at each level, voices of training, and named voices."""
+    found = read(name, folder)
+    best, rows = chosen(found, settings), list[list[str]]()
+    head = ["way", "unseen", *(f"{level} dB" for level in settings.levels), "seen", "named, mean", "named, median"]
+    for way in best:
+        cells = of_replicates(found, best, way)
+        if len(cells) > 1:
+            unseen = [over(cells, "unseen", level) for level in (None, *settings.levels)]
+            others = over(cells, "seen"), over(cells, "named"), np.array([np.median(rates(c, "named")) for c in cells])
+            low, high = interval(unseen[0])
+            means = [f"{each.mean():.1f}" for each in (*unseen[1:], *others)]
+            rows.append([way, f"{unseen[0].mean():.1f} ({low:.1f} to {high:.1f})", *means])
+    return markdown(head, rows)
 
 
-def ways_of(numbers: Found) -> dict[str, list[dict[str, np.ndarray]]]:
-    """The cells of each way at its best value, by seed."""
-    cells = cells_by_way(numbers)
-    best = best_values(numbers, cells)
-    return {way: [cell for _, cell in sorted(cells[way][value].items())] for way, value in best.items()}
+def over(cells: list, test: str, level: int | None = None) -> np.ndarray:
+    """The word error rate of each replicate, in the mean over its voices."""
+    return np.array([rates(cell, test, level).mean() for cell in cells])
 
 
-def wrong(cells: list[dict[str, np.ndarray]], voices: str, level: int | None, bits: str = "float32") -> np.ndarray:
-    """The word error rate of each seed at a level of noise, or its mean over all of them."""
-    levels = LEVELS if level is None else (level,)
-    return np.array([np.mean([cell[f"{voices}, {each} dB, {bits}"][0] for each in levels]) for cell in cells])
-
-
-def spread(rates: np.ndarray) -> str:
-    """The mean over seeds and its standard error, once there are several."""
-    return told(rates) if len(rates) > 1 else f"{rates[0]:.1f}"
-
-
-def table(name: str, folder: Path = RESULTS) -> str:
-    """A row for each way: wrong words of seen and unseen voices at each level of noise."""
-    columns = [(voices, level) for voices in VOICES for level in LEVELS]
-    head = ["word error rate, %", "chosen", *(f"{voices}, {level} dB" for voices, level in columns)]
-    numbers = found(name, folder)
-    best, ways = best_values(numbers, cells_by_way(numbers)), ways_of(numbers)
-    return markdown(
-        head,
-        [
-            [way, setting(way, best[way]), *(spread(wrong(cells, *column)) for column in columns)]
-            for way, cells in ways.items()
-        ],
-    )
-
-
-def rounding_table(name: str, folder: Path = RESULTS) -> str:
-    """A row for each way: wrong words of unseen voices, where weights have fewer bits."""
-    ways = ways_of(found(name, folder))
-    rows = [[way, *(spread(wrong(cells, "unseen", None, bits)) for bits in ROUNDED)] for way, cells in ways.items()]
-    return markdown(["word error rate, %", *ROUNDED], rows)
-
-
-def verdicts(name: str, folder: Path = RESULTS) -> list[str]:
-    """A sentence for each way, about unseen voices in noise of all levels, with a paired t test over the seeds."""
-    ways = ways_of(found(name, folder))
-    plain, said = wrong(ways.pop("plain"), "unseen", None), list[str]()
-    for way, cells in ways.items():
-        rate = wrong(cells, "unseen", None)
-        if len(rate) != len(plain):  # not all seeds are on file
-            continue
-        gap = difference(rate, plain)
-        p = "p < 0.001" if gap.p < 0.001 else f"p = {gap.p:.3f}"
-        size = f"{gap.mean:+.1f} ± {gap.error:.1f} points, {p}"
-        than = f"{gap.word} from plain" if gap.word == NONE else f"{gap.word} than plain"
-        said.append(f"With {way}, {told(rate)} %: {than} ({size}).")
+def verdicts(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> list[str]:
+    """A sentence for each planned contrast, once all replicates are on file."""
+    found = read(name, folder)
+    best = chosen(found, settings)
+    if len(best) < len(WAYS) or left(found, settings):
+        return []
+    said = list[str]()
+    for each in contrasts(found, best):
+        word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
+        p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
+        said.append(
+            f"{each.way}: {word} {each.against} ({each.mean:+.1f} points, 95 % interval {each.low:+.1f} to "
+            f"{each.high:+.1f}, Holm's {p})."
+        )
     return said
+
+
+def shown(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
+    """All that a page shows of a table: nothing of its comparison before it is finished."""
+    parts = [state(name, folder, settings), values(name, folder, settings)]
+    said = verdicts(name, folder, settings)
+    if said:
+        parts += [table(name, folder, settings), "\n".join(f"- {each}" for each in said)]
+    return "\n\n".join(parts)
+
+
+def fixed_set(folder: Path = RESULTS) -> str:
+    """What weight noise did on a small fixed set without augmentation."""
+    found = json.loads((folder / "fixed_set.json").read_text())
+    noise, plain = (told(np.array(found[way])) for way in ("noise 0.0375", "plain"))
+    return f"{noise} % with noise of 0.0375, and {plain} % without"
 
 
 def costs_table(folder: Path = RESULTS) -> str:

@@ -7,6 +7,8 @@ of sentences has a process of its own. The library is that of the package espeak
 import ctypes
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import espeakng_loader
 import numpy as np
@@ -17,8 +19,22 @@ RETRIEVAL, DO_NOT_EXIT, UTF8, RATE, PITCH = 2, 0x8000, 1, 1, 3
 CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
-def main() -> None:
-    """Reads sentences as ``[text, voice, rate, pitch]``; writes the lengths of all, and their samples as int16."""
+def with_voices(voices: dict[str, str], folder: Path) -> None:
+    """Makes a data folder that has these files of variants, and links to what the package has."""
+    package = Path(espeakng_loader.get_data_path())
+    variants = folder / "voices" / "!v"
+    variants.mkdir(parents=True)
+    for there, here in ((package, folder), (package / "voices", folder / "voices"), (package / "voices/!v", variants)):
+        for path in there.iterdir():
+            if not (here / path.name).exists():
+                (here / path.name).symlink_to(path)
+    for name, text in voices.items():
+        (variants / name).write_text(text)
+
+
+def main(asked: dict, folder: Path) -> None:
+    """Says sentences, each ``[text, voice, rate, pitch]``; writes the lengths of all, and their samples as int16."""
+    with_voices(asked["voices"], folder)
     library, parts = ctypes.CDLL(espeakng_loader.get_library_path()), list[np.ndarray]()
 
     @CALLBACK
@@ -27,12 +43,13 @@ def main() -> None:
             parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
 
-    found = library.espeak_Initialize(RETRIEVAL, 0, espeakng_loader.get_data_path().encode(), DO_NOT_EXIT)
+    found = library.espeak_Initialize(RETRIEVAL, 0, str(folder).encode(), DO_NOT_EXIT)
     if found != SAMPLES_PER_SECOND:
         sys.exit(f"espeak_Initialize gave {found} instead of {SAMPLES_PER_SECOND} samples a second.")
+    library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # of breath and roughness, else from the clock
     library.espeak_SetSynthCallback(receive)
     sentences = list[np.ndarray]()
-    for text, voice, rate, pitch in json.load(sys.stdin):
+    for text, voice, rate, pitch in asked["sentences"]:
         parts.clear()
         said = text.encode()
         status = [
@@ -51,4 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as made:
+        main(json.load(sys.stdin), Path(made))

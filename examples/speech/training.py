@@ -1,9 +1,9 @@
-"""One step of training, whose chain depends on the step, and the loop around it."""
+"""One step of training, whose chain depends on the step, the loop around it, and counting wrong words."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,145 +12,156 @@ import optax
 from jax import Array
 
 import reparax as rpx
-from examples.speech import decoding
-from examples.speech.features import Batch
-from examples.speech.model import Recognizer
-
-DROPPED = {"lstm": ".*/h[ifgo]/kernel", "conformer": "conformer_.*/kernel"}
-"""Where weight dropout acts: on recurrent kernels, and in a conformer, which has none, on the kernels of its blocks."""
-STD, RATE, DROPOUT = 0.075, 0.3, 0.2
-"""At strength one: of noise, as in Lingvo; of dropout of weights, as in recipes of RETURNN; of activations."""
-
-
-UTTERANCES, STEPS, LEARNING_RATE = 400, 1500, 3e-3
-DECIBELS = (5.0, 20.0)
-"""Of speech over the noise that is added to it."""
-
-
-def noise(strength: Array | float, body: str) -> rpx.Parametrization:
-    """Variational noise on all weights."""
-    del body
-    return rpx.VarNoise(STD * strength)
-
-
-def weight_dropout(strength: Array | float, body: str) -> rpx.Parametrization:
-    """Dropout of recurrent weights alone."""
-    return rpx.WeightDropout(RATE * strength, where=DROPPED[body])
-
-
-def both(strength: Array | float, body: str) -> rpx.Parametrization:
-    """One after the other."""
-    return weight_dropout(strength, body) >> noise(strength, body)
-
-
-NORM = {
-    "lstm": rpx.WeightNorm(axis=-1),
-    "conformer": rpx.WeightNorm(axis={".*/(query|key|value)/kernel": (-2, -1), r"(?!.*/(query|key|value)/).*": -1}),
-}
-"""A norm for each output, of which attention has one for each head and size."""
-CHAINS: dict[str, Callable[[Array | float, str], rpx.Parametrization]] = {
-    "plain": lambda strength, body: rpx.Chain(),
-    "dropout of activations": lambda strength, body: rpx.Chain(),
-    "weight dropout": weight_dropout,
-    "noise": noise,
-    "both": both,
-    "weight norm": lambda strength, body: NORM[body],
-    "weight norm, noise": lambda strength, body: NORM[body] >> noise(strength, body),
-    "weight norm, both": lambda strength, body: NORM[body] >> both(strength, body),
-}
+from examples.speech import features
+from examples.speech.features import Speech
+from examples.speech.model import Attender, Recognizer
+from examples.speech.settings import SETTINGS, WAYS, Settings
+from examples.speech.voices import SAMPLES_PER_SECOND
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a run is compiled for.
+class Run:
+    """What is compiled once for all values.
 
     Attributes:
-      way: The name of one of ``CHAINS``.
+      way: The name of one of ``WAYS``.
       model: The recognizer.
-      steps: How many there are.
-      start: The first step that has noise or weight dropout.
-      batch: Utterances in a step.
+      settings: Steps, batches and noise.
     """
 
     way: str
-    model: Recognizer
-    steps: int = STEPS
-    start: int = STEPS // 3
-    batch: int = 16
+    model: Recognizer | Attender
+    settings: Settings = SETTINGS
 
-    def chain(self, strength: Array | float) -> rpx.Parametrization:
+    def chain(self, value: Array | float) -> rpx.Parametrization:
         """The chain of this way."""
-        return CHAINS[self.way](strength, self.model.body)
+        return WAYS[self.way].chain(value, self.model.body)
 
-    @property
-    def optimizer(self) -> Any:
-        """Adam with clipped gradients; the rate rises to one for a tenth of the steps, and decays to zero."""
-        schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, self.steps // 10, self.steps)
-        return rpx.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)))
-
-
-def setting_of(way: str, model: Recognizer, strength: float, steps: int) -> Setting:
-    """What a way is compiled for: dropout of activations is the network's own, and so is its strength."""
-    if way == "dropout of activations":
-        model = model.clone(dropout=DROPOUT * strength)
-    return Setting(way, model, steps, steps // 3)
+    def optimizer(self, decay: Array | float = 0.0) -> Any:
+        """AdamW with clipped gradients; the rate rises to one for a tenth of the steps, and decays to zero."""
+        steps = self.settings.steps
+        schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 10, steps)
+        adam = optax.adamw(schedule, weight_decay=decay, mask=rpx.decay_mask)
+        return rpx.optimizer(optax.chain(optax.clip_by_global_norm(1.0), adam))
 
 
 @functools.cache
-def step_of(setting: Setting) -> Any:
-    """The compiled step, which takes the learning rate and the strength as numbers."""
-    tx = setting.optimizer
+def step_of(run: Run) -> Any:
+    """The compiled step, which takes the learning rate and the value of what the way adds as numbers."""
+    settings, way, pool = run.settings, WAYS[run.way], noise_pool()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(raw: Any, state: Any, number: Array, rate: Array, strength: Array, key: Array, batch: Batch) -> Any:
-        p = setting.chain(jnp.where(number < setting.start, 0.0, strength))
-        for_weights, for_activations = jax.random.split(jax.random.fold_in(key, number))
+    def step(raw: Any, state: Any, number: Array, rate: Array, value: Array, key: Array, batch: Speech) -> Any:
+        p = run.chain(jnp.where(number < settings.start, 0.0, value))
+        of_weights, of_room, of_masks = jax.random.split(jax.random.fold_in(key, number), 3)
+        samples = features.in_room(of_room, batch.samples, batch.lengths, settings.decibels, pool)
+        frames, padding = features.frames(samples, batch.lengths)
+        if way.masks:
+            frames = features.masked(of_masks, frames, padding, settings.masks)
 
         def loss(raw: Any) -> Array:
-            variables, rngs = {"params": p.apply(raw, for_weights)}, {"dropout": for_activations}
-            scores, padding = setting.model.apply(variables, batch.frames, batch.padding, train=True, rngs=rngs)
-            return jnp.mean(optax.ctc_loss(scores, padding, batch.labels, batch.label_padding))
+            params = p.apply(raw, of_weights)
+            return jnp.mean(run.model.apply({"params": params}, frames, padding, batch.labels, method="losses"))
 
-        value, gradients = jax.value_and_grad(loss)(raw)
+        found, gradients = jax.value_and_grad(loss)(raw)
+        tx = run.optimizer(value if way.tunes == "decay" else 0.0)
         updates, state = tx.update(gradients, state, raw)
-        return optax.apply_updates(raw, jax.tree.map(lambda update: rate * update, updates)), state, value
+        return optax.apply_updates(raw, jax.tree.map(lambda update: rate * update, updates)), state, found
 
     return step
 
 
-def start(setting: Setting, data: Batch, seed: int) -> Any:
+@functools.cache
+def noise_pool() -> Array:
+    """White noise, of which steps take spans."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal(features.POOL, np.float32))
+
+
+def start(run: Run, seed: int) -> Any:
     """The raw tree before the first step: of one seed, all ways start at the same weights."""
-    one, keys = data.rows(slice(1)), jax.random.split(jax.random.key(seed))
-    params = jax.jit(functools.partial(setting.model.init, train=False))(keys[0], one.frames, one.padding)["params"]
-    return setting.chain(1.0).init(params, keys[1])
+    of_model, of_chain = jax.random.split(jax.random.key(seed))
+    frames, labels = jnp.zeros((1, 40, features.BANDS)), jnp.ones((1, 2), jnp.int32)
+    init = jax.jit(functools.partial(run.model.init, method="losses"))
+    params = init(of_model, frames, jnp.zeros((1, 40)), labels)["params"]
+    return run.chain(1.0).init(params, of_chain)
 
 
-def fit(setting: Setting, data: Batch, *, rate: float, strength: float, seed: int) -> Iterator[tuple[float, Any]]:
-    """Yields, for each step, the loss and the raw tree, which the next step overwrites."""
-    raw, step, drawn = start(setting, data, seed), step_of(setting), np.random.default_rng(seed)
-    state, key = setting.optimizer.init(raw), jax.random.key(seed)
-    for number in range(setting.steps):
-        rows = data.rows(drawn.choice(len(data.labels), setting.batch, replace=False))
-        raw, state, value = step(raw, state, jnp.int32(number), jnp.float32(rate), jnp.float32(strength), key, rows)
-        yield float(value), raw
+class Point(NamedTuple):
+    """Where training is after a number of steps: the next step overwrites the trees."""
+
+    steps: int
+    loss: float
+    raw: Any
+    state: Any
+
+
+def fit(
+    run: Run, data: Speech, *, rate: float, value: float, seed: int, resume: Point | None = None
+) -> Iterator[Point]:
+    """Trains from the start, or from a point of a run with the same arguments, as if it had never stopped."""
+    raw = start(run, seed)
+    at = resume or Point(0, np.nan, raw, run.optimizer().init(raw))
+    step, key = step_of(run), jax.random.key(seed)
+    rows = batches(data.lengths, run.settings, np.random.default_rng(seed))
+    for number, given in zip(range(run.settings.steps), rows, strict=False):
+        if number < at.steps:
+            continue
+        of_run = jnp.int32(number), jnp.float32(rate), jnp.float32(value), key
+        raw, state, loss = step(at.raw, at.state, *of_run, data.rows(*given))
+        at = Point(number + 1, float(loss), raw, state)
+        yield at
+
+
+def batches(lengths: np.ndarray, settings: Settings, drawn: np.random.Generator) -> Iterator[tuple[np.ndarray, float]]:
+    """Forever: rows of a batch, all of one bucket, and its seconds. What fills no batch waits for the next epoch."""
+    buckets = np.searchsorted(settings.buckets, lengths / SAMPLES_PER_SECOND)
+    waiting = [np.zeros(0, int) for _ in settings.buckets]
+    while True:
+        made = list[tuple[np.ndarray, float]]()
+        for place, seconds in enumerate(settings.buckets):
+            rows = np.concatenate([waiting[place], drawn.permutation(np.flatnonzero(buckets == place))])
+            full = len(rows) // settings.batch * settings.batch
+            made += [(each, seconds) for each in rows[:full].reshape(-1, settings.batch)]
+            waiting[place] = rows[full:]
+        yield from (made[i] for i in drawn.permutation(len(made)))
 
 
 @functools.cache
-def scores_of(model: Recognizer) -> Any:
-    """The compiled network, without noise."""
-    return jax.jit(lambda params, frames, padding: model.apply({"params": params}, frames, padding, train=False))
+def reader_of(model: Recognizer | Attender) -> Any:
+    """The compiled network, without noise, from samples to labels."""
+
+    @jax.jit
+    def read(params: Any, samples: Array, lengths: Array) -> Array:
+        return model.apply({"params": params}, *features.frames(samples, lengths), method="recognize")
+
+    return read
 
 
-def recognized(model: Recognizer, params: Any, data: Batch, size: int = 50) -> list[list[int]]:
-    """The words of each utterance, as labels; ``size`` of them are read at once."""
-    found, model = list[list[int]](), model.clone(dropout=0.0)
-    for first in range(0, len(data.labels), size):
-        some = data.rows(slice(first, first + size))
-        found += decoding.greedy(*scores_of(model)(params, some.frames, some.padding))
-    return found
+def recognized(model: Recognizer | Attender, params: Any, data: Speech, settings: Settings) -> list[list[int]]:
+    """The labels of each utterance; 32 of one bucket are read at once."""
+    found, size, read = dict[int, list[int]](), 32, reader_of(model)
+    buckets = np.searchsorted(settings.buckets, data.lengths / SAMPLES_PER_SECOND)
+    for place, seconds in enumerate(settings.buckets):
+        rows = np.flatnonzero(buckets == place)
+        for first in range(0, len(rows), size):
+            some = rows[first : first + size]
+            batch = data.rows(np.resize(some, size), seconds)  # of one shape: the last one is filled by repetition
+            labels = np.asarray(read(params, batch.samples, batch.lengths))
+            found |= {int(row): [int(each) for each in line if each] for row, line in zip(some, labels, strict=False)}
+    return [found[row] for row in range(len(data.lengths))]
 
 
-def wrong(model: Recognizer, params: Any, data: Batch) -> float:
-    """The word error rate in percent."""
-    spoken = [row[padding == 0].tolist() for row, padding in zip(data.labels, data.label_padding, strict=True)]
-    return decoding.word_error_rate(recognized(model, params, data), spoken)
+def distance(found: Sequence[int], spoken: Sequence[int]) -> int:
+    """The least number of words to insert, to leave out or to replace."""
+    row = list(range(len(spoken) + 1))
+    for i, word in enumerate(found, 1):
+        last, row[0] = row[0], i
+        for j, other in enumerate(spoken, 1):
+            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (word != other))
+    return row[-1]
+
+
+def wrong(model: Recognizer | Attender, params: Any, data: Speech, settings: Settings) -> np.ndarray:
+    """How many labels of each utterance are wrong."""
+    spoken = [line[line != 0].tolist() for line in data.labels]
+    return np.array(list(map(distance, recognized(model, params, data, settings), spoken)))

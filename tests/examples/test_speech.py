@@ -1,20 +1,24 @@
-"""The example of speech: what is said, features, recognizers, decoding and a step, at tiny sizes."""
+"""The example of speech: what is said, features, recognizers, a step and what is decided by the numbers on file."""
 
 import functools
 import json
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from scipy import signal, stats
 
-from benchmarks.evidence.record import Size
-from examples.speech import cells, costs, decoding, features, report, training, voices
-from examples.speech.model import Recognizer
-from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
+from examples.speech import cells, costs, features, protocol, report, settings, training, voices
+from examples.speech.features import Masks, Speech
+from examples.speech.model import BODIES, Attender, BiLSTM, Recognizer
+from examples.speech.protocol import Cell
+from examples.speech.settings import WAYS, Settings
+from examples.speech.voices import SAMPLES_PER_SECOND
+
+TINY = Settings(steps=4, start=2, batch=2, buckets=(0.6, 1.0), selections=2, replicates=3, look=2, more=4)
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +28,51 @@ def promotion():
         yield
 
 
-def test_a_seed_says_the_same_each_time_and_another_seed_says_something_else():
-    one, again, other = (voices.utterances.__wrapped__("digits", "training", 2, seed) for seed in (1, 1, 2))
-    for mine, same, another in zip(one, again, other, strict=True):
-        np.testing.assert_array_equal(mine.samples, same.samples)
-        np.testing.assert_array_equal(mine.words, same.words)
-        assert mine.samples.shape != another.samples.shape
-        assert 3 <= len(mine.words) <= 7
-        assert 0.5 < len(mine.samples) / SAMPLES_PER_SECOND <= voices.SECONDS
+# What is said ---------------------------------------------------------------------------------------------------------
+
+
+def test_drawn_voices_are_those_of_their_seed_and_sound_otherwise_than_each_other():
+    files, again = (voices.drawn_voices(3, np.random.default_rng(0)) for _ in range(2))
+    assert files == again
+    assert voices.drawn_voices(3, np.random.default_rng(1)) != files
+    said = [voices.speak([("nine nine nine", name, 170, 50) for name in files], files) for _ in range(2)]
+    for one, same in zip(*said, strict=True):
+        np.testing.assert_array_equal(one, same)
+    spectra = [np.log(np.abs(np.fft.rfft(each, 2**15))[:8192].reshape(64, -1).mean(1) + 1e-3) for each in said[0]]
+    likeness = np.corrcoef(spectra)[np.triu_indices(3, 1)]
+    assert max(likeness) < 0.99
+
+
+def test_every_voice_says_as_many_strings_as_asked_and_no_longer_ones(monkeypatch):
+    files = voices.drawn_voices(2, np.random.default_rng(0))
+    found = voices.utterances(files, 3, np.random.default_rng(1), files)
+    assert [each.voice for each in found] == [0, 0, 0, 1, 1, 1]
+    assert all(3 <= len(each.words) <= 7 for each in found)
+    assert all(0.5 < len(each.samples) / SAMPLES_PER_SECOND <= voices.SECONDS for each in found)
+    monkeypatch.setattr(voices, "SECONDS", 0.1)
+    with pytest.raises(ValueError, match=r"drawn0 was asked for 3 strings, and only 0 of them last up to 0\.1 s\."):
+        voices.utterances(files, 3, np.random.default_rng(1), files)
+
+
+def test_faster_is_shorter_and_higher_is_higher():
+    text, voice = "nine nine nine", "en-US+m3"
+    said = voices.speak([(text, voice, 130, 30), (text, voice, 220, 30), (text, voice, 130, 70)])
+    assert len(said[0]) > 1.4 * len(said[1])
+    assert pitch(said[2]) > 1.1 * pitch(said[0])
+
+
+def test_named_voices_can_be_found_by_their_names():
+    named = voices.named_voices()
+    assert len(named) == len({name.partition("+")[2] for name in named}) == 103
+    voices.check(named)
+
+
+def test_resampling_keeps_a_tone():
+    there = np.sin(2 * np.pi * 440 * np.arange(22050) / 22050)
+    here = voices.resampled(there, 22050)
+    assert len(here) == SAMPLES_PER_SECOND
+    middle = slice(2000, -2000)
+    np.testing.assert_allclose(here[middle], np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)[middle], atol=2e-3)
 
 
 def test_an_unknown_voice_a_missing_and_a_damaged_file_are_errors(monkeypatch, tmp_path):
@@ -52,16 +93,20 @@ def test_a_speaker_that_fails_tells_why(monkeypatch):
         voices.speak([("one", "xx+m1", 170, 50)])
 
 
+def pitch(samples):
+    """Of a voice, in hertz: where the correlation with itself is largest, between 80 and 400 hertz."""
+    correlation = signal.correlate(samples, samples, mode="full", method="fft")[len(samples) - 1 :]
+    low, high = SAMPLES_PER_SECOND // 400, SAMPLES_PER_SECOND // 80
+    return SAMPLES_PER_SECOND / (low + np.argmax(correlation[low:high]))
+
+
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(voices, "PACKAGE", "a-package-that-nobody-has")
     with pytest.raises(RuntimeError, match=r"not installed\. Install it with: pip install a-package-that-nobody-has"):
-        voices.check(VOICES["unseen"])
+        voices.named_voices()
 
 
-def test_noise_has_the_asked_power():
-    speech = np.sin(np.arange(40000) / 7)
-    noise = voices.noisy(speech, 5.0, np.random.default_rng(0)) - speech * math.sqrt(2)
-    assert 10 * np.log10(np.mean(noise**2)) == pytest.approx(-5, abs=0.1)
+# Features -------------------------------------------------------------------------------------------------------------
 
 
 def test_log_mel_is_that_of_scipy():
@@ -80,23 +125,243 @@ def test_log_mel_is_that_of_scipy():
     edges = 700 * (10 ** (np.linspace(*mel, 42) / 2595) - 1)
     hertz = np.fft.rfftfreq(features.WINDOW, 1 / SAMPLES_PER_SECOND)
     bands = [np.interp(hertz, edges[i : i + 3], [0, 1, 0]) for i in range(40)]
-    np.testing.assert_allclose(features.log_mel(samples), np.log(power @ np.array(bands).T + 1e-3), rtol=1e-3)
+    expected = np.log(power @ np.array(bands).T + 1e-3)
+    np.testing.assert_allclose(jax.jit(features.log_mel)(samples), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_batch_has_frames_labels_and_their_padding():
+def test_frames_are_normal_where_they_are_real_and_zero_elsewhere():
     drawn = np.random.default_rng(0)
-    spoken = [
-        Utterance(drawn.normal(size=size), np.array(words)) for size, words in ((5000, [0, 9, 3]), (9000, [1] * 7))
-    ]
-    batch = features.batch(spoken, (5, 20), seed=0)
+    samples = [drawn.normal(size=size) for size in (5000, 9000)]
+    batch = features.speech(samples, [np.array([1, 10, 4]), np.full(7, 2)])
+    frames, padding = map(np.asarray, jax.jit(features.frames)(batch.samples, batch.lengths))
     lengths = [1 + (size - features.WINDOW) // features.HOP for size in (5000, 9000)]
-    np.testing.assert_array_equal((1 - batch.padding).sum(1), lengths)
+    np.testing.assert_array_equal((1 - padding).sum(1), lengths)
     assert batch.labels.tolist() == [[1, 10, 4, 0, 0, 0, 0], [2] * 7]
-    assert batch.label_padding.sum(1).tolist() == [4, 0]
-    real = batch.frames[0, : lengths[0]]
+    real = frames[0, : lengths[0]]
     np.testing.assert_allclose(real.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(real.std(0), 1, atol=0.01)
-    assert not batch.frames[0, lengths[0] :].any()
+    assert not frames[0, lengths[0] :].any()
+
+
+def test_noise_of_the_room_has_a_power_between_the_levels_and_ends_with_the_speech():
+    pool, lengths = training.noise_pool(), np.array([16000, 32000])
+    silence = np.zeros((2, 32000), np.float16)
+    in_room = jax.jit(features.in_room, static_argnums=3)
+    one, other = (np.asarray(in_room(jax.random.key(i), silence, lengths, (5.0, 6.0), pool)) for i in range(2))
+    assert not one[0, 16000:].any()
+    for real in (one[0, :16000], one[1], other[1]):
+        assert -6.2 < 10 * np.log10(np.mean(real**2)) < -4.8
+    assert abs(np.corrcoef(one[1], other[1])[0, 1]) < 0.1
+
+
+def test_spec_augment_hides_spans_within_its_bounds():
+    masks, count, frames = Masks(), 400, np.ones((400, 80, features.BANDS), np.float32)
+    padding = np.zeros((count, 80), np.float32)
+    padding[:, 60:] = 1
+    hidden = np.asarray(jax.jit(features.masked, static_argnums=3)(jax.random.key(0), frames, padding, masks)) == 0
+    bands, times = hidden.all(1), hidden.all(2)
+    assert not times[:, 60:].any()
+    for found, most, size in ((bands, masks.bands, features.BANDS), (times, 12, 60)):  # a fifth of sixty frames
+        many = found[:, :size].sum(1)
+        assert many.max() <= 2 * most
+        np.testing.assert_allclose(many.mean(), most, atol=0.12 * most)  # two of half of it, less what overlaps
+        runs = (np.diff(np.pad(found.astype(int), ((0, 0), (1, 1)))) == 1).sum(1)
+        assert set(runs) == {0, 1, 2}
+    assert not (hidden & ~bands[:, None] & ~times[..., None]).any()
+
+
+# Recognizers ----------------------------------------------------------------------------------------------------------
+
+
+def frames_of_two():
+    """Random frames of two utterances, the second of which is shorter, and labels."""
+    drawn = np.random.default_rng(0)
+    frames, padding = drawn.normal(size=(2, 40, features.BANDS)).astype(np.float32), np.zeros((2, 40), np.float32)
+    padding[1, 24:] = 1
+    return frames, padding, np.array([[1, 3, 3], [2, 0, 0]])
+
+
+def small(body):
+    return Attender(10, width=8, layers=1) if body == "attention" else Recognizer(10, body, width=8, layers=1)
+
+
+def test_the_lstm_is_that_of_linen_in_values_and_gradients():
+    drawn = np.random.default_rng(0)
+    x, padding = drawn.normal(size=(3, 9, 5)).astype(np.float32), np.zeros((3, 9), np.float32)
+    padding[1, 4:] = 1
+    weights = drawn.normal(size=(3, 9, 12)).astype(np.float32) * (1 - padding[..., None])
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x, padding):
+            forward = nn.RNN(nn.OptimizedLSTMCell(6, name="forward"))
+            backward = nn.RNN(nn.OptimizedLSTMCell(6, name="backward"), reverse=True, keep_order=True)
+            lengths = jnp.sum(1 - padding, axis=1).astype(jnp.int32)
+            return jnp.concatenate([layer(x, seq_lengths=lengths) for layer in (forward, backward)], axis=-1)
+
+    variables = jax.jit(Linen().init)(jax.random.key(0), x, padding)
+    found = []
+    for module in (Linen(), BiLSTM(6)):
+        start = jax.jit(module.init)(jax.random.key(0), x, padding)
+        jax.tree.map(np.testing.assert_array_equal, start, variables)
+
+        def loss(variables, x, module=module):
+            return jnp.sum(weights * module.apply(variables, x, padding))
+
+        found.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x))
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5), *found)
+
+
+@pytest.mark.parametrize("body", list(BODIES))
+def test_losses_and_words_do_not_depend_on_what_is_padding(body):
+    model, (frames, padding, labels) = small(body), frames_of_two()
+    params = jax.jit(lambda *given: model.init(jax.random.key(0), *given, method="losses"))(frames, padding, labels)
+
+    @jax.jit
+    def both(frames):
+        given = params, frames, padding
+        return model.apply(*given, labels, method="losses"), model.apply(*given, method="recognize")
+
+    (losses, words), (others, again) = both(frames), both(frames + 5 * padding[..., None])
+    np.testing.assert_allclose(losses, others, rtol=1e-5)
+    np.testing.assert_array_equal(words, again)
+    assert losses.shape == (2,)
+    assert ((losses > 0) & (losses < 100)).all()
+
+
+def test_what_the_decoder_recognizes_are_its_best_words_after_those_before():
+    model, (frames, padding, labels) = small("attention"), frames_of_two()
+    params = jax.jit(lambda *given: model.init(jax.random.key(1), *given, method="losses"))(frames, padding, labels)
+    words = np.asarray(jax.jit(lambda: model.apply(params, frames, padding, method="recognize"))())
+    scores = np.asarray(jax.jit(lambda: model.apply(params, frames, padding, words))())
+    best, ended = scores.argmax(-1)[:, :-1], np.cumsum(np.pad(words == 0, ((0, 0), (1, 0)))[:, :-1], axis=1) > 0
+    np.testing.assert_array_equal(np.where(ended, 0, best), words)
+    with_labels = np.asarray(jax.jit(lambda: model.apply(params, frames, padding, labels))())
+    logs = np.log(np.exp(with_labels) / np.exp(with_labels).sum(-1, keepdims=True))
+    expected = [-(logs[0, 0, 1] + logs[0, 1, 3] + logs[0, 2, 3] + logs[0, 3, 0]), -(logs[1, 0, 2] + logs[1, 1, 0])]
+    losses = jax.jit(lambda: model.apply(params, frames, padding, labels, method="losses"))()
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+def test_words_of_ctc_are_merged_and_without_blanks_and_padding():
+    class Scores(Recognizer):
+        def __call__(self, frames, padding):
+            return frames, padding
+
+    best = np.array([[0, 3, 3, 0, 3, 1, 1, 2], [2, 2, 1, 1, 1, 1, 1, 1]])
+    padding = np.array([[0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]])
+    found = np.asarray(Scores(3).apply({}, jnp.asarray(np.eye(4)[best]), padding, method="recognize"))
+    assert [[each for each in line if each] for line in found.tolist()] == [[3, 3, 1, 2], [2]]
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def tones():
+    """Words that are tones, each of them a tenth of a second long: twelve utterances of three to seven."""
+    drawn, time = np.random.default_rng(0), np.arange(1600) / SAMPLES_PER_SECOND
+    words = [drawn.integers(1, 11, size=drawn.integers(3, 8)) for _ in range(12)]
+    sound = [np.concatenate([np.sin(2 * np.pi * 200 * 1.3**word * time) for word in each]) for each in words]
+    return features.speech(sound, words)
+
+
+def test_ways_act_where_they_say_and_start_from_weights_that_they_give_back():
+    frames, padding, labels = frames_of_two()
+    for body in ("lstm", "conformer"):
+        model = small(body)
+        init = functools.partial(model.init, method="losses")
+        shapes = jax.eval_shape(init, jax.random.key(0), frames, padding, labels)
+        params = jax.tree.map(lambda x: np.full((4,) * x.ndim, 2.0, np.float32), shapes["params"])  # of few shapes
+        moved = {}
+        for way in ("plain", "weight noise", "weight dropout", "SpecAugment, noise, weight norm"):
+            p = WAYS[way].chain(0.5, body)
+            raw = p.init(params)
+            jax.tree.map(lambda w, x: np.testing.assert_allclose(w, x, atol=1e-6), p.fold(raw), params)
+            got = p.apply(raw, jax.random.key(0))
+            paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x, y: bool((x != y).any()), got, params))
+            moved[way] = {jax.tree_util.keystr(path, simple=True, separator="/") for path, other in paths if other}
+        assert not moved["plain"]
+        assert (
+            len(moved["weight noise"]) == len(moved["SpecAugment, noise, weight norm"]) == len(jax.tree.leaves(params))
+        )
+        kernels = {path for path in moved["weight noise"] if path.endswith("/kernel")}
+        recurrent = {
+            f"encoder/lstm_0/{direction}/h{gate}/kernel" for direction in ("forward", "backward") for gate in "ifgo"
+        }
+        inner = {path for path in kernels if "conformer_0" in path}
+        assert moved["weight dropout"] == (recurrent if body == "lstm" else inner)
+    lengths = settings.normed_noise(0.0, "conformer").init(
+        jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes["params"])
+    )
+    assert lengths["encoder"]["conformer_0"]["attention"]["query"]["kernel"]["@weight_norm"]["g"].shape == (1, 4, 2)
+
+
+def test_from_its_first_step_on_noise_moves_the_loss_and_a_stopped_run_goes_on_as_if_it_had_not():
+    """One program for each bucket takes all values."""
+    run, data = training.Run("weight noise", small("lstm"), TINY), tones()
+
+    def fit(value, resume=None):
+        return training.fit(run, data, rate=0.02, value=value, seed=0, resume=resume)
+
+    without, noisy = ([point.loss for point in fit(value)] for value in (0.0, 0.5))
+    np.testing.assert_allclose(noisy[: TINY.start], without[: TINY.start], rtol=1e-4)
+    assert abs(noisy[TINY.start] - without[TINY.start]) > 1e-3 * without[TINY.start]
+    kept = None
+    for point in fit(0.5):
+        if point.steps == 2:
+            kept = point._replace(raw=jax.tree.map(np.array, point.raw), state=jax.tree.map(np.array, point.state))
+    assert [point.loss for point in fit(0.5, kept)] == noisy[2:]
+    assert training.step_of(run)._cache_size() <= 2 * len(TINY.buckets)  # arrays of numpy count once more
+
+
+def test_a_step_moves_plain_and_decayed_weights_as_adam_does():
+    """At first Adam moves each weight by the rate times the schedule; decay takes its share of kernels alone."""
+
+    class Probe(nn.Module):
+        body = "lstm"
+
+        @nn.compact
+        def losses(self, frames, padding, labels):
+            kernel = self.param("kernel", nn.initializers.constant(2.0), (4, 4))
+            bias = self.param("bias", nn.initializers.constant(2.0), (4,))
+            return jnp.full(len(frames), 1e-3 * (jnp.sum(kernel) + jnp.sum(bias)))
+
+    quick = Settings(steps=10, start=0, batch=2, buckets=(1.0,))
+    ends = {}
+    for way, value in (("plain", 0.0), ("weight decay", 0.5)):
+        points = training.fit(training.Run(way, Probe(), quick), tones(), rate=0.1, value=value, seed=0)
+        next(points)  # whose rate is zero
+        ends[way] = jax.tree.map(float, jax.tree.map(np.mean, next(points).raw))
+    moved = 2 - ends["plain"]["kernel"]
+    np.testing.assert_allclose(moved, 0.1, rtol=1e-3)
+    np.testing.assert_allclose(ends["weight decay"]["kernel"], 2 - moved - 0.1 * 0.5 * 2, rtol=1e-3)
+    np.testing.assert_allclose(ends["weight decay"]["bias"], ends["plain"]["bias"], rtol=1e-6)
+
+
+def test_batches_are_of_one_bucket_and_each_epoch_has_what_filled_one():
+    lengths = np.array([0.5] * 5 + [0.9] * 4) * SAMPLES_PER_SECOND
+    rows = training.batches(lengths, TINY, np.random.default_rng(0))
+    first = [next(rows) for _ in range(4)]
+    for batch, seconds in first:
+        assert {lengths[row] / SAMPLES_PER_SECOND <= 0.6 for row in batch} == {seconds == 0.6}
+        assert len(batch) == TINY.batch
+    assert len({row for batch, _ in first for row in batch}) == 8
+    second = [next(rows) for _ in range(5)]
+    seen = {row for batch, _ in first + second for row in batch}
+    assert seen == set(range(9))
+
+
+def test_all_utterances_are_recognized_whatever_their_bucket():
+    model, data = small("lstm"), tones()
+    params = training.start(training.Run("plain", model, TINY), 0)
+    found = training.recognized(model, params, data, TINY)
+    assert len(found) == 12
+    for row in (0, 5):
+        alone = Speech(*(each[row : row + 1] for each in data))
+        assert training.recognized(model, params, alone, TINY) == [found[row]]
+    said = [[each for each in line if each] for line in data.labels.tolist()]
+    expected = [training.distance(ours, words) for ours, words in zip(found, said, strict=True)]
+    assert training.wrong(model, params, data, TINY).tolist() == expected
 
 
 def brute_force(found, spoken):
@@ -108,172 +373,163 @@ def brute_force(found, spoken):
 
 
 def test_wrong_words_of_known_strings():
-    assert decoding.distance("kitten", "sitting") == 3
-    assert decoding.distance("", "abc") == decoding.distance("abc", "") == 3
+    assert training.distance("kitten", "sitting") == 3
+    assert training.distance("", "abc") == training.distance("abc", "") == 3
     drawn = np.random.default_rng(0)
     for _ in range(30):
         found, spoken = (drawn.integers(3, size=drawn.integers(6)).tolist() for _ in range(2))
-        assert decoding.distance(found, spoken) == brute_force(found, spoken)
-    # One of four is replaced, and one too many; of five, one is left out.
-    assert decoding.word_error_rate(["1245", "7999"], ["134", "79999"][:2]) == pytest.approx(100 * 3 / 8)
+        assert training.distance(found, spoken) == brute_force(found, spoken)
 
 
-def test_greedy_decoding_merges_repetitions_and_drops_blanks_and_padding():
-    best = [[0, 3, 3, 0, 3, 1, 1, 2], [2, 2, 1, 1, 1, 1, 1, 1]]
-    scores = np.eye(4)[best]
-    assert decoding.greedy(scores, np.array([[0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]])) == [[3, 3, 1, 2], [2]]
+# What is decided by the numbers on file -------------------------------------------------------------------------------
 
 
-@functools.cache
-def data():
-    """Words that are tones, each of them 0.2 seconds long: the frames of eight utterances of three to five."""
-    drawn, time = np.random.default_rng(0), np.arange(4400) / SAMPLES_PER_SECOND
-    spoken = []
-    for _ in range(8):
-        words = drawn.integers(10, size=drawn.integers(3, 6))
-        tones = [np.sin(2 * np.pi * 200 * 1.4**word * time) * np.hanning(4400) for word in words]
-        spoken.append(Utterance(np.concatenate(tones), words))
-    return features.batch(spoken, (20, 20), seed=0)
-
-
-def network(body, layers=1):
-    return Recognizer(words=10, body=body, width=16, layers=layers)
-
-
-@pytest.mark.parametrize("body", ["conformer", "lstm"])
-def test_scores_do_not_depend_on_what_is_padding(body):
-    model, batch = network(body), data()
-    params = training.start(training.Setting("plain", model), batch, 0)
-    other = batch.frames + 5 * batch.padding[..., None]
-    scores = training.scores_of(model)
-    (one, padding), (two, _) = (scores(params, frames, batch.padding) for frames in (batch.frames, other))
-    np.testing.assert_allclose(one * (1 - padding[..., None]), two * (1 - padding[..., None]), atol=1e-4)
-    assert one.shape == (8, math.ceil(features.FRAMES / 4), 11)
-    assert float(jnp.min(optax.ctc_loss(one, padding, batch.labels, batch.label_padding))) < 100
-
-
-@pytest.mark.parametrize("body", ["lstm", "conformer"])
-def test_ways_act_where_they_say(body):
-    batch, model = data(), network(body, layers=2)
-    init = functools.partial(model.init, train=False)
-    shapes = jax.eval_shape(init, jax.random.key(0), batch.frames, batch.padding)["params"]
-    params = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), shapes)  # of few shapes
-    moved = {}
-    for way in ("plain", "noise", "weight dropout"):
-        p = training.Setting(way, model).chain(1.0)
-        got = p.apply(p.init(params), jax.random.key(0))
-        paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x, y: bool((x != y).any()), got, params))
-        moved[way] = {jax.tree_util.keystr(path, simple=True, separator="/") for path, other in paths if other}
-    assert not moved["plain"]
-    assert len(moved["noise"]) == len(jax.tree.leaves(params))
-    kernels = {path for path in moved["noise"] if path.endswith("/kernel")}
-    recurrent = {
-        f"lstm_{i}/{direction}/h{gate}/kernel"
-        for i in range(2)
-        for direction in ("forward", "backward")
-        for gate in "ifgo"
-    }
-    inner = kernels - {"conv_0/kernel", "conv_1/kernel", "scores/kernel"}
-    assert moved["weight dropout"] == (recurrent if body == "lstm" else inner)
-
-
-@pytest.mark.parametrize("body", ["lstm", "conformer"])
-def test_every_way_starts_from_weights_that_it_gives_back(body):
-    """Weight norm has a length for each output, of attention one for each head and size."""
-    batch, model = data(), network(body)
-    params = training.start(training.Setting("plain", model), batch, 0)
-    for way in training.CHAINS:
-        setting = training.Setting(way, model)
-        raw = training.start(setting, batch, 0)
-        jax.tree.map(lambda w, x: np.testing.assert_allclose(w, x, atol=1e-6), setting.chain(1.0).fold(raw), params)
-        if way.startswith("weight norm"):
-            assert raw["scores"]["kernel"]["@weight_norm"]["g"].shape == (1, 11)
-    if body == "conformer":
-        assert raw["conformer_0"]["attention"]["query"]["kernel"]["@weight_norm"]["g"].shape == (1, 4, 4)
-
-
-def test_from_its_first_step_on_noise_moves_the_loss_and_the_network_learns():
-    """One program takes both strengths."""
-    setting = training.Setting("noise", network("lstm"), steps=30, start=28, batch=4)
-    without, noisy = (
-        [loss for loss, _ in training.fit(setting, data(), rate=0.02, strength=strength, seed=0)]
-        for strength in (0.0, 1.0)
-    )
-    np.testing.assert_allclose(noisy[: setting.start], without[: setting.start], rtol=1e-4)
-    assert abs(noisy[setting.start] - without[setting.start]) > 1e-3 * without[setting.start]
-    assert without[-1] < 0.8 * without[0]
-
-
-def on_file(way, value, development, rates):
-    """The cells of a way at a value, with the same number of wrong words in each of its tests."""
-    columns = [
-        f"{voices}, {level} dB, {bits}"
-        for voices in report.VOICES
-        for level in report.LEVELS
-        for bits in report.ROUNDED
-    ]
+def numbers(way, value, kind, rates):
+    """Cells of replicates whose two voices have these word error rates at all levels."""
     return {
-        report.name_of(way, value, seed): {"development": [development], **{column: [rate] for column in columns}}
-        for seed, rate in enumerate(rates)
+        Cell(way, value, kind, i): {
+            name: {"words": [100, 100]} | {f"{level} dB": [rate, rate] for level in TINY.levels}
+            for name in ("development", "unseen", "seen", "named")
+        }
+        for i, rate in enumerate(rates)
     }
 
 
-@pytest.fixture
-def written(tmp_path):
-    """A table of four ways; the second value of noise is worse on development voices and better on the tested ones."""
-    kept = (
-        on_file("plain", 0.001, 9, [8.0])
-        | on_file("plain", 0.003, 5, [6.0, 7.0, 8.0])
-        | on_file("noise", 0.5, 4, [5.0, 6.5, 5.0])
-        | on_file("noise", 1, 6, [1.0])
-        | on_file("both", 1, 5, [4.0, 5.1, 6.0])
-        | on_file("weight dropout", 1, 5, [6.0])
+def test_bases_are_tuned_first_and_an_edge_asks_for_one_more_value_twice_at_most():
+    first = protocol.left({}, TINY)
+    assert {cell.way for cell, _ in first} == {"plain", "SpecAugment"}
+    assert len(first) == 2 * 3 * TINY.selections
+    assert all(rate == cell.value for cell, rate in first)
+    found = {}
+    for value, rate in ((5e-4, 9), (1e-3, 8), (2e-3, 7)):
+        found |= numbers("plain", value, "selection", [rate, rate])
+    assert {cell.value for cell in protocol.tried(found, "plain", TINY)[1]} == {4e-3}
+    found |= numbers("plain", 4e-3, "selection", [6, 6])
+    assert {cell.value for cell in protocol.tried(found, "plain", TINY)[1]} == {8e-3}
+    found |= numbers("plain", 8e-3, "selection", [5, 5])
+    assert protocol.tried(found, "plain", TINY) == ({5e-4: 9, 1e-3: 8, 2e-3: 7, 4e-3: 6, 8e-3: 5}, [])
+    assert protocol.chosen(found, TINY) == {"plain": 8e-3}
+    after = protocol.left(found, TINY)
+    assert {(cell.way, rate) for cell, rate in after if WAYS[cell.way].base} == {
+        (way, 8e-3) for way in ("weight decay", "weight noise", "weight dropout")
+    }
+
+
+def test_the_lower_edge_asks_for_half_of_it():
+    found = {}
+    for value, rate in ((5e-4, 7), (1e-3, 8), (2e-3, 9)):
+        found |= numbers("plain", value, "selection", [rate, rate])
+    assert {cell.value for cell in protocol.tried(found, "plain", TINY)[1]} == {2.5e-4}
+
+
+def selected():
+    """Every way is tuned, and its middle value is best."""
+    found = {}
+    for way, told in WAYS.items():
+        for value, rate in zip(told.grid, (9, 7, 8), strict=True):
+            found |= numbers(way, value, "selection", [rate] * TINY.selections)
+    return found
+
+
+def compared(spread=0.0):
+    """All ways have replicates; noise is better by two points in the mean, and SpecAugment by twelve."""
+    found = selected()
+    plain = [20.0, 24.0, 22.0]
+    gaps = {way: [-2 - spread, -2.1 + spread, -1.9] for way in WAYS if "noise" in way} | {"plain": [0.0, 0.0, 0.0]}
+    gaps["SpecAugment"] = [-12.0, -12.5, -11.5]
+    for way in WAYS:
+        both = zip(plain, gaps.get(way, [0.5, -0.4, 0.1]), strict=True)
+        found |= numbers(way, WAYS[way].grid[1], "replicate", [rate + gap for rate, gap in both])
+    return found
+
+
+def test_replicates_are_run_once_all_is_chosen_and_more_of_them_where_differences_spread():
+    left = protocol.left(selected(), TINY)
+    assert [cell.number for cell, _ in left] == [i for i in range(3) for _ in WAYS]
+    assert {rate for cell, rate in left} == {1e-3}
+    assert protocol.left(compared(), TINY) == []
+    assert {cell.number for cell, _ in protocol.left(compared(spread=2.0), TINY)} == {3}
+
+
+def test_contrasts_are_paired_t_tests_with_holm():
+    found = compared()
+    told = protocol.contrasts(found, protocol.chosen(found, TINY))
+    assert [(each.way, each.against) for each in told] == [(way, WAYS[way].against) for way in WAYS if way != "plain"]
+    noise = next(each for each in told if each.way == "weight noise")
+    gaps = np.array([-2.0, -2.1, -1.9])
+    expected = stats.ttest_1samp(gaps, 0)
+    np.testing.assert_allclose([noise.low, noise.high], expected.confidence_interval(0.95), rtol=1e-6)
+    raw = sorted(
+        [
+            stats.ttest_1samp(protocol.differences(found, protocol.chosen(found, TINY), e.way, e.against), 0).pvalue
+            for e in told
+        ]
     )
-    text = {name: {"seeds": 1, "seconds": 0, "values": cell} for name, cell in kept.items()}
-    (tmp_path / "digits_lstm.json").write_text(json.dumps({"cells": text}))
-    return tmp_path
+    holm = np.maximum.accumulate([min(1, (6 - i) * p) for i, p in enumerate(raw)])
+    np.testing.assert_allclose(sorted(each.p for each in told), holm, rtol=1e-6)
 
 
-def test_values_are_chosen_on_development_voices_and_verdicts_are_those_of_a_paired_t_test(written):
-    table = report.table("digits_lstm", written).splitlines()
-    assert [line.split(" | ")[1] for line in table[2:]] == [
-        "learning rate 0.003",
-        "noise 0.0375",
-        "dropout 0.3, noise 0.075",
-        "dropout 0.3",
-    ]
-    assert table[3].startswith("| noise | noise 0.0375 | 5.5 ± 0.5 |")
-    noise, both = report.verdicts("digits_lstm", written)
-    p = stats.ttest_rel([5.0, 6.5, 5.0], [6.0, 7.0, 8.0]).pvalue
-    assert noise == (f"With noise, 5.5 ± 0.5 %: no significant difference from plain (-1.5 ± 0.8 points, p = {p:.3f}).")
-    p = stats.ttest_rel([4.0, 5.1, 6.0], [6.0, 7.0, 8.0]).pvalue
-    assert p < 0.001
-    assert both == ("With both, 5.0 ± 0.6 %: lower than plain (-2.0 ± 0.0 points, p < 0.001).")
-    assert report.rounding_table("digits_lstm", written).splitlines()[2].startswith("| plain | 7.0 ± 0.6 | 7.0 ± 0.6 |")
+def written(found, folder, table="digits_lstm"):
+    (folder / table).mkdir()
+    for cell, told in found.items():
+        (folder / table / f"{cell}.json").write_text(json.dumps(cell._asdict() | told))
 
 
-def test_a_way_is_run_once_its_base_is_tuned_and_seeds_once_it_is_itself(written):
-    asked = functools.partial(cells.cells, "digits_lstm", Size(seeds=1))
-    first = list(asked(written / "nothing"))
-    assert {name.partition(",")[0] for name in first} == {"plain", "weight norm"}
-    assert len(first) == 2 * len(cells.RATES)
-    kept = on_file("plain", 0.001, 9, [8.0]) | on_file("plain", 0.003, 5, [6.0]) | on_file("plain", 0.006, 7, [6.0])
-    text = {name: {"seeds": 1, "seconds": 0, "values": cell} for name, cell in kept.items()}
-    (written / "digits_lstm.json").write_text(json.dumps({"cells": text}))
-    second = set(asked(written)) - set(first)
-    more = {report.name_of("plain", 0.003, seed) for seed in range(1, 5)}
-    others = ("dropout of activations", "weight dropout", "noise", "both")
-    assert second == more | {report.name_of(way, value, 0) for way in others for value in cells.STRENGTHS}
+def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
+    found = compared()
+    last = max((cell for cell in found if cell.kind == "replicate"), key=lambda cell: cell.number)
+    written({cell: told for cell, told in found.items() if cell != last}, tmp_path)
+    text = report.shown("digits_lstm", tmp_path, TINY)
+    assert text.startswith("This table is not finished: 62 recognizers are on file")
+    assert "0.01: 9.0, **0.02: 7.0**, 0.04: 8.0" in text
+    assert "points" not in text
+    (tmp_path / "digits_lstm" / f"{last}.json").write_text(json.dumps(last._asdict() | found[last]))
+    assert protocol.read("digits_lstm", tmp_path) == {cell: cell._asdict() | told for cell, told in found.items()}
+    text = report.shown("digits_lstm", tmp_path, TINY)
+    assert text.startswith("63 recognizers; 3 replicates, each with 48 unseen voices.")
+    assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 |" in text
+    assert "- SpecAugment: lower than plain (-12.0 points, 95 % interval -13.2 to -10.8, Holm's p = 0.003)." in text
+    assert "- weight decay: no significant difference from plain" in text
+
+
+def test_cells_are_files_and_those_of_another_process_are_left_to_it(tmp_path, monkeypatch):
+    """Two cells of one table: the first is locked by another process, so the second one is run."""
+    done = []
+    monkeypatch.setattr(cells, "trained", lambda model, cell, rate, settings: done.append(cell) or {"rate": rate})
+    asked = [(Cell("plain", 1e-3, "selection", i), 1e-3) for i in range(2)]
+    monkeypatch.setattr(cells, "left", lambda found, settings: [each for each in asked if each[0] not in found])
+    (tmp_path / "digits_lstm").mkdir()
+    with (tmp_path / "digits_lstm" / f"{asked[0][0]}.part").open("w") as part:
+        cells.fcntl.flock(part, cells.fcntl.LOCK_EX)
+        running = cells.runs("digits_lstm", tmp_path, TINY)
+        assert next(running)[0] == asked[1][0]
+    assert [cell for cell, _ in running] == [asked[0][0]]
+    assert done == [asked[1][0], asked[0][0]]
+    assert len(protocol.read("digits_lstm", tmp_path)) == 2
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.thorough
+def test_a_cell_is_trained_and_tested_on_voices_that_are_drawn():
+    tiny = Settings(
+        steps=50, start=20, batch=2, utterances=6, voices=2, unseen=2, development=2, each=2, levels=(5,), replicates=2
+    )
+    cell = Cell("SpecAugment, noise", 0.02, "selection", 0)
+    told = cells.trained(small("lstm"), cell, 1e-3, tiny)
+    assert len(told["curve"]) == 1
+    assert math.isfinite(told["curve"][0])
+    assert len(told["development"]["words"]) == len(told["development"]["5 dB"]) == 2
+    assert "unseen" not in told
 
 
 def test_the_ways_by_hand_draw_as_the_chains_do():
     params = {"lstm_0": {"forward": {"hf": {"kernel": jnp.ones((200, 200))}, "if": {"kernel": jnp.ones((200, 200))}}}}
-    chains = (training.noise(1.0, "lstm"), training.weight_dropout(1.0, "lstm"))
+    chains = (settings.noise(costs.STD, "lstm"), settings.dropout(costs.RATE, "lstm"))
     for chain, by_hand in zip(chains, (costs.noise_by_hand, costs.dropout_by_hand), strict=True):
         one, other = (draw(params, jax.random.key(0))["lstm_0"]["forward"] for draw in (chain.apply, by_hand))
         for cell in ("hf", "if"):
             ours, theirs = one[cell]["kernel"], other[cell]["kernel"]
             np.testing.assert_allclose(ours.mean(), theirs.mean(), atol=0.02)  # of 40,000 numbers
             np.testing.assert_allclose(ours.std(), theirs.std(), rtol=0.02)
-    assert set(np.unique(other["hf"]["kernel"])) == {np.float32(0), np.float32(1) / np.float32(0.7)}
+    assert set(np.unique(other["hf"]["kernel"])) == {np.float32(0), np.float32(1) / np.float32(0.9)}
     assert set(np.unique(other["if"]["kernel"])) == {np.float32(1)}
