@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.evidence.summary import markdown, told
 from examples.speech.protocol import (
     RESULTS,
+    Found,
     chosen,
     contrasts,
     interval,
@@ -20,18 +21,9 @@ from examples.speech.protocol import (
 from examples.speech.settings import SETTINGS, WAYS, Settings
 
 
-def state(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
-    """How many recognizers are on file, and whether these are all."""
-    found = read(name, folder)
-    missing = left(found, settings)
-    voices = f"{settings.unseen} unseen voices"
-    if missing or len(chosen(found, settings)) < len(WAYS):
-        return (
-            f"This table is not finished: {len(found)} recognizers are on file, and others are still to be trained "
-            f"(`python -m examples.speech.cells {name}`). Until then it says nothing about which way is better."
-        )
-    replicates = len(of_replicates(found, chosen(found, settings), "plain"))
-    return f"{len(found)} recognizers; {replicates} replicates, each with {voices}."
+def finished(found: Found, settings: Settings) -> bool:
+    """Whether all recognizers of a table are on file."""
+    return len(chosen(found, settings)) == len(WAYS) and not left(found, settings)
 
 
 def values(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
@@ -71,12 +63,10 @@ def over(cells: list, test: str, level: int | None = None) -> np.ndarray:
 
 def verdicts(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> list[str]:
     """A sentence for each planned contrast, once all replicates are on file."""
-    found = read(name, folder)
-    best = chosen(found, settings)
-    if len(best) < len(WAYS) or left(found, settings):
-        return []
-    said = list[str]()
-    for each in contrasts(found, best):
+    found, said = read(name, folder), list[str]()
+    if not finished(found, settings):
+        return said
+    for each in contrasts(found, chosen(found, settings)):
         word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
         p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
         said.append(
@@ -87,12 +77,17 @@ def verdicts(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -
 
 
 def shown(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
-    """All that a page shows of a table: nothing of its comparison before it is finished."""
-    parts = [state(name, folder, settings), values(name, folder, settings)]
-    said = verdicts(name, folder, settings)
-    if said:
-        parts += [table(name, folder, settings), "\n".join(f"- {each}" for each in said)]
-    return "\n\n".join(parts)
+    """All that a page shows of a table: nothing of its numbers before it is finished."""
+    found, said = read(name, folder), verdicts(name, folder, settings)
+    if not said:
+        return (
+            f"This comparison is not finished: `python -m examples.speech.cells {name}` trains the recognizers that are "
+            "not on file yet. Until all are, nothing is read from those that are."
+        )
+    replicates = len(of_replicates(found, chosen(found, settings), "plain"))
+    state = f"{len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
+    listed = "\n".join(f"- {each}" for each in said)
+    return "\n\n".join([state, values(name, folder, settings), table(name, folder, settings), listed])
 
 
 def fixed_set(folder: Path = RESULTS) -> str:

@@ -480,13 +480,13 @@ def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
     last = max((cell for cell in found if cell.kind == "replicate"), key=lambda cell: cell.number)
     written({cell: told for cell, told in found.items() if cell != last}, tmp_path)
     text = report.shown("digits_lstm", tmp_path, TINY)
-    assert text.startswith("This table is not finished: 62 recognizers are on file")
-    assert "0.01: 9.0, **0.02: 7.0**, 0.04: 8.0" in text
-    assert "points" not in text
+    assert text.startswith("This comparison is not finished: `python -m examples.speech.cells digits_lstm` trains")
+    assert "|" not in text
     (tmp_path / "digits_lstm" / f"{last}.json").write_text(json.dumps(last._asdict() | found[last]))
     assert protocol.read("digits_lstm", tmp_path) == {cell: cell._asdict() | told for cell, told in found.items()}
     text = report.shown("digits_lstm", tmp_path, TINY)
     assert text.startswith("63 recognizers; 3 replicates, each with 48 unseen voices.")
+    assert "| weight noise | noise | 0.01: 9.0, **0.02: 7.0**, 0.04: 8.0 | of plain |" in text
     assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 |" in text
     assert "- SpecAugment: lower than plain (-12.0 points, 95 % interval -13.2 to -10.8, Holm's p = 0.003)." in text
     assert "- weight decay: no significant difference from plain" in text
