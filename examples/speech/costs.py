@@ -2,32 +2,39 @@
 
 Run: python -m examples.speech.costs. It puts the numbers on file: milliseconds of a gradient, its temporary memory, and
 what of it is kept for the backward pass. Milliseconds need an idle machine. RETURNN's torch backend does the same in
-the same process; the extra ``peers`` installs it.
+the same process; the extra ``peers`` installs it. With --steps it puts on file what steps on recordings take of a core,
+where XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" keeps them to one.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import reparax as rpx
 from benchmarks.common import by_hand
 from benchmarks.common.timing import machine, of_programs
-from examples.speech import settings
+from examples.speech import features, settings, training
 from examples.speech.features import BANDS
-from examples.speech.model import Recognizer
+from examples.speech.model import BODIES, Recognizer
 from examples.speech.protocol import RESULTS
+from examples.speech.voices import SAMPLES_PER_SECOND
 
 Weights = Callable[[Any, Array], Any]
 """From parameters and a key to the weights of a step."""
 FRAMES, LABELS = 298, 7
 """Of the longest utterances of the digits."""
+LETTERS, STEPS = 28, ("lstm", "attention")
+"""Of recordings, and the recognizers whose steps are measured with them."""
 STD, RATE = 0.02, 0.1
 """Of noise, and of dropout of recurrent weights."""
 
@@ -73,13 +80,30 @@ def example(model: Recognizer, size: int) -> tuple[Any, ...]:
     return params, jax.random.key(0), *batch
 
 
+def seconds_of_steps(body: str, seconds: float) -> float:
+    """What a step of training on recordings takes of the processor, of letters and utterances of one length."""
+    drawn, steps = np.random.default_rng(0), 14
+    own = dataclasses.replace(settings.SETTINGS, steps=steps, start=0, buckets=(seconds,))
+    sounds = [drawn.normal(size=int(seconds * SAMPLES_PER_SECOND)) for _ in range(own.batch)]
+    labels = [drawn.integers(1, 1 + LETTERS, size=int(12 * seconds)) for _ in range(own.batch)]
+    run = training.Run("SpecAugment, noise", BODIES[body](LETTERS), own)
+    points = training.fit(run, features.speech(sounds, labels), rate=1e-3, value=STD, seed=0)
+    ends = [time.process_time() for _ in points]
+    return float(np.median(np.diff(ends)[2:]))
+
+
 def main() -> None:
     """Compiles, runs, and writes."""
-    from examples.speech import in_returnn  # which needs torch, as nothing else here does
-
     parser = argparse.ArgumentParser(prog="python -m examples.speech.costs", description=__doc__)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--steps", action="store_true", help="only the steps of recordings")
     asked, model = parser.parse_args(), Recognizer(words=10)
+    if asked.steps:
+        told = {body: {f"{each:g} s": seconds_of_steps(body, each) for each in (4.0, 15.0)} for body in STEPS}
+        (RESULTS / "steps.json").write_text(json.dumps(machine() | {"seconds": told}, indent=1) + "\n")
+        return
+    from examples.speech import in_returnn  # which needs torch, as nothing else here does
+
     given = example(model, settings.SETTINGS.batch)
     ways = losses(model)
     programs = {way: jax.jit(jax.grad(loss)).lower(*given).compile() for way, loss in ways.items()}

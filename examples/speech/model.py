@@ -198,13 +198,11 @@ class Attender(nn.Module):
       words: How many there are.
       width: Units of a layer.
       layers: How many of them in the encoder.
-      longest: Words that are recognized at most.
     """
 
     words: int
     width: int = 96
     layers: int = 2
-    longest: int = 10
     body: ClassVar[str] = "attention"
 
     def setup(self) -> None:
@@ -233,7 +231,7 @@ class Attender(nn.Module):
         return jnp.sum(each, axis=1, where=real)
 
     def recognize(self, frames: Array, padding: Array) -> Array:
-        """The best word after those before, or zeros from the end on."""
+        """The best word after those before, as many as there are frames at most; zeros from the end on."""
         state, read = self.encoded(frames, padding)
 
         def next_word(decoder: Decoder, given: Any, _: None) -> Any:
@@ -243,7 +241,7 @@ class Attender(nn.Module):
             return (state, word, going & (word != 0)), word
 
         start = jnp.zeros(len(frames), int), jnp.ones(len(frames), bool)
-        loop = nn.scan(next_word, out_axes=1, length=self.longest, **SHARED)
+        loop = nn.scan(next_word, out_axes=1, length=read[0].shape[1], **SHARED)
         return loop(self.decoder, (state, *start), None)[1]
 
 
