@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -490,6 +491,30 @@ def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
     assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 |" in text
     assert "- SpecAugment: lower than plain (-12.0 points, 95 % interval -13.2 to -10.8, Holm's p = 0.003)." in text
     assert "- weight decay: no significant difference from plain" in text
+
+
+def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_are_chosen():
+    text = " ".join((Path(__file__).parents[2] / "docs" / "recognizer.md").read_text().split())
+    told = settings.SETTINGS
+    words = {10: "ten", 12: "twelve", 16: "sixteen", 5: "five"}
+    for said in (
+        f"{told.utterances} strings, {told.voices} voices for training and {told.unseen} for the test with "
+        f"{words[told.each]} strings each at {told.levels[0]}, {told.levels[1]} and {told.levels[2]} dB",
+        f"There are {words[told.replicates]}; if after {words[told.look]} the standard deviation of a difference "
+        f"exceeds {told.spread} points, {words[told.more]}",
+        f"replicates with {told.development} voices each choose a learning rate",
+        f"two masks of at most {told.masks.bands} of {features.BANDS} bands",
+        f"and two of at most {told.masks.frames} frames",
+        f"white noise at {told.decibels[0]:g} to {told.decibels[1]:g} dB SNR is added afresh",
+        f"All weights get noise from step {told.start} of {told.steps} on",
+        f"on = jnp.where(step < {told.start}, 0.0, 1.0)",
+        f"WeightDropout({protocol.settled('weight dropout')[1]:g} * on, where=RECURRENT)",
+        f"VarNoise({protocol.settled('weight noise')[1]:g} * on)",
+        f'RECURRENT = "{settings.RECURRENT}"',
+        f"The {len(voices.named_voices())} voices that espeak-ng ships",
+    ):
+        assert said in text
+    assert (told.selections, told.masks.of_bands, told.masks.of_frames) == (3, 2, 2)
 
 
 def test_cells_are_files_and_those_of_another_process_are_left_to_it(tmp_path, monkeypatch):
