@@ -220,7 +220,18 @@ def test_recordings_of_debian_are_read():
     assert 8 < letters / seconds < 20  # as people read
 
 
-@pytest.mark.thorough
+def test_the_program_trains_on_voices_that_are_drawn(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "BODIES", {"lstm": lambda words: small(words)})
+    few = demo.dataclasses.replace(demo.SETTINGS, batch=2, each=1, voices=3, buckets=(3.0,))
+    monkeypatch.setattr(demo, "SETTINGS", few)
+    demo.main(["--steps", "2", "--utterances", "6", "--ways", "plain"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "6 utterances after" in said
+    assert "plain: learning rate" in said
+    assert "0 dB" in said
+    assert (Path("build") / "speech" / "speech.png").exists()
+
+
 def test_the_program_trains_on_a_folder_and_goes_on_where_it_stopped(monkeypatch, capsys):
     librispeech(Path("data"))
     (Path("data") / "train-clean-100/0/7/0-7-0001.flac").write_bytes(b"no audio")
