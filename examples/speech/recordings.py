@@ -146,11 +146,16 @@ def with_splits(recordings: list[Recording]) -> list[Recording]:
         )
     speakers = {each.speaker for each in recordings}
     unit = (lambda each: each.speaker) if len(speakers) >= 3 else (lambda each: each.path.as_posix())
-    units = sorted({unit(each) for each in recordings}, key=lambda name: zlib.crc32(name.encode()))
+    units = sorted({unit(each) for each in recordings}, key=shuffled)
     tenth = max(1, len(units) // 10)
     splits = dict.fromkeys(units, "train") | dict.fromkeys(units[:tenth], "dev")
     splits |= dict.fromkeys(units[tenth : 2 * tenth], "test")
     return [each._replace(split=splits[unit(each)]) for each in recordings]
+
+
+def shuffled(name: str) -> int:
+    """A key to sort by that has nothing to do with the name, and is always the same."""
+    return zlib.crc32(name.encode())
 
 
 def plain_text(text: str) -> str:
@@ -244,7 +249,7 @@ def load(
     made = targets(asked, (each.text for each in usable if each.split == "train"))
     read = {split: list[tuple[np.ndarray, list[int], Recording]]() for split in SPLITS}
     seconds = dict.fromkeys(SPLITS, 0.0)
-    for each in track(usable):
+    for each in track(sorted(usable, key=lambda each: shuffled(each.path.name))):  # hours of all speakers
         if seconds[each.split] >= 3600 * hours:
             continue
         try:
@@ -262,7 +267,8 @@ def load(
     if empty := [split for split in SPLITS if not read[split]]:
         told = "; ".join(f"{len(paths)}: {fault}, such as {paths[0]}" for fault, paths in faults.items())
         raise ValueError(f"Nothing is left of {', '.join(empty)}. Left out: {told or 'nothing'}.")
-    return {split: part_of(kept) for split, kept in read.items()}, made, dict(faults)
+    parts = {split: part_of(sorted(kept, key=lambda each: each[2].path)) for split, kept in read.items()}
+    return parts, made, dict(faults)
 
 
 def part_of(kept: list[tuple[np.ndarray, list[int], Recording]]) -> Part:
