@@ -258,8 +258,13 @@ def test_the_program_trains_on_a_folder_and_goes_on_where_it_stopped(monkeypatch
     said = " ".join(capsys.readouterr().out.split())
     assert said[said.index("By speakers") : said.index("Curves")] == table
     assert "dev WER" not in said  # nothing was trained
-    with pytest.raises(ValueError, match=r"--resume: build/speech/plain\.npz is of another run\. Expected Run\("):
-        demo.main(["--data", "data", "--epochs", "3", "--ways", "plain", "--resume"])
+    with pytest.raises(
+        recordings.DataError, match=r"--resume: build/speech/plain\.npz is of another run\. Expected Run"
+    ):
+        demo.main(["--data", "data", "--epochs", "2", "--ways", "plain", "--resume", "--seed", "1"])
+    with pytest.raises(SystemExit):
+        demo.main(["--strict"])
+    assert "--manifest and --strict are about the recordings of --data DIR" in capsys.readouterr().err
 
 
 def small(words):
