@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,11 +128,12 @@ def trained(task: Task, way: str, body: str, *, seed: int, resume: bool, progres
     model, (rate, value, _) = BODIES[body](task.targets.size), protocol.settled(way)
     run = training.Run(way, model, task.settings)
     file = OUT / f"{way.replace(', ', '+').replace(' ', '-')}.npz"
+    told = f"{run}, learning rate {rate:g}, value {value:g}, seed {seed}, {len(task.training.texts)} utterances"
     raw = training.start(run, seed)
     start = training.Point(0, np.nan, raw, run.optimizer().init(raw))
     at = Progressed(start, [], run.chain(value).fold(raw), np.inf)
     if resume and file.exists():
-        at = restored(file, run, at)
+        at = restored(file, told, at)
     losses, best, words = list(at.losses), at.best, at.words
     bar = progress.add_task(way, total=task.settings.steps, completed=at.point.steps, told="")
     for point in training.fit(run, task.training.speech, rate=rate, value=value, seed=seed, resume=at.point):
@@ -142,25 +144,27 @@ def trained(task: Task, way: str, body: str, *, seed: int, resume: bool, progres
             rates = errors(model, params, task.development, task).rates
             if rates[0] < words:
                 best, words = jax.tree.map(np.array, params), rates[0]  # copies: the next step overwrites what it reads
-            told = f"epoch {point.steps // task.epoch}, loss {np.mean(losses[-task.epoch :]):.2f}"
-            progress.update(bar, told=f"{told}, dev WER {rates[0]:.1f}, CER {rates[1]:.1f}")
-            saved(file, run, Progressed(point, losses, best, words))
+            shown = f"epoch {point.steps // task.epoch}, loss {np.mean(losses[-task.epoch :]):.2f}"
+            progress.update(bar, told=f"{shown}, dev WER {rates[0]:.1f}, CER {rates[1]:.1f}")
+            saved(file, told, Progressed(point, losses, best, words))
     return best, losses
 
 
-def saved(file: Path, run: training.Run, at: Progressed) -> None:
-    """Writes where training is."""
+def saved(file: Path, told: str, at: Progressed) -> None:
+    """Writes where training is, and what it is a training of."""
     leaves = {f"{i:04}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(at._replace(losses=[])))}
     part = file.with_suffix(".part.npz")
-    np.savez(part, run=repr(run), losses=at.losses, **leaves)
+    np.savez(part, run=told, losses=at.losses, **leaves)
     part.replace(file)
 
 
-def restored(file: Path, run: training.Run, like: Progressed) -> Progressed:
+def restored(file: Path, told: str, like: Progressed) -> Progressed:
     """Reads where training was."""
     kept = dict(np.load(file))
-    if str(kept["run"]) != repr(run):
-        raise ValueError(f"--resume: {file} is of another run. Expected {run!r}, got {kept['run']}. Delete it.")
+    if str(kept["run"]) != told:
+        raise recordings.DataError(
+            f"--resume: {file} is of another run. Expected {told}, got {kept['run']}. Delete it, or leave out --resume."
+        )
     treedef = jax.tree.structure(like)
     found = treedef.unflatten(kept[f"{i:04}"] for i in range(treedef.num_leaves))
     point = found.point._replace(steps=int(found.point.steps))
@@ -211,7 +215,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     own.add_argument("--longest", type=float, default=17.0, help="seconds; longer recordings are left out")
     own.add_argument("--epochs", type=int, default=40)
     own.add_argument("--strict", action="store_true", help="end at the first recording that cannot be used")
-    return parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
+    if not asked.data and (asked.manifest or asked.strict):
+        parser.error("--manifest and --strict are about the recordings of --data DIR")
+    return asked
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -250,4 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except recordings.DataError as error:
+        sys.exit(f"error: {error}")

@@ -16,6 +16,7 @@ from examples.speech.features import BANDS
 from examples.speech.model import Recognizer
 from examples.speech.settings import SETTINGS
 
+rf.select_backend_torch()
 BATCH = Dim(SETTINGS.batch, name="batch")
 
 
@@ -78,7 +79,6 @@ WAYS: dict[str, Callable[[InReturnn], None]] = {
 
 def step_of(way: str, words: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """The CTC loss of one batch in which every number is the same, and from the loss to its gradient."""
-    rf.select_backend_torch()
     rf.init_train_step_run_ctx(train_flag=True)
     model = InReturnn(words)
     parameters = [parameter.raw_tensor for parameter in model.parameters()]

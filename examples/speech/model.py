@@ -74,11 +74,11 @@ class BiLSTM(nn.Module):
     @nn.compact
     def __call__(self, x: Array, padding: Array) -> Array:
         lengths = jnp.sum(1 - padding, axis=1).astype(jnp.int32)[:, None]
-        time = jnp.arange(x.shape[1])
+        time = jnp.arange(x.shape[1])[None]
         turned = jnp.where(time < lengths, lengths - 1 - time, time)[..., None]
         both = list[Array]()
         for name in ("forward", "backward"):
-            order = time[None, :, None] if name == "forward" else turned
+            order = time[..., None] if name == "forward" else turned
             cell = nn.OptimizedLSTMCell(self.width, name=name)
             if self.is_initializing():
                 cell(cell.initialize_carry(jax.random.key(0), x[:, 0].shape), x[:, 0])
@@ -87,7 +87,7 @@ class BiLSTM(nn.Module):
                 jnp.concatenate([of[part + gate]["kernel"] for gate in GATES], axis=-1) for part in "ih"
             )
             bias = jnp.concatenate([of[f"h{gate}"]["bias"] for gate in GATES])
-            inputs = jnp.swapaxes(jnp.take_along_axis(x, order, axis=1), 0, 1) @ kernel + bias
+            inputs = jnp.swapaxes(jnp.take_along_axis(x, order, axis=1), 0, 1) @ kernel + bias[None, None]
             outputs = jnp.swapaxes(recurrence(recurrent, inputs), 0, 1)
             both.append(jnp.take_along_axis(outputs, order, axis=1))
         return jnp.concatenate(both, axis=-1)

@@ -34,6 +34,10 @@ LAYOUTS = (
 )
 
 
+class DataError(ValueError):
+    """What is wrong with a folder or one of its files."""
+
+
 class Recording(NamedTuple):
     """A file of audio, what is said in it, by whom, and the part of the data that it belongs to, if known."""
 
@@ -62,7 +66,7 @@ class Targets(NamedTuple):
 def listed(root: Path, manifest: Path | None = None) -> list[Recording]:
     """What the transcripts of a folder name, in one of the ``LAYOUTS``."""
     if not root.is_dir():
-        raise ValueError(f"--data {root}: there is no such folder.")
+        raise DataError(f"--data {root}: there is no such folder.")
     if manifest:
         rows = of_table(manifest, root)  # of one split, if its name is one
         return with_splits([each._replace(split=split_of(each.path.parent, root)) for each in rows])
@@ -85,10 +89,10 @@ def listed(root: Path, manifest: Path | None = None) -> list[Recording]:
             for path in beside
         ]
     if not found:
-        raise ValueError(f"--data {root} has no transcripts. Expected {LAYOUTS}.")
+        raise DataError(f"--data {root} has no transcripts. Expected {LAYOUTS}.")
     if len(found) > 1:
         kinds = ", ".join(found)
-        raise ValueError(f"--data {root} has transcripts of {len(found)} kinds: {kinds}. Choose a table by --manifest.")
+        raise DataError(f"--data {root} has transcripts of {len(found)} kinds: {kinds}. Choose a table by --manifest.")
     return with_splits(next(iter(found.values()))())
 
 
@@ -121,7 +125,7 @@ def of_table(table: Path, root: Path) -> list[Recording]:
     columns = list(rows[0]) if rows else []
     path, text, speaker = (next((name for name in names if name in columns), "") for names in (PATHS, TEXTS, SPEAKERS))
     if not path or not text:
-        raise ValueError(
+        raise DataError(
             f"{table}: expected a column of paths ({', '.join(PATHS)}) and one of texts ({', '.join(TEXTS)}), got "
             f"{', '.join(columns) or 'no rows'}."
         )
@@ -140,17 +144,22 @@ def with_splits(recordings: list[Recording]) -> list[Recording]:
     if {*SPLITS} <= named:
         return [each for each in recordings if each.split]
     if named - {""}:
-        raise ValueError(
+        raise DataError(
             f"There are splits called {', '.join(sorted(named - {''}))}. Expected {', '.join(SPLITS)}, or none: then a "
             "tenth of the speakers is dev, and a tenth test."
         )
     speakers = {each.speaker for each in recordings}
     unit = (lambda each: each.speaker) if len(speakers) >= 3 else (lambda each: each.path.as_posix())
-    units = sorted({unit(each) for each in recordings}, key=lambda name: zlib.crc32(name.encode()))
+    units = sorted({unit(each) for each in recordings}, key=shuffled)
     tenth = max(1, len(units) // 10)
     splits = dict.fromkeys(units, "train") | dict.fromkeys(units[:tenth], "dev")
     splits |= dict.fromkeys(units[tenth : 2 * tenth], "test")
     return [each._replace(split=splits[unit(each)]) for each in recordings]
+
+
+def shuffled(name: str) -> int:
+    """A key to sort by that has nothing to do with the name, and is always the same."""
+    return zlib.crc32(name.encode())
 
 
 def plain_text(text: str) -> str:
@@ -170,7 +179,7 @@ def targets(asked: str, texts: Iterable[str]) -> Targets:
             len(LETTERS),
         )
     if kind != "bpe" or not size.isdigit() or int(size) < 1:
-        raise ValueError(f"--targets {asked}: expected letters or bpe:SIZE, such as bpe:500.")
+        raise DataError(f"--targets {asked}: expected letters or bpe:SIZE, such as bpe:500.")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -231,7 +240,7 @@ def load(
 
     def leave(path: Path, fault: str, cause: Exception | None = None) -> None:
         if strict:
-            raise ValueError(f"{path}: {fault}. Without --strict it is left out and counted.") from cause
+            raise DataError(f"{path}: {fault}. Without --strict it is left out and counted.") from cause
         faults[re.sub(": .*", "", fault)].append(path)
 
     usable = list[Recording]()
@@ -244,7 +253,7 @@ def load(
     made = targets(asked, (each.text for each in usable if each.split == "train"))
     read = {split: list[tuple[np.ndarray, list[int], Recording]]() for split in SPLITS}
     seconds = dict.fromkeys(SPLITS, 0.0)
-    for each in track(usable):
+    for each in track(sorted(usable, key=lambda each: shuffled(each.path.name))):  # hours of all speakers
         if seconds[each.split] >= 3600 * hours:
             continue
         try:
@@ -261,8 +270,9 @@ def load(
         read[each.split].append((samples, labels, each))
     if empty := [split for split in SPLITS if not read[split]]:
         told = "; ".join(f"{len(paths)}: {fault}, such as {paths[0]}" for fault, paths in faults.items())
-        raise ValueError(f"Nothing is left of {', '.join(empty)}. Left out: {told or 'nothing'}.")
-    return {split: part_of(kept) for split, kept in read.items()}, made, dict(faults)
+        raise DataError(f"Nothing is left of {', '.join(empty)}. Left out: {told or 'nothing'}.")
+    parts = {split: part_of(sorted(kept, key=lambda each: each[2].path)) for split, kept in read.items()}
+    return parts, made, dict(faults)
 
 
 def part_of(kept: list[tuple[np.ndarray, list[int], Recording]]) -> Part:

@@ -81,8 +81,8 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> s
     found, said = read(name, folder), verdicts(name, folder, settings)
     if not said:
         return (
-            f"This comparison is not finished: `python -m examples.speech.cells {name}` trains the recognizers that "
-            "are not on file yet. Until all are, nothing is read from those that are."
+            f"This comparison is not finished: `python -m examples.speech.cells {name}` trains the recognizers\n"
+            "that are not on file yet. Until all are, nothing is read from those that are."
         )
     replicates = len(of_replicates(found, chosen(found, settings), "plain"))
     state = f"{len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
@@ -94,7 +94,12 @@ def fixed_set(folder: Path = RESULTS) -> str:
     """What weight noise did on a small fixed set without augmentation."""
     found = json.loads((folder / "fixed_set.json").read_text())
     noise, plain = (told(np.array(found[way])) for way in ("noise 0.0375", "plain"))
-    return f"{noise} % with noise of 0.0375, and {plain} % without"
+    return (
+        "**On a small fixed set noise helps**, as an earlier table showed: with 400 utterances that are the same in\n"
+        f"each epoch and no SpecAugment, the word error rate of twelve named voices was {noise} % with noise of\n"
+        f"0.0375, and {plain} % without (five seeds, standard errors over seeds alone; four of the voices made\n"
+        "most of the errors)."
+    )
 
 
 def step_costs(folder: Path = RESULTS) -> str:
@@ -102,7 +107,11 @@ def step_costs(folder: Path = RESULTS) -> str:
     found = json.loads((folder / "steps.json").read_text())["seconds"]
     lstm, attention = (" and ".join(f"{each:.2f} s" for each in found[body].values()) for body in ("lstm", "attention"))
     lengths = " and ".join(found["lstm"])
-    return f"A step of 16 utterances of {lengths} takes {lstm} of one core (`--body attention`: {attention})"
+    return (
+        f"A step of 16 utterances of {lengths} takes {lstm} of one core (`--body attention`: {attention})\n"
+        "with SpecAugment and noise: about a minute for an epoch of 10 hours, with short and long recordings in\n"
+        "buckets of their own, as here."
+    )
 
 
 def costs_table(folder: Path = RESULTS) -> str:

@@ -196,9 +196,17 @@ def test_pieces_of_words_are_learned_from_the_texts_of_training():
     assert len(labels) < len("the cat sat")
 
 
-def test_hours_bound_what_is_read_of_each_split():
-    parts, _, _ = loaded(listed(librispeech(Path("data"))), hours=2 / 3600)
+def test_hours_bound_what_is_read_and_take_it_from_all_of_a_split():
+    root = librispeech(Path("data"))
+    place = root / "train-clean-100" / "0" / "7"
+    with (place / "0-7.trans.txt").open("a") as lines:
+        for i in range(2, 40):
+            tone(place / f"0-7-{i:04}.flac")
+            lines.write(f"0-7-{i:04} {'AB' if i < 20 else 'CAB'}\n")
+    parts, _, _ = loaded(listed(root), hours=2 / 3600)
     assert {len(part.texts) for part in parts.values()} == {2}
+    texts = loaded(listed(root), hours=20 / 3600)[0]["train"].texts
+    assert min(texts.count("ab"), texts.count("cab")) >= 5  # not the first ones
 
 
 def test_buckets_hold_quarters_and_the_longest():
@@ -250,8 +258,13 @@ def test_the_program_trains_on_a_folder_and_goes_on_where_it_stopped(monkeypatch
     said = " ".join(capsys.readouterr().out.split())
     assert said[said.index("By speakers") : said.index("Curves")] == table
     assert "dev WER" not in said  # nothing was trained
-    with pytest.raises(ValueError, match=r"--resume: build/speech/plain\.npz is of another run\. Expected Run\("):
-        demo.main(["--data", "data", "--epochs", "3", "--ways", "plain", "--resume"])
+    with pytest.raises(
+        recordings.DataError, match=r"--resume: build/speech/plain\.npz is of another run\. Expected Run"
+    ):
+        demo.main(["--data", "data", "--epochs", "2", "--ways", "plain", "--resume", "--seed", "1"])
+    with pytest.raises(SystemExit):
+        demo.main(["--strict"])
+    assert "--manifest and --strict are about the recordings of --data DIR" in capsys.readouterr().err
 
 
 def small(words):

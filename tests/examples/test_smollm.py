@@ -28,6 +28,51 @@ def params():
     return treedef.unflatten([jnp.asarray(drawn.normal(size=shape) * 0.3, jnp.float32) for shape in shapes])
 
 
+def numpy_logits(params, tokens):
+    """The network in numpy, a layer, a head and a position at a time."""
+    table, stack = np.asarray(params["embed_tokens"]["embedding"]), jax.tree.map(np.asarray, params["layers"])
+    size, share = TINY.width // TINY.heads, TINY.heads // TINY.groups
+
+    def normed(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + TINY.epsilon) * scale
+
+    def turned(x):
+        pairs = x[: size // 2] + 1j * x[size // 2 :]
+        return lambda t: pairs * np.exp(1j * t * TINY.base ** (-np.arange(size // 2) / (size // 2)))
+
+    x = table[tokens]
+    for layer in range(TINY.layers):
+        kernels = {name: held["kernel"][layer] for part in ("self_attn", "mlp") for name, held in stack[part].items()}
+        y = normed(x, stack["input_layernorm"]["scale"][layer])
+        q, k, v = (y @ kernels[name] for name in ("q_proj", "k_proj", "v_proj"))
+        mixed = np.zeros_like(x)
+        for head in range(TINY.heads):
+            mine, shared = (slice(size * i, size * (i + 1)) for i in (head, head // share))
+            for t in range(len(tokens)):
+                query = turned(q[t, mine])(t)
+                scores = [(query * turned(k[s, shared])(s).conj()).real.sum() / size**0.5 for s in range(t + 1)]
+                weights = np.exp(scores) / np.exp(scores).sum()
+                mixed[t, mine] = weights @ v[: t + 1, shared]
+        x = x + mixed @ kernels["o_proj"]
+        y = normed(x, stack["post_attention_layernorm"]["scale"][layer])
+        gate = y @ kernels["gate_proj"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ kernels["up_proj"])) @ kernels["down_proj"]
+    return normed(x, np.asarray(params["norm"]["scale"])) @ table.T
+
+
+def test_the_network_is_that_of_llama(params):
+    got = jax.jit(model.logits, static_argnums=2)(params, jnp.asarray(ROWS[:2]), TINY)
+    for each, tokens in zip(got, ROWS[:2], strict=True):
+        np.testing.assert_allclose(each, numpy_logits(params, tokens), atol=2e-5)
+
+
+def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
+    with open(model.__file__) as file:
+        text = file.read()
+    assert len(text.splitlines()) <= 100
+    assert "import reparax" not in text
+
+
 SMALL_BLOCKS = rpx.Freeze() >> rpx.Quantized("nf4", block_size=8, stacked=0) >> rpx.LoRA(2, stacked=0)
 
 
@@ -84,6 +129,24 @@ def test_lora_is_that_by_hand(params):
     theirs = jax.jit(jax.value_and_grad(loss))(by_hand.factors(free))
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), by_hand.factors(ours[1]), theirs[1])
+
+
+@pytest.mark.parametrize("chain", [tuning.lora, tuning.dora])
+def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
+    free, fixed = trained(chain(2), params)
+    value, grads = slopes(chain(2), free, fixed)
+    loss = tuning.loss_in_scan(chain(2, stacked=()), TINY)
+    other, others = jax.jit(jax.value_and_grad(loss))(free, fixed, jnp.asarray(ROWS))
+    np.testing.assert_allclose(value, other, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), grads, others)
+
+
+def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
+    state = rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES)
+    assert state["model.layers.2.self_attn.q_proj.weight"].shape == (16, 16)
+    assert len(state) == 9 * TINY.layers + 2
+    back = rpx.io.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
 def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):

@@ -295,7 +295,7 @@ class Reparametrization(Leafwise):
         else:
             nodes = Nodes(self, CallName(self, method), tree)
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
-        call = _caller(self)
+        call = _caller(self, is_traced=tree.is_traced)
         return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
@@ -472,15 +472,15 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     return function(stage, *arrays)
 
 
-def _caller(stage: Any) -> Callable[..., Any]:
+def _caller(stage: Any, *, is_traced: bool) -> Callable[..., Any]:
     """How a call of a chain calls formulas of a stage: those of this package are traced once, yours in each call.
 
-    Yours may read what has changed since, such as a function that is defined anew. Its operations stand in the program
-    by themselves, as a program in it would be compiled in each call.
+    Yours may read what has changed since, such as a function that is defined anew. In an eager call its operations
+    stand in the program by themselves, as a program in it would be compiled in each.
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = inlined(partial(_call), static_argnums=(0, 1, 2))
+    jitted = (jax.jit if is_traced else inlined)(partial(_call), static_argnums=(0, 1, 2))
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
         """``function(stage, *arrays)``, traced once for all arrays of the same type."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.core import Tracer
 
 from reparax.core.boxes import box_of_parameter, value_in, with_value
 from reparax.core.layers import Convention, convention_by_name, conventions_by_class
@@ -422,13 +423,15 @@ class Flat:
       frame: The model's own tree.
       arrays: The arrays.
       boxes: The box of each raw value that has one.
-      later: The stages of the chain after the one that is bound to it.
+      later: The stages of the chain after the one that is asked for its sites.
+      is_traced: Of types, whether arrays of these are traced.
     """
 
     frame: Frame
     arrays: Mapping[Names, Any]
     boxes: Mapping[Names, Any] = field(default_factory=dict[Names, Any])
     later: Sequence[Any] = ()
+    is_traced: bool = False
 
     def parameter_of(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
@@ -444,7 +447,8 @@ class Flat:
     def types(self) -> "Flat":
         """The tree with types in place of arrays, and without boxes of raw values."""
         types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
-        return replace(self, arrays=types, boxes={})
+        is_traced = any(isinstance(x, Tracer) for x in self.arrays.values())
+        return replace(self, arrays=types, boxes={}, is_traced=is_traced)
 
     def before(self, later: Sequence[Any]) -> "Flat":
         """The tree for a stage that stands before these."""
