@@ -74,7 +74,6 @@ def test_of_what_reads_a_program() -> None:
     named: Any = {"fun": 2, "module": 3, "p": 5, "who": 7, "args": 11}
     assert rpx.roles(loss, params, X, **named)["w"].outputs == (1,)
     assert not rpx.axes.check_axes(rpx.WeightNorm(axis=-1), loss, params, X, **named)
-    assert len(rpx.axes.axis_groups(loss, params, X, **named)) == 1
     assert str(rpx.explain(rpx.factored(loss), params, X, **named))
     assert str(rpx.transforms.saved_residuals(loss, params, X, **named))
     found = rpx.linen.roles(Linen(), X, plain=2, rngs=3, method=4)

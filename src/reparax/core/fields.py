@@ -240,7 +240,7 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = [field.name for field in config.declared_fields(self) if field.init]
+        names = [field.name for field in _fields_of(self) if field.init]
         if unknown := [name for name in kwargs if name not in names]:
             raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], names)}")
         init(self, *config.as_python(args), **config.as_python(kwargs))

@@ -15,6 +15,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from reparax.core.names import layers_of_library
+from reparax.core.paths import has_ancestor
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
 
 Spec = tuple[Any, ...]
@@ -220,8 +221,9 @@ def _arrays_of_layer(
         if changed:
             convention = Convention(why=f"{name} has another {changed} there", is_class=True)
         leaf = vars(module).get(attribute)
-        if isinstance(leaf, int) and _is_plain(boxes.get(leaf)):
-            conventions[leaf] = convention
+        if isinstance(leaf, int) and not _has_hook(box := boxes.get(leaf)):
+            other = f"no class that reparax knows holds it, but {type(box).__name__}"
+            conventions[leaf] = Convention(why=other, is_class=True) if _reads_otherwise(box) else convention
     sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
     return {
         leaf: replace(convention, beside=tuple(beside for beside in sizes_of if beside[0] != leaf))
@@ -229,13 +231,17 @@ def _arrays_of_layer(
     }
 
 
-def _is_plain(box: Any) -> bool:
-    """Whether a box gives its array as it is; a variable of nnx may not, by a class of the user's or by a hook."""
+def _has_hook(box: Any) -> bool:
+    """Whether a variable of nnx gives what a hook makes of its array."""
+    return has_ancestor(box, "Variable") and "on_get_value" in box.get_metadata()
+
+
+def _reads_otherwise(box: Any) -> bool:
+    """Whether a box is of a class of the user's that gives another array than it holds."""
     if box is None:
-        return True
+        return False
     base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)
-    reads_otherwise = _redefined(type(box), base).keys() & {"get_value", "__getitem__", "__jax_array__"}
-    return not reads_otherwise and "on_get_value" not in box.get_metadata()
+    return not _redefined(type(box), base).keys().isdisjoint(("get_value", "__getitem__", "__jax_array__"))
 
 
 def _changed_function(base: type, module: Any) -> str:

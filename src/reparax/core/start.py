@@ -15,7 +15,7 @@ from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
-from reparax.core.raw import Flat, Swap, next_number
+from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
 from reparax.core.site import RawValues, Site, identity
 
 Stages = Sequence[Any]
@@ -110,6 +110,7 @@ def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
     boxes = params.frame.boxes
     if not boxes:
         return raw
+    kinds = {kind_of(name) for place in raw.arrays for name in place if is_mark(name)}
     has_names = any(stated_entries(box) is not None for box in boxes.values())
-    origins = follow(stages, params)[1] if has_names else Origins()
+    origins = follow([stage for stage in stages if stage.kind in kinds], params)[1] if has_names else Origins()
     return replace(raw, boxes=boxes_of_values(boxes, params.arrays, raw.arrays, origins))

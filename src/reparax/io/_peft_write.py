@@ -221,6 +221,8 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, Made], dict[st
         try:
             if made.maker:
                 adapted |= {} if isinstance(made.maker, Freeze | Quantized) else {tensor: made}
+            elif made.place in plan.raw.frame.state:
+                continue  # no optimizer moves it
             elif jnp.issubdtype((x := plan.raw.arrays[made.place]).dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(x)

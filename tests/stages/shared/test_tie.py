@@ -48,7 +48,7 @@ PATTERNS = {
     "every one from the first": ({r"layers/\d+/q": "layers/0/q"}, ["layers/1/q", "layers/2/q"]),
     "named groups": ({r"layers/(?P<i>[12])/k": r"layers/\g<i>/q"}, ["layers/1/k", "layers/2/k"]),
     "plain": ({"layers/2/k": "layers/0/q"}, ["layers/2/k"]),
-    "the first decides": ({"layers/1/k": "layers/1/k", r"layers/\d/k": "layers/0/k"}, ["layers/2/k"]),
+    "the first decides": ({r"layers/[01]/k": "layers/0/k", r"layers/\d/k": "layers/2/q"}, ["layers/1/k", "layers/2/k"]),
 }
 
 
