@@ -166,7 +166,7 @@ class Joint(Leafwise):
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
         with _explain_names():
-            checks.require_start(self, apply, formulas, values, arrays, is_shared=self.arrays is not None)
+            checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The arrays of one group, from the raw values of all of them."""

@@ -7,6 +7,7 @@ calls, loops, conds and shards as their factors.
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -420,18 +421,17 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
     eqn, steps = operation.eqn, operation.interpreter.steps
     in_specs = ShardMap(eqn).in_specs
     facts = [_facts_on_shard(facts, spec) for facts, spec in zip(operation.facts, in_specs, strict=True)]
-    inputs = [_shard_input(operation, x, spec) for x, spec in zip(operation.args, in_specs, strict=True)]
+    operands, specs = zip(*map(partial(_shard_input, operation), operation.args, in_specs), strict=True)
 
     def body_on_shard(shards: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
-        """The body on arrays, and on sums whose labels are as long as on this shard."""
-        values = [each.on_shard(x) for each, x in zip(inputs, shards, strict=True)]
+        """The body on what is read on this shard, in this step of the loops around it."""
         own_steps = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
         own = replace(operation, interpreter=replace(operation.interpreter, steps=own_steps))
-        return _body(own, facts)(*values)
+        return _body(own, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
 
-    operands = [each.value for each in inputs], [step.index for step in steps]
-    specs = [each.spec for each in inputs], [step.index if step.index is None else PartitionSpec() for step in steps]
-    return list(jaxprs.run_sharded(eqn, body_on_shard, specs, operands))
+    indices = [step.index for step in steps]
+    step_specs = [None if index is None else PartitionSpec() for index in indices]
+    return list(jaxprs.run_sharded(eqn, body_on_shard, (specs, step_specs), (operands, indices)))
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
@@ -446,57 +446,40 @@ def _mesh_axes(spec: Any) -> list[str]:
     return [name for entry in entries for name in entry]
 
 
-class _ShardInput(NamedTuple):
-    """An operand of a ``shard_map``.
-
-    Attributes:
-      value: What enters: an array, or a sum.
-      spec: Its partition spec, or those of the arrays in a sum.
-      names: For each product of a sum, labels that are shorter on a shard, and those for them there.
-    """
-
-    value: Any
-    spec: Any
-    names: Sequence[dict[Label, Label]] = ()
-
-    def on_shard(self, x: Any) -> Any:
-        """What is read on a shard of the value."""
-        if not isinstance(x, Sum):
-            return x
-        renamed = (product.rename_labels(names) for product, names in zip(x.products, self.names, strict=True))
-        products = tuple(
-            replace(each, axes=tuple(tuple(label for label in group if label.size != 1) for group in each.axes))
-            for each in renamed
-        )
-        shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
-        return replace(x, products=products, shape=shape)
-
-
-def _shard_input(operation: Operation, x: Any, spec: Any) -> _ShardInput:
-    """What enters a shard for an operand with a partition spec; for a sum its factors, if each can be split so."""
+def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
+    """What enters a shard for an operand, and its partition spec; of a sum its factors, if these can be split."""
     if not isinstance(x, Sum):
-        return _ShardInput(x, spec)
+        return x, spec
     mesh = ShardMap(operation.eqn).mesh_shape
     entries = all_or_none(_entries_of_labels(product, spec, mesh) for product in x.products)
     if entries is None:
-        return _ShardInput(operation.interpreter.array(x, operation.eqn), spec)
-    entry_of = {label: entry for each in entries for label, entry in each.items()}
+        return operation.interpreter.array(x, operation.eqn), spec
+    entry_of_label = {label: entry for each in entries for label, entry in each.items()}
 
     def spec_of(factor: Factor) -> Factor:
         draw = factor.draw and replace(factor.draw, key=PartitionSpec())
-        return replace(factor, array=PartitionSpec(*map(entry_of.get, factor.labels)), draw=draw)
+        return replace(factor, array=PartitionSpec(*map(entry_of_label.get, factor.labels)), draw=draw)
 
-    def n_shards(entry: Any) -> int:
-        return math.prod(mesh[name] for name in _mesh_axes([entry]))
+    return map_factors(x, lambda factor: replace(factor, array=factor.dense)), map_factors(x, spec_of)
 
-    names = [{label: Label(label.size // n_shards(entry)) for label, entry in each.items()} for each in entries]
-    dense = map_factors(x, lambda factor: replace(factor, array=factor.dense))
-    return _ShardInput(dense, map_factors(x, spec_of), names)
+
+def _sum_on_shard(x: Sum) -> Sum:
+    """The sum of the parts of its factors on one shard, where labels that are split are shorter."""
+
+    def shorter(product: Product) -> Product:
+        pairs = (pair for factor in product.factors for pair in zip(factor.labels, factor.array.shape, strict=True))
+        renamed = product.rename_labels({label: Label(n) for label, n in dict(pairs).items() if n != label.size})
+        return replace(renamed, axes=tuple(tuple(x for x in group if x.size != 1) for group in renamed.axes))
+
+    products = tuple(map(shorter, x.products))
+    return replace(
+        x, products=products, shape=tuple(count_entries(x.size for x in group) for group in products[0].axes)
+    )
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
     """The entry of a partition spec for each label that it splits; None if it cannot split one of them."""
-    labels = [label for group in product.axes for label in group]
+    labels = product.labels_of_axes
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
         n = math.prod(mesh[name] for name in _mesh_axes([entry]))

@@ -304,11 +304,7 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     """The outputs of an equation, by one function for all that are equal; None if they cannot be compared."""
     names: dict[Any, int] = {}
-    atoms = [
-        (v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else names.setdefault(v, len(names)))
-        for v in eqn.invars
-    ]
-    key = (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
+    key = key_of(eqn, [None if isinstance(v, Literal) else names.setdefault(v, len(names)) for v in eqn.invars])
     try:
         function = _SHARED.get(key)
     except TypeError:
@@ -320,6 +316,16 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
         eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
         function = _SHARED[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
     return function
+
+
+def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """What is equal in equations that compute the same from operands of which these are equal; literals have numbers.
+
+    It may be that it cannot be hashed.
+    """
+    pairs = zip(eqn.invars, operands, strict=True)
+    atoms = ((v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else x) for v, x in pairs)
+    return (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
 
 
 _SHARED: dict[tuple[Any, ...], Body] = {}

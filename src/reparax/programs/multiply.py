@@ -269,7 +269,7 @@ def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: H
 
 def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
-    order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
+    order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
     factors, segments = split_off_segments(product.factors, out_labels)
     link = segments and Link.of(segments, out_labels)
@@ -293,7 +293,7 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
 def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
-    out_labels = frozenset(label for group in product.axes for label in group)
+    out_labels = frozenset(product.labels_of_axes)
     factors, segments = split_off_segments(product.factors, out_labels)
     return cheapest_order(tuple(map(_cost_kind, factors)), out_labels, segments and Link.of(segments, out_labels))[0]
 
@@ -377,7 +377,7 @@ def _entries_along(labels: Labels) -> int:
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
     """The last remaining factor, with the axes of the product."""
-    flat = [label for group in product.axes for label in group]
+    flat = product.labels_of_axes
     once = list(dict.fromkeys(flat))
     x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
     return with_diagonals(x, flat).reshape(tuple(shape))

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 from reparax.programs import equations, jaxprs, sums
 from reparax.programs.dependence import Facts
 from reparax.programs.jaxprs import type_of
-from reparax.programs.multiply import ENTRY, cost
+from reparax.programs.multiply import ENTRY, cost, with_numbers
 from reparax.programs.sums import Factor, Label, Merged, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
@@ -305,65 +305,48 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
         one, places = [*shape[:axis], 1, *shape[axis + 1 :]], [i for i in range(len(shape)) if i != axis]
         parts = sums.all_or_none(broadcast_sum(x, one, places) for x in parts) or []
     sizes = [x.shape[axis] for x in parts]
-    groups = dict[Any, dict[int, Product]]()
+    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))
     for i, x in enumerate(parts):
         for number, product in enumerate(x.products):
-            labelled = _labelled_along(product, axis, sizes[i])
-            if labelled is None:
+            part = _labelled_along(product, axis, along)
+            if part is None:
                 return None
-            are_joined = all(labelled.axes[axis][0] in factor.labels for factor in labelled.factors)
-            groups.setdefault((number, _pattern(labelled, axis)) if are_joined else (number, i), {})[i] = labelled
-    products = tuple(_joined_along(group, axis, sizes) for group in groups.values())
+            alike = with_numbers(part)
+            pattern = (alike.axes, *((factor.array.dtype, factor.labels) for factor in alike.factors))
+            varies = all(along in factor.labels for factor in part.factors)
+            groups.setdefault((number, pattern if varies else i), {})[i] = part
+    products = tuple(_joined_along(group, along, sizes) for group in groups.values())
     return Sum(products, shape, view.type.dtype, next((x.precision for x in parts if x.precision), None), None)
 
 
-def _labelled_along(product: Product, axis: int, size: int) -> Product | None:
+def _labelled_along(product: Product, axis: int, along: Label) -> Product | None:
     """The product with a label for an axis, which numbers have too; None if the axis is merged or on a diagonal."""
-    along, *others = product.axes[axis] or (Label(size),)
-    if others or sum(along in labels for labels in product.axes) > 1:
+    label, *others = product.axes[axis] or (Label(1),)
+    if others or sum(label in labels for labels in product.axes) > 1:
         return None
-
-    def with_label(factor: Factor) -> Factor:
-        is_apart = along not in factor.labels and (not factor.labels or size == 1)
-        return _repeat(factor, along) if is_apart else factor
-
-    axes = ((along,) if i == axis else labels for i, labels in enumerate(product.axes))
-    return Product(tuple(map(with_label, product.factors)), tuple(axes))
+    factors = tuple(
+        _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
+    )
+    axes = tuple((label,) if i == axis else labels for i, labels in enumerate(product.axes))
+    return Product(factors, axes).rename_labels({label: along})
 
 
-def _pattern(product: Product, axis: int) -> Any:
-    """What products have in common that can be joined along an axis: the labels and dtypes of all factors."""
-    (along,) = product.axes[axis]
-    numbers = dict[Label, int]()
-
-    def number(label: Label) -> Any:
-        return None if label is along else (numbers.setdefault(label, len(numbers)), label.size)
-
-    factors = ((factor.array.dtype, *map(number, factor.labels)) for factor in product.factors)
-    return tuple(factors), tuple(tuple(map(number, labels)) for labels in product.axes)
-
-
-def _joined_along(group: Mapping[int, Product], axis: int, sizes: Sequence[int]) -> Product:
+def _joined_along(group: Mapping[int, Product], along: Label, sizes: Sequence[int]) -> Product:
     """Products of one pattern, each at the place of its part along an axis, with zeros in place of others."""
-    first = next(iter(group.values()))
-    (along,), joined = first.axes[axis], Label(sum(sizes))
 
-    def join(number: int, factor: Factor) -> Factor:
+    def join(factors: Mapping[int, Factor]) -> Factor:
+        factor = next(iter(factors.values()))
         if along not in factor.labels:
             return factor
-        place, members = factor.labels.index(along), {i: product.factors[number] for i, product in group.items()}
-        shape = factor.dense.shape
-        arrays = [
-            members[i].dense
-            if i in members
-            else jnp.zeros((*shape[:place], n, *shape[place + 1 :]), factor.array.dtype)
-            for i, n in enumerate(sizes)
-        ]
-        array, still = jnp.concatenate(arrays, place), all(member.still for member in members.values())
-        return replace(factor, array=array, still=still)
+        place, dense = factor.labels.index(along), {i: x.dense for i, x in factors.items()}
+        shape = [list(factor.dense.shape[:place]), list(factor.dense.shape[place + 1 :])]
+        zeros = [jnp.zeros([*shape[0], n, *shape[1]], factor.array.dtype) for n in sizes]
+        array = jnp.concatenate([dense.get(i, each) for i, each in enumerate(zeros)], place)
+        return replace(factor, array=array, still=all(x.still for x in factors.values()))
 
-    factors = tuple(join(number, factor) for number, factor in enumerate(first.factors))
-    return Product(factors, first.axes).rename_labels({along: joined})
+    first = next(iter(group.values()))
+    members = (dict(zip(group, each, strict=True)) for each in zip(*(x.factors for x in group.values()), strict=True))
+    return replace(first, factors=tuple(map(join, members)))
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:

@@ -258,9 +258,14 @@ class Product:
         return {label for factor in self.factors for label in factor.labels}
 
     @property
+    def labels_of_axes(self) -> list[Label]:
+        """The labels of the axes, one after the other."""
+        return [label for group in self.axes for label in group]
+
+    @property
     def is_smaller_in_factors(self) -> bool:
         """Whether at most one factor is as large as the product, as the base of an adapter is."""
-        size = count_entries(label.size for group in self.axes for label in group)
+        size = count_entries(label.size for label in self.labels_of_axes)
         return sum(factor.size >= size for factor in self.factors) <= 1
 
     def transpose(self, order: Sequence[int]) -> "Product":
@@ -274,7 +279,7 @@ class Product:
         """This product summed over axes: along a label that no factor has, it is so many times itself."""
         summed = self.squeeze(axes)
         kept = self.labels.union(*summed.axes)
-        gone = dict.fromkeys(label for group in self.axes for label in group if label not in kept)
+        gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
         ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
         return replace(summed, factors=(*self.factors, *ones))
 
@@ -285,7 +290,7 @@ class Product:
 
     def reshape(self, shape: Shape) -> "Product | None":
         """This product in another shape; None if this would split an axis across its labels."""
-        labels = [label for group in self.axes for label in group]
+        labels = self.labels_of_axes
         if len(set(labels)) < len(labels):
             return None
         refinement = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
@@ -293,7 +298,7 @@ class Product:
             return None
         sizes_of_labels, sizes_of_axes = refinement
         product = self.split_labels(labels, sizes_of_labels)
-        new_labels = iter([label for group in product.axes for label in group])
+        new_labels = iter(product.labels_of_axes)
         axes = iter([tuple(islice(new_labels, len(sizes))) for sizes in sizes_of_axes])
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 

@@ -137,7 +137,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
         tree = _put_values(start_at(new_sites, tree, keys), kept)
     effective = nest(old_chain.effective)
-    raw = nest(with_boxes(new._parts, old_chain.effective, tree))
+    raw = nest(with_boxes(tuple(new), old_chain.effective, tree))
     return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
 
 

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -71,7 +70,7 @@ class Noisy:
         std = replace(
             x, products=tuple(_without_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
         )
-        may_repeat = any(not _long_labels(_labels_of_axes(y)) <= set(factor.labels) for y, factor, _ in noise)
+        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in noise)
         return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
 
 
@@ -86,13 +85,8 @@ def _is_entrywise(product: Product, draw: Factor) -> bool:
 
     It may be a sum of several, each with one number of every other factor.
     """
-    flat = _labels_of_axes(product)
+    flat = product.labels_of_axes
     return len(set(flat)) == len(flat) and _long_labels(product.labels) <= {*flat, *draw.labels}
-
-
-def _labels_of_axes(product: Product) -> list[Label]:
-    """The labels of the axes of a product."""
-    return [label for group in product.axes for label in group]
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
@@ -103,7 +97,7 @@ def _long_labels(labels: Iterable[Label]) -> set[Label]:
 def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     """A product without its draw, for one number of it in place of each."""
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
-    left = {*_labels_of_axes(product)}.union(*(factor.labels for factor in others))
+    left = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
     summed = tuple(label for label in draw.labels if label not in left and label.size != 1)
     ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
     return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
@@ -301,16 +295,14 @@ class _FactsOfDraws(AllFacts):
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
         """The number of the formula of the output of an equation; None if it is not of keys and integers alone."""
-        are_literals = [isinstance(v, Literal) for v in eqn.invars]
-        is_known = all(facts.formula is not None for x, facts in zip(are_literals, operands, strict=True) if not x)
-        if not is_known or len(eqn.outvars) != 1 or has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
+        numbers = [facts.formula for facts in operands]
+        pairs = zip(eqn.invars, numbers, strict=True)
+        if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        atoms = [
-            (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else facts.formula
-            for v, facts in zip(eqn.invars, operands, strict=True)
-        ]
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
+            return None
         try:
-            return self._formulas.setdefault((eqn.primitive, *eqn.params.items(), *atoms), len(self._formulas))
+            return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
         except TypeError:  # a parameter that cannot be compared
             return None
 

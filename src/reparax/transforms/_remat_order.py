@@ -4,14 +4,15 @@ So only one layer's weights are in memory at a time, in the forward pass and in 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
 from reparax.programs import dependence, equations, jaxprs
-from reparax.programs.dependence import EquationRule, Flags
+from reparax.programs.dependence import EquationRule, Flags, Known
 from reparax.programs.equations import View, view_class_of
 from reparax.programs.jaxprs import Env, values, variables
 
@@ -20,86 +21,71 @@ def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
     """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
-    return _DelayedRun(jaxpr, args, known_inputs, rule).outs()
+    env: Env = dict(zip(jaxpr.invars, args, strict=True))
+    is_known = dependence.known_variables(jaxpr, known_inputs)
+    batches = reorder(jaxpr, is_known, rule)
+    read_later = [set(variables(jaxpr.outvars))]
+    for batch in reversed(batches):
+        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
+    for batch, later in zip(batches, read_later[-2::-1], strict=True):
+        if batch.function is not None:
+            (eqn,) = batch.eqns
+            with jaxprs.as_written_by(eqn):
+                env.update(zip(eqn.outvars, batch.function(*values(env, eqn.invars)), strict=True))
+            continue
+        program = jaxprs.part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
+        inputs = values(env, program.invars)
+        data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
+        barrier = max(data, key=lambda x: x.ndim, default=None)
+        outs = jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
+        env.update(zip(program.outvars, outs, strict=True))
+    return values(env, jaxpr.outvars)
 
 
-class _DelayedRun:
-    """One evaluation: the values computed so far, and how often each value will still be read."""
+@dataclass(frozen=True)
+class Batch:
+    """Equations that are evaluated together.
 
-    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule) -> None:
-        """Finds the equations that can be delayed: all their operands are known, and they have no effects."""
-        self._jaxpr, self._rule = jaxpr, rule
-        self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
-        self._known = dependence.known_variables(jaxpr, known_inputs)
-        self._makers: dict[Var, int] = {}  # of delayed values
-        for i, eqn in enumerate(jaxpr.eqns):
-            if all(dependence.are_known(self._known, eqn.invars)) and not jaxprs.has_effects(eqn):
-                self._makers.update(dict.fromkeys(eqn.outvars, i))
-        self._delayed = set(self._makers.values())
-        self._reads = jaxprs.reads(jaxpr)
-        self._next: list[JaxprEqn] = []
+    Attributes:
+      eqns: The equations.
+      function: What runs the only equation, if a rule says it.
+      reads_beside: What the equation that needs these values reads beside them; they wait for it.
+    """
 
-    def outs(self) -> list[Any]:
-        """The outputs."""
-        for i, eqn in enumerate(self._jaxpr.eqns):
-            if i not in self._delayed:
-                self._run(eqn)
-        self._flush()
-        self._make(self._jaxpr.outvars, [])
-        return values(self._env, self._jaxpr.outvars)
+    eqns: list[JaxprEqn]
+    function: Callable[..., Sequence[Any]] | None = None
+    reads_beside: Sequence[Any] = ()
 
-    def _run(self, eqn: JaxprEqn) -> None:
-        """Runs an equation now, in one batch with those before it if possible."""
-        function = self._rule(eqn)
-        if function is not None or self._missing(eqn.invars):
-            self._flush()
-            self._make(eqn.invars, eqn.invars)
-        if function is None:
-            self._next.append(eqn)
-            return
-        with jaxprs.as_written_by(eqn):
-            outs = function(*values(self._env, eqn.invars))
-        self._env.update(zip(eqn.outvars, outs, strict=True))
-        self._reads.subtract(variables(eqn.invars))
 
-    def _missing(self, atoms: Sequence[Any]) -> list[Var]:
-        """The values among ``atoms`` that are not computed yet."""
-        return [v for v in atoms if not isinstance(v, Literal) and v in self._makers and v not in self._env]
+def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
+    """The equations of a program, with known ones just before their first reader, if they have no effects."""
+    can_wait = [all(dependence.are_known(is_known, eqn.invars)) and not jaxprs.has_effects(eqn) for eqn in jaxpr.eqns]
+    makers = {v: i for i, eqn in enumerate(jaxpr.eqns) if can_wait[i] for v in eqn.outvars}
+    batches = list[Batch]()
 
-    def _make(self, atoms: Sequence[Any], operands: Sequence[Any]) -> None:
-        """Computes the missing values and all that they need, not before the unknown ``operands`` are ready."""
-        makers = self._makers_of_missing(atoms)
-        if makers:
-            data = [self._env[v] for v in variables(operands) if not self._known[v] and has_bits(self._env[v])]
-            self._evaluate([self._jaxpr.eqns[i] for i in sorted(makers)], max(data, key=lambda x: x.ndim, default=None))
-
-    def _makers_of_missing(self, atoms: Sequence[Any]) -> set[int]:
-        """The numbers of the equations that make missing values, and all that these need."""
-        stack, makers = self._missing(atoms), set[int]()
+    def add_makers(atoms: Sequence[Any], reads_beside: Sequence[Any]) -> None:
+        stack, numbers = variables(atoms), set[int]()
         while stack:
-            maker = self._makers[stack.pop()]
-            if maker not in makers:
-                makers.add(maker)
-                stack += self._missing(self._jaxpr.eqns[maker].invars)
-        return makers
+            number = makers.get(stack.pop())
+            if number is not None and number not in numbers:
+                numbers.add(number)
+                stack += variables(jaxpr.eqns[number].invars)
+        for v in (v for number in numbers for v in jaxpr.eqns[number].outvars):
+            del makers[v]
+        if numbers:
+            batches.append(Batch([jaxpr.eqns[i] for i in sorted(numbers)], reads_beside=reads_beside))
 
-    def _flush(self) -> None:
-        """Evaluates the equations that wait for others to join them."""
-        eqns, self._next = self._next, []
-        if eqns:
-            self._evaluate(eqns, None)
-
-    def _evaluate(self, eqns: Sequence[JaxprEqn], barrier: Any) -> None:
-        """Evaluates equations as one program, which waits for ``barrier`` if there is one; keeps what is still read.
-
-        What these equations read is counted off first: it decides what is still read.
-        """
-        self._reads.subtract(v for eqn in eqns for v in variables(eqn.invars))
-        outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        program = jaxprs.part(self._jaxpr, eqns, outvars)
-        args = values(self._env, program.invars)
-        outs = jaxprs.evaluate(program, args) if barrier is None else _evaluate_after(barrier, program, args)
-        self._env.update(zip(outvars, outs, strict=True))
+    for eqn, waits in zip(jaxpr.eqns, can_wait, strict=True):
+        if waits:
+            continue
+        function = rule(eqn)
+        add_makers(eqn.invars, eqn.invars)
+        if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
+            batches[-1].eqns.append(eqn)
+        else:
+            batches.append(Batch([eqn], function))
+    add_makers(jaxpr.outvars, ())
+    return batches
 
 
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
