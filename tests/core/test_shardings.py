@@ -234,7 +234,7 @@ ASK_FOR_AUTOMATIC_AXES = {
     },
     "apply": {
         *("spectral norm", "joint norm", "rows and columns", "orthogonal", "singular values", "linear spaces"),
-        *("definite", "rotated", "slices", "pack"),
+        *("definite", "rotated", "rotated alike", "slices", "pack"),
     },
     "update": {"spectral norm"},
 }

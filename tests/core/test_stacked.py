@@ -30,7 +30,7 @@ STAGES = [
     rpx.norms.MaxNorm(1.0),
     rpx.norms.Sphere(),
     rpx.norms.PoincareBall(),
-    rpx.numbers.Simplex(outside="unchecked"),
+    rpx.numbers.Simplex(along=-1, outside="unchecked"),
     rpx.sparse.NByM(2, 4),
     rpx.MagnitudePruning(0.5),
     rpx.MagnitudePruning(0.5, axis=-1),
