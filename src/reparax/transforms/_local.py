@@ -59,13 +59,9 @@ class Noisy:
     @classmethod
     def of(cls, x: Sum) -> Noisy | None:
         """The parts of a sum; None if its entries are not independent."""
-        noise = list(_noise_of(x))
-        n_products = len({id(product) for product, _, _ in noise})
-        if not noise or len({draw.source for _, _, draw in noise}) < len(noise) or n_products < len(noise):
+        if not is_independent(x):
             return None
-        if not all(_is_entrywise(product, factor) for product, factor, _ in noise):
-            return None
-        dtype = _wide(x.dtype)
+        noise, dtype = list(_noise_of(x)), _wide(x.dtype)
         mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
         std = replace(
             x, products=tuple(_without_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
@@ -78,6 +74,13 @@ def _noise_of(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
     """Each draw in a sum, with its factor and the product of this."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
+
+
+def is_independent(x: Sum) -> bool:
+    """Whether the noise of a sum has independent entries, but for those that are repeated."""
+    noise = list(_noise_of(x))
+    n_apart = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
+    return 0 < len(noise) == n_apart and all(_is_entrywise(product, factor) for product, factor, _ in noise)
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
@@ -490,12 +493,11 @@ def _combined_sum(operation: Operation) -> Sum | None:
         return None
     is_choice = isinstance(operation.view, equations.Select)
     x = select_sum(operation.args) if is_choice else make_sum(operation.eqn, operation.args, operation.facts)
-    if x is None or Noisy.of(x) is None:
+    if x is None or not is_independent(x):
         return None
     weight = next(each for each in operation.args if isinstance(each, Sum))
-    return replace(
-        x, maker=_made(operation, weight.maker.type if isinstance(operation.view, equations.Dot) else _type_of(x))
-    )
+    type = weight.maker.type if isinstance(operation.view, equations.Dot) else _type_of(x)
+    return replace(x, maker=_made(operation, type))
 
 
 def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, Sides]:
@@ -530,23 +532,22 @@ def _draws_to_share(rules: Drawing) -> Shared:
     for read in rules.reads.values():
         for draw in read.sides.keys() - rules.shared.keys():
             reads_of.setdefault(draw, []).append(read)
-    found: Shared = {}
-    for draw, reads in reads_of.items():
-        found[draw] = [(read.eqn, "takes one draw for all") for read in reads if read.rows is None]
-    of_rows = {draw: [read for read in reads if read.rows is not None] for draw, reads in reads_of.items()}
-    across = {draw: list(_reads_across(draw, reads)) for draw, reads in of_rows.items()}
-    again = "reads it along the other side, as a gradient does", "reads it again, beside a gradient"
-    for draw, reads in reads_of.items() if any(across.values()) or rules.takes_gradients else ():
-        pairs = [(across[draw], again[0]), (reads[1:], again[1])]
-        found[draw] += next(([(read.eqn, does) for read in those] for those, does in pairs if those), [])
+    found: Shared = {
+        draw: [(read.eqn, "takes one draw for all") for read in reads if read.rows is None]
+        for draw, reads in reads_of.items()
+    }
+    across = {draw: list(_reads_across(draw, reads)) for draw, reads in reads_of.items()}
+    if any(across.values()) or rules.takes_gradients:
+        for draw, reads in reads_of.items():
+            how = "along the other side, as a gradient does" if across[draw] else "again, beside a gradient"
+            found[draw] += [(read.eqn, f"reads it {how}") for read in across[draw] or reads[1:]]
     return {draw: reasons for draw, reasons in found.items() if reasons}
 
 
 def _reads_across(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """The reads that sum over an axis of a draw that one before them keeps, or keep one that it sums over."""
+    """The reads of rows that sum over an axis of a draw that one before them keeps, or keep one that it sums over."""
     summed_before, kept_before = set[int](), set[int]()
-    for read in reads:
-        summed, kept = read.sides[draw]
+    for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
         if summed & kept_before or kept & summed_before:
             yield read
         summed_before |= summed
@@ -604,8 +605,8 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     A gradient that ``fun`` itself takes, as for forces, gradient penalties and meta-learning, sees the weights of the
     value: if a weight is read along both sides, as ``x @ w`` and ``g @ w.T``, or something is computed again for a
-    gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not recognized:
-    there, value and derivative draw independently.
+    gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not recognized,
+    nor is a gradient that multiplies by no noisy weight: there, value and derivative draw independently.
     ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
     where and why others share one draw.
 
