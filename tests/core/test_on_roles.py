@@ -52,6 +52,10 @@ ROLES = rpx.roles(network, PARAMS, np.arange(7, dtype=np.int32))
         (rpx.WeightNorm(axis="inputs", where="out"), "WeightNorm(axis=(-3, -2), where='out')"),
         (rpx.WeightNorm(axis=None, where="out"), "WeightNorm(axis=None, where='out')"),
         (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
+        (
+            rpx.WeightNorm(axis=-1, stacked="stacked", where="lay.*nel"),
+            "WeightNorm(axis=-1, where='lay.*nel', stacked=0)",
+        ),
         (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
         (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
         (rpx.Quantized("int4", block_size=4, where="embed"), "Quantized('int4', axis=-1, block_size=4, where='embed')"),

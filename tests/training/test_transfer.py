@@ -205,6 +205,13 @@ def test_zeros_that_stay_have_not_changed_and_zeros_that_go_have():
         rpx.transfer(rpx.Chain(), rpx.norms.Sphere(where="w"), params)
 
 
+def test_codes_stay_under_an_adapter_that_starts_at_zero():
+    stored = rpx.Quantized("int4", block_size=4, calibration_method="rms", where="w")  # rounding twice moves scales
+    raw = init(stored, {"w": normal(8, 4)})
+    got = rpx.transfer(stored, stored >> rpx.LoRA(2, columns=-1, where="w"), raw)
+    assert_equal(got["w"]["@lora"]["@fixed"]["w"], raw["w"])
+
+
 def test_numbers_over_the_whole_tree_become_numbers_by_array():
     p = rpx.numbers.Scale(2.0, where="a/kernel") >> rpx.numbers.Scale(3.0, where="b/kernel")
     raw = p.init(PARAMS)
