@@ -23,9 +23,7 @@ INSTALL = f"Install it again with: pip install --force-reinstall {PACKAGE}"
 DATA = "espeakng_loader/espeak-ng-data/"
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-ACCENTS = (
-    "en-US", "en", "en-029", "en-GB-scotland", "en-GB-x-rp", "en-GB-x-gbclan", "en-GB-x-gbcwmd", "en-US-nyc",
-)  # fmt: skip
+ACCENTS = ("en-US", "en", "en-029", "en-GB-scotland", "en-GB-x-rp", "en-GB-x-gbclan", "en-GB-x-gbcwmd", "en-US-nyc")
 
 
 class Utterance(NamedTuple):
