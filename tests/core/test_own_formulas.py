@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
+from reparax.core.matrices import RowsAndColumns
 
 
 def helper(x):
@@ -194,3 +195,33 @@ def test_an_aligned_value_of_another_dtype_than_the_array(p, w, value, penalty):
     np.testing.assert_allclose(p.penalty(raw), penalty, rtol=1e-6)
     p.check(raw, like=params)
     np.testing.assert_allclose(p.apply(p.set(raw, "w", w[::-1]))["w"], w[::-1], atol=1e-6)
+
+
+class Priced(RowsAndColumns):
+    """A stage on matrices whose penalty is a number of Python."""
+
+    raw_values = {"m": rpx.stage.main(axes=("rows", "columns"))}
+
+    def init_leaf(self, w):
+        return {"m": w}
+
+    def apply_leaf(self, values):
+        return values["m"]
+
+    def penalty_leaf(self, values):
+        return 1.5
+
+
+class PricedTogether(OwnTogether):
+    """The sum of all entries of several arrays."""
+
+    def penalty_leaves(self, values):
+        return sum(jnp.sum(held["x"]) for held in values.values())
+
+
+def test_a_penalty_is_a_number_of_python_or_a_sum_in_float32():
+    three = {name: jnp.ones((2, 3)) for name in "xyz"}
+    for p in (Priced(), Priced(columns=0, where=".*")):
+        assert p.penalty(p.init(three)) == 4.5
+    p, many = PricedTogether(), {"w": jnp.ones(257, jnp.bfloat16)}
+    assert p.penalty(p.init(many)) == 257  # which bfloat16 rounds to 256

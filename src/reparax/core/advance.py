@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -14,14 +14,12 @@ from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys, keys_of_stack
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import Plan, Step, run_steps
-from reparax.core.raw import FIXED, Flat, nest, outer_markers
-from reparax.core.site import RawValues, Site
+from reparax.core.raw import Flat, is_fixed_value, nest, outer_markers
+from reparax.core.site import Arrays, RawValues, Site
 from reparax.numerics.arithmetic import inexact_places, is_array, is_inexact
 
-Arrays = Mapping[Names, Any]
 
-
-def update(who: object, plan: Plan, keys: Keys, grads: PyTree) -> Flat:
+def advance_fixed(who: object, plan: Plan, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
 
     def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
@@ -40,7 +38,7 @@ def update(who: object, plan: Plan, keys: Keys, grads: PyTree) -> Flat:
     return _change_values("update", plan, new_values)
 
 
-def update_base(plan: Plan) -> Flat:
+def advance_bases(plan: Plan) -> Flat:
     """The raw tree with each base at the current point."""
 
     def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
@@ -74,10 +72,10 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
-        if x is arrays[place] or not (free or FIXED in place):
+        if x is arrays[place] or not (free or is_fixed_value(place)):
             continue
-        # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
-        if place not in raw or (FIXED not in place and raw[place] is not arrays[place]):
+        # A weight that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
+        if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
             raise ValueError(
                 f"{method} changed {path_text(place)!r}, but cannot write it to the raw tree: an earlier stage "
                 f"computes that value. Put that stage later in the chain."

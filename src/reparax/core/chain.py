@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from reparax.core.advance import update, update_base
+from reparax.core.advance import advance_bases, advance_fixed
 from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import (
     CallName,
@@ -25,7 +25,7 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.keys import Keys
-from reparax.core.originals import original, require_unmoved, with_array
+from reparax.core.originals import require_unmoved, undo, with_array
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, types_of_result
 from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
@@ -183,7 +183,7 @@ class Parametrization(Static, ABC):
           >>> p.fold(raw), p.original(raw)
           ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
         """
-        return nest(original(plan_for(self, raw, "original", mean=True)))
+        return nest(undo(plan_for(self, raw, "original", mean=True)))
 
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
         """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
@@ -228,8 +228,8 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        plan = plan_for(self, raw, "update", mean=True)
-        return nest(update(CallName(self, "update"), plan, keys, grads))
+        advanced = advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), keys, grads)
+        return nest(advanced)
 
     def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
@@ -242,7 +242,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return nest(update_base(plan_for(self, raw, "update_base", mean=True)))
+        return nest(advance_bases(plan_for(self, raw, "update_base", mean=True)))
 
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
@@ -424,7 +424,7 @@ class Parametrization(Static, ABC):
         return {}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """RawValues of the same arrays, relative to a base at the current point."""
+        """Raw values of the same arrays, relative to a base at the current point."""
         return values
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:

@@ -23,6 +23,7 @@ from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import Misfit, Role
 from reparax.core.site import RawValues, Site, site_of
 from reparax.core.where import check_where, why_nothing
+from reparax.numerics.arithmetic import is_inexact, widened
 
 
 class Joint(Leafwise):
@@ -193,16 +194,15 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The penalty of one group; a Joint has no log-determinant, and 0 in its place."""
-        if formula != "penalty":
-            return jnp.zeros(())
+        """The number of one group, of values in float32 or wider."""
+        wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, _as_dicts(values))
 
-        def checked_penalty(values: checks.Leaves) -> Array:
-            number = self.penalty_leaves(values)
-            checks.require_number("penalty_leaves", number)
-            return number
+        def number_of_group(values: checks.Leaves) -> Array:
+            number = getattr(self, f"{formula}_leaves")(values)
+            checks.require_number(f"{formula}_leaves", number)
+            return jnp.asarray(number)
 
-        return map_stacked(self.stacked_axes, checked_penalty)(_as_dicts(values))
+        return map_stacked(self.stacked_axes, number_of_group)(wide_values)
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         """The stage with its stacked axes as numbers, which are the same in all groups."""

@@ -375,13 +375,12 @@ class Reparametrization(Leafwise):
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
         """What ``penalty_leaf`` or ``log_det_leaf`` returns for the array, of values in float32 or wider."""
-        formula_leaf = self.penalty_leaf if formula == "penalty" else self.log_det_leaf
         wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
-            number = formula_leaf(values_of_one)
+            number = getattr(self, f"{formula}_leaf")(values_of_one)
             checks.require_number(f"{formula}_leaf", number)
-            return number
+            return jnp.asarray(number)
 
         return self._map_stacked(number_of_one)(wide_values)
 

@@ -192,7 +192,9 @@ class RowsAndColumns(MatrixAxes):
             if isinstance(result, Mapping):
                 return {name: self._split(layout, name, matrix, arrays, matrices) for name, matrix in result.items()}
             shape = getattr(result, "shape", ())
-            if is_raw and shape and len(shape) != 2:
+            if not shape:
+                return result  # a number, such as a penalty
+            if is_raw and len(shape) != 2:
                 raise ValueError(f"expected the values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
 

@@ -21,7 +21,7 @@ from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array, is_inexact
 
 
-def original(plan: Plan) -> Flat:
+def undo(plan: Plan) -> Flat:
     """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
     arrays = dict(plan.raw.arrays)
     for step in plan.steps:

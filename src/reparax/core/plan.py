@@ -22,9 +22,8 @@ from reparax.core.keys import Keys, draw_at_sites
 from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, parameter_path
 from reparax.core.recompute import recompute
-from reparax.core.site import Site, identity, read_value
+from reparax.core.site import Site, Stages, identity, read_value
 
-Stages = Sequence[Any]
 UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
 CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 

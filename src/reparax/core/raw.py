@@ -189,6 +189,11 @@ def holds_markers(x: object) -> bool:
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
+def is_fixed_value(place: Names) -> bool:
+    """Whether the value at a key path is fixed by the stage that made it; all that is inside of it is fixed with it."""
+    return place[-2:-1] == (FIXED,)
+
+
 def kind_of(mark: str) -> str:
     """The kind in a marker: ``kind`` of ``@kind`` and of ``@kind@2``."""
     return mark.split("@")[1]

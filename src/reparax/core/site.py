@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,12 @@ import jax.numpy as jnp
 
 from reparax.core.calls import CallName
 from reparax.core.paths import Names
-from reparax.core.raw import FIXED, Leaf, Swap
+from reparax.core.raw import FIXED, Leaf, Swap, is_fixed_value
 from reparax.core.values import value_of
 
+Stages = Sequence[Any]
+Arrays = Mapping[Names, Any]
+"""Arrays, or their types, by their key paths."""
 RawValues = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that the formulas use, its raw values by their names."""
 
@@ -86,7 +89,7 @@ class Site:
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
     """The array at a key path; a fixed value passes no gradient."""
     x = jnp.asarray(arrays[place])
-    return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
+    return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:

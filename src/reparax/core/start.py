@@ -16,9 +16,7 @@ from reparax.core.keys import Keys
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
-from reparax.core.site import RawValues, Site, identity
-
-Stages = Sequence[Any]
+from reparax.core.site import RawValues, Site, Stages, identity
 
 
 def start(stages: Stages, params: Flat, keys: Keys) -> Flat:

@@ -13,10 +13,8 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.plan import Plan, Step, run_steps
 from reparax.core.raw import FIXED
-from reparax.core.site import Site
+from reparax.core.site import Arrays, Site
 from reparax.numerics.arithmetic import add_up, is_array
-
-Arrays = Mapping[Names, Any]
 
 
 def total_penalty(plan: Plan) -> Array:

@@ -178,6 +178,7 @@ class Halved(rpx.Perturbation):
         return w / 2
 
 
+@pytest.mark.parametrize("last", [rpx.Chain(), rpx.Freeze()], ids=["", "frozen"])
 @pytest.mark.parametrize(
     "first", [rpx.quantized.Cast("bfloat16"), Halved(), rpx.norms.MaxNorm(1.0)], ids=lambda p: p.kind
 )
@@ -186,10 +187,11 @@ class Halved(rpx.Perturbation):
     [(rpx.sparse.SET(0.5), "set/w"), (rpx.sparse.RigL(0.5), "rigl/w"), (rpx.Orthogonal(), "orthogonal/x")],
     ids=["set", "rigl", "orthogonal"],
 )
-def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_tree(first, later, name):
+def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_tree(first, later, name, last):
     """It would be cast, halved or shortened once more in each update."""
-    p, key = first >> later, jax.random.key(0)
+    p, key = first >> later >> last, jax.random.key(0)
     verb = "update_base" if name == "orthogonal/x" else "update"
+    place = f"@freeze/@fixed/w/@{name}" if len(last) else f"@{name}"
 
     def advance(params):
         raw = p.init(params, key)
@@ -197,7 +199,7 @@ def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_
 
     with raises(
         ValueError,
-        f"{verb} changed 'w/@{name}', but cannot write it to the raw tree: an earlier stage computes that value. Put "
+        f"{verb} changed 'w/{place}', but cannot write it to the raw tree: an earlier stage computes that value. Put "
         f"that stage later in the chain.",
     ):
         jax.eval_shape(advance, {"w": np.ones((4, 4), np.float32)})
