@@ -65,8 +65,8 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return negate_sum(x)
         case equations.Copy():
             return x
-        case equations.Gather():
-            return look_up_matrices(view, x, others)
+        case equations.Gather() if x.ndim > 2:  # rows of a table are data, which nothing multiplies as a weight
+            return look_up(view, x, others)
         case equations.Slice():
             slices = enumerate(view.bounds)
             changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
@@ -176,17 +176,14 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
 # ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
 
 
-def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
-    """The matrices, or the one row, that a look-up takes from a weight; None if it must be formed.
-
-    Several rows, taken from an array of two axes, are data, which nothing multiplies as a weight.
-    """
+def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
+    """What a look-up takes from a weight along one axis; None if it must be formed."""
     (places,) = operands
-    offset = view.dimension_numbers.offset_dims
-    rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
-    if (x.ndim < 3 and rows) or view.row is None or isinstance(places, Sum) or not _fills_all(view):
+    if view.row is None or isinstance(places, Sum) or not _fills_all(view):
         return None
     axis, column = view.row
+    offset = view.dimension_numbers.offset_dims
+    rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:

@@ -29,7 +29,7 @@ from reparax.programs.contractions import contraction_of
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
-from reparax.programs.rules import make_sum, map_factors, move_sum, select_sum
+from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
 from reparax.transforms._explained import Explained, Weight
@@ -491,13 +491,17 @@ def _combined_sum(operation: Operation) -> Sum | None:
     # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
     if any(A_DRAW in facts.origins for facts in _facts_of_arrays(operation)):
         return None
-    is_choice = isinstance(operation.view, equations.Select)
-    x = select_sum(operation.args) if is_choice else make_sum(operation.eqn, operation.args, operation.facts)
-    if x is None or not is_independent(x):
-        return None
-    weight = next(each for each in operation.args if isinstance(each, Sum))
-    type = weight.maker.type if isinstance(operation.view, equations.Dot) else _type_of(x)
-    return replace(x, maker=_made(operation, type))
+    view, args = operation.view, operation.args
+    weight = next(each for each in args if isinstance(each, Sum))
+    match view:
+        case equations.Select():
+            x = select_sum(args)
+        case equations.Gather():
+            x = look_up(view, weight, args[1:]) if weight is args[0] else None
+        case _:
+            x = make_sum(operation.eqn, args, operation.facts)
+    type = weight.maker.type if isinstance(view, equations.Dot | equations.Gather) else _type_of(view.type)
+    return None if x is None or not is_independent(x) else replace(x, maker=_made(operation, type))
 
 
 def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, Sides]:
