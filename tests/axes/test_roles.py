@@ -53,6 +53,13 @@ def by_turns(p, x):
     return jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0] @ c[1]), *c[2:], c[1]), (x, *p))[0]
 
 
+def chosen(p, x):
+    """Two of four experts for each row."""
+    gates, places = jax.lax.top_k(x @ p[0], 2)
+    hidden = jnp.tanh(jnp.einsum("td,tkdf->tkf", x, p[1][places]))
+    return jnp.einsum("tkf,tkfo->to", gates[..., None] * hidden, p[2][places])
+
+
 def padded(w, axis):
     """Three indices and one more, as two times two."""
     more = jnp.pad(w, [(0, int(i == axis)) for i in range(w.ndim)])
@@ -247,6 +254,23 @@ USES = {
         [DENSE, DENSE],
     ),
     "weights that a loop carries": (by_turns, ([jax.ShapeDtypeStruct((3, 3), FLOAT)] * 3, X), [DENSE] * 3),
+    "experts that a router chooses": (
+        chosen,
+        ([jax.ShapeDtypeStruct(shape, FLOAT) for shape in [(3, 4), (4, 3, 6), (4, 6, 2)]], X),
+        [DENSE, EACH, EACH],
+    ),
+    "a start that is learned": (
+        lambda p, x: jax.lax.scan(lambda h, x: (jnp.tanh(h @ p[1] + x @ p[2]), None), p[0], x)[0],
+        ([jax.ShapeDtypeStruct((4,), FLOAT), jax.ShapeDtypeStruct((4, 4), FLOAT), W], X),
+        [((), (), ()), DENSE, DENSE],
+    ),
+    "members, and a mean of them by weights that are data": (
+        lambda p, x: (
+            jnp.einsum("etf,efo->eto", jnp.einsum("td,edf->etf", x, p[0]), p[0].mT) + jnp.einsum("te,edf->tdf", x, p[0])
+        ),
+        ([jax.ShapeDtypeStruct((3, 3, 3), FLOAT)], jax.ShapeDtypeStruct((3, 3), FLOAT)),
+        [((0, 1, 2), (0, 1, 2), (0,))],
+    ),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
@@ -322,6 +346,11 @@ def ranked_before(params, x):
     return every(gates * x, params["up"], params["down"]).sum(0)
 
 
+def gated_twice(params, x):
+    gates = (x @ params["r"]).T[..., None]
+    return sum(every(each * x, params["up"], params["down"]).sum(0) for each in (gates, jax.nn.softmax(gates, 0)))
+
+
 def slots(params, x):
     """Soft MoE: each expert has its slots, which are means of all tokens."""
     scores = jnp.einsum("td,des->tes", x, params["r"])
@@ -345,6 +374,7 @@ def members(params, x):
         (routed, ((0,), (1,), ())),
         (gated_before, ((0,), (1,), ())),
         (ranked_before, ((0,), (1,), ())),
+        (gated_twice, ((0,), (1,), ())),
         (slots, ((0,), (1, 2), ())),
         (blocks, ((0,), (1, 2), ())),
         (members, ((), (), ())),
@@ -389,11 +419,34 @@ def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
     assert axes(found["r"]) == (((1,), (0, 2), ()) if fun is with_a_bias_for_others_too else EACH)
 
 
+@pytest.mark.parametrize(("groups", "joins"), [(1, False), (2, False), (1, True)])
+def test_members_of_convolutions_are_stacked_unless_their_channels_are_contracted_together(groups, joins):
+    def convolve(x, kernel, groups=1):
+        layouts = ("NHC", "HIO", "NHC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=layouts, feature_group_count=groups
+        )
+
+    def forward(params, x):
+        def member(first, second):
+            return convolve(jax.nn.relu(convolve(x, first)), second, groups)
+
+        found = jax.vmap(member, out_axes=2)(params["first"], params["second"])
+        return convolve(found.reshape(*found.shape[:2], -1), params["last"]) if joins else found
+
+    shapes = {"first": (2, 3, 3, 6), "second": (2, 3, 6 // groups, 4), "last": (3, 8, 6)}
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(forward, params, jax.ShapeDtypeStruct((2, 9, 3), FLOAT))
+    each = ((1, 2), (0, 3), ()) if joins else ((1, 2), (3,), (0,))
+    assert axes(found["first"]) == axes(found["second"]) == each
+
+
 def test_sizes_of_data_may_be_symbols():
     def forward(params, x):
         heads = (x @ params["q"]).reshape(*x.shape[:2], 2, 3)
-        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads, heads))
-        mixed = jnp.einsum("bhts,bshd->bthd", scores, heads).reshape(-1, 6)
+        later = jax.lax.slice_in_dim(heads, 1, heads.shape[1], axis=1)
+        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads, later))
+        mixed = jnp.einsum("bhts,bshd->bthd", scores, later).reshape(-1, 6)
         return jnp.concatenate([mixed[:1], mixed]) @ params["o"]
 
     params = {"q": jax.ShapeDtypeStruct((4, 6), FLOAT), "o": jax.ShapeDtypeStruct((6, 5), FLOAT)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax.axes._uses import Uses
-from reparax.axes._values import Origins, Part, Source, Value, joined, one_part, origins, restricted, union
+from reparax.axes._values import Origins, Part, Source, Value, joined, one_part, origins, union
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, is_keys
 from reparax.programs.equations import Cond, Scan, ShardMap, While, view_of
@@ -142,9 +142,8 @@ def _one_of(values: Sequence[Value], kind: Source = Source.CONSTANT) -> Value:
     """The value that is one of several; ``kind`` is that of what chooses."""
     joined_kind = max(kind, *(value.kind for value in values))
     alike = [value for value in values if value.kind is joined_kind]
-    axes = tuple(map(joined, zip(*(value.axes for value in values), strict=True)))
     return Value(
-        restricted(axes, union(value.origins for value in alike)),
+        tuple(map(joined, zip(*(value.axes for value in values), strict=True))),
         joined_kind,
         stacked=union(value.stacked for value in alike),
         unread=union(value.unread for value in alike),

@@ -149,13 +149,16 @@ def _products_between(products: Iterable[DataProduct], between: Sequence[Between
     while len(found) > n_before:  # what is known of one product may tell of others
         n_before = len(found)
         for i, use in enumerate(between):
-            for each in (use, use.turned()) if i not in found else ():
+            ways = [
+                each
+                for each in (use, use.turned())
+                if (each.start & inputs or each.end & outputs)
                 # Data do not meet one weight after the other, as in a penalty, if that contradicts products with data.
-                is_contradicted = each.product.outputs & data_inputs or each.product.inputs & data_outputs
-                if (each.start & inputs or each.end & outputs) and not is_contradicted:
-                    found[i] = each
-                    inputs, outputs = inputs | each.product.inputs, outputs | each.product.outputs
-                    break
+                and not (each.product.outputs & data_inputs or each.product.inputs & data_outputs)
+            ]
+            if ways and i not in found:
+                found[i] = ways[0]
+                inputs, outputs = inputs | ways[0].product.inputs, outputs | ways[0].product.outputs
     products_found = [each.product for each in found.values()]
     reverse = [each.product.turned() for each in found.values() if each.start & outputs or each.end & inputs]
     return [*products_found, *reverse]

@@ -71,7 +71,7 @@ def _without(axes: Axes, gone: Collection[int]) -> Axes:
 
 def _block(axis: Axis, start: int, stop: int, stride: int = 1) -> Axis:
     """Some indices of an axis; of a single one, what the axis is does not say anything."""
-    n, size = size_of(axis), len(range(start, stop, stride))
+    n, size = size_of(axis), (stop - start + stride - 1) // stride
     if size == n:
         return axis
     if size == 1:
@@ -97,7 +97,7 @@ def _split(view: SplitAxis, values: Sequence[Value]) -> list[Axes]:
 def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
     """As a slice from a start that is not known."""
     sizes = zip(values[0].axes, view.slice_sizes, strict=True)
-    return tuple(_block(axis, 0, n, 1) if n in (1, size_of(axis)) else one_part(n, [axis]) for axis, n in sizes)
+    return tuple(_block(axis, 0, n) if n in (1, size_of(axis)) else one_part(n, [axis]) for axis, n in sizes)
 
 
 def _update(_: View, values: Sequence[Value]) -> Axes:
@@ -132,13 +132,20 @@ def _broadcast(view: equations.Broadcast, values: Sequence[Value]) -> Axes:
 
 
 def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
-    """Examples are those of the data, and features those of the kernel."""
+    """Examples are those of the data, and features those of the kernel, in the blocks of the data's features."""
     if view.batch_group_count != 1:
         return None
     (data, kernel), (lhs, rhs, out) = (value.axes for value in values), view.dimension_numbers
+    (blocks, _), (blocks_of_outputs, outputs) = (in_blocks(view, axis) for axis in (data[lhs[1]], kernel[rhs[0]]))
     windows = {k: one_part(view.type.shape[k], [data[i]]) for i, k in zip(lhs[2:], out[2:], strict=True)}
-    axes = {out[0]: data[lhs[0]], out[1]: kernel[rhs[0]], **windows}
+    axes = {out[0]: data[lhs[0]], out[1]: (*joined((blocks, blocks_of_outputs)), *outputs), **windows}
     return tuple(axes[k] for k in sorted(axes))
+
+
+def in_blocks(view: Conv, features: Axis) -> list[Axis]:
+    """Features as the blocks that a convolution keeps apart, and those of each block."""
+    count = view.feature_group_count
+    return split(features, (count, size_of(features) // count))
 
 
 def _gather(view: Gather, values: Sequence[Value]) -> Axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reparax.axes._rules import axes_of, changed_axes, selects
+from reparax.axes._rules import axes_of, changed_axes, in_blocks, selects
 from reparax.axes._values import (
     Axes,
     DataProduct,
@@ -15,7 +15,6 @@ from reparax.axes._values import (
     origins,
     restricted,
     size_of,
-    split,
     union,
 )
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
@@ -86,8 +85,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
         outputs = union(product.outputs for product in products)
         data = [value for value in operands if value.kind is Source.DATA]
-        known = outputs | union(value.origins for value in data)
-        outs = [Value(restricted(axes_of_out, known), kind, unread=outputs) for axes_of_out in axes]
+        outs = [Value(axes_of_out, kind, unread=outputs) for axes_of_out in axes]
         if not data or (products and contraction_of(view) is not None):
             return outs
         return [self._follow(view, operands, data, out) for out in outs]
@@ -96,7 +94,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         """An output of an equation that is no product with weights, with what became of the outputs of products."""
         unread = union(value.unread for value in data)
         kept = out.origins - operands[0].origins_of(changed_axes(view))
-        mixed = unread & union(value.origins for value in data) - kept
+        mixed = unread & (union(value.origins for value in data) - kept)
         if isinstance(view, Dot) and len(data) == 2:
             self._mixed |= mixed
         return replace(out, unread=out.unread | unread, mixed=mixed | union(value.mixed for value in data))
@@ -160,16 +158,16 @@ class Uses(list[DataProduct | Between | OtherRead]):
         """Adds that a convolution contracts features, and keeps blocks of them apart; not if a block has one output."""
         count, numbers = view.feature_group_count, view.dimension_numbers
         features, outputs = data.axes[numbers.lhs_spec[1]], kernel.axes[numbers.rhs_spec[0]]
-        blocks, inside = split(features, (count, size_of(features) // count))
+        blocks, inside = in_blocks(view, features)
         self._contracted |= origins([inside])
         if count not in (1, size_of(features), size_of(outputs)):
             self._keep_apart(data, origins([blocks]) - origins([inside]))
-            blocks, inside = split(outputs, (count, size_of(outputs) // count))
+            blocks, inside = in_blocks(view, outputs)
             self._apart |= origins([blocks]) - origins([inside])
 
     def _keep_apart(self, data: Value, axes: Origins) -> None:
         """Adds outputs of products that a product of their values with weights keeps apart."""
-        self._apart |= axes & data.unread - data.mixed
+        self._apart |= (axes & data.unread) - data.mixed
         self._mixed |= axes & data.unread & data.mixed
 
     def _add_other_read(self, value: Value, line: str) -> None:

@@ -18,7 +18,7 @@ Origins = frozenset[tuple[int, int]]
 class Part(NamedTuple):
     """A factor of an axis: its size, what it is, and whether entries may differ along it.
 
-    Of a weight, ``origins`` are the axes of parameters that it is; of data, the outputs of products that it is.
+    Of a weight, ``origins`` are the axes of parameters that it is; of data, those that it was made along.
     """
 
     size: Any
