@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,57 +34,46 @@ LAST = "last"
 vector. No axis can have this name."""
 
 
-def check_axes(axes: Any, who: str, name: str) -> Axes:
-    """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
-    axis_list = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not all(map(_is_axis, axis_list)):
-        raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
-    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in axis_list)
-    if len(set(plain)) < len(plain):
-        raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
-    return plain[0] if len(plain) == 1 else plain
+@dataclass(frozen=True)
+class AxesCheck:
+    """The check of a field that holds axes of the array, which users may give by name.
+
+    It gives a normal form, in which equal axes compare equal: no lists, and no tuples of one axis.
+
+    Attributes:
+      single: Whether it takes one axis alone.
+      whole: Whether it takes None, for the whole array.
+      words: What it takes beside axes: ``"each"``, ``"last"``, or both.
+    """
+
+    single: bool = False
+    whole: bool = False
+    words: tuple[str, ...] = ()
+
+    def __call__(self, axes: Any, who: str, name: str) -> Any:
+        """The axes, if the field takes them."""
+        if (axes is None and self.whole) or any(_is_given_as(axes, word) for word in self.words):
+            return axes
+        if axes is None and EACH in self.words:
+            raise ValueError(
+                f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on "
+                f"slices. Write {name}='each' for single weights, the default."
+            )
+        if self.single and not _is_axis(axes):
+            raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axes!r}.")
+        axis_list: tuple[Any, ...] = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+        if not all(map(_is_axis, axis_list)):
+            raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
+        plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in axis_list)
+        if len(set(plain)) < len(plain):
+            raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
+        return plain[0] if len(plain) == 1 else plain
 
 
-def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
-    """Like :func:`check_axes`, but None is allowed, for the whole array."""
-    return None if axes is None else check_axes(axes, who, name)
-
-
-def check_features(axes: Any, who: str, name: str) -> Axes | None:
-    """Like :func:`check_optional_axes`, but ``"each"`` is allowed, for each number of the array."""
-    return EACH if _is_given_as(axes, EACH) else check_optional_axes(axes, who, name)
-
-
-def check_slices(axes: Any, who: str, name: str) -> Axes:
-    """Like :func:`check_features`, but None is refused, which means the whole array."""
-    if axes is None:
-        raise ValueError(
-            f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on slices. "
-            f"Write {name}='each' for single weights, the default."
-        )
-    return EACH if _is_given_as(axes, EACH) else check_axes(axes, who, name)
-
-
-def check_axis(axis: Any, who: str, name: str) -> Axis:
-    """``axis``, which must be a single axis."""
-    if not _is_axis(axis):
-        raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axis!r}.")
-    return axis if isinstance(axis, str) else int(axis)
-
-
-def check_along(axes: Any, who: str, name: str) -> Axes | None:
-    """Like :func:`check_optional_axes`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_given_as(axes, LAST) else check_optional_axes(axes, who, name)
-
-
-def check_one_along(axis: Any, who: str, name: str) -> Axis:
-    """Like :func:`check_axis`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_given_as(axis, LAST) else check_axis(axis, who, name)
-
-
-def check_channels(axes: Any, who: str, name: str) -> Axes | None:
-    """Like :func:`check_features`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_given_as(axes, LAST) else check_features(axes, who, name)
+check_axes, check_optional_axes, check_axis = AxesCheck(), AxesCheck(whole=True), AxesCheck(single=True)
+check_slices, check_features = AxesCheck(words=(EACH,)), AxesCheck(whole=True, words=(EACH,))
+check_along, check_one_along = AxesCheck(whole=True, words=(LAST,)), AxesCheck(single=True, words=(LAST,))
+check_channels = AxesCheck(whole=True, words=(EACH, LAST))
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
@@ -92,16 +82,6 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
         raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
     return checked_axes
-
-
-AXIS_CHECKS = (
-    *(check_axes, check_optional_axes, check_features, check_slices, check_axis),
-    *(check_along, check_one_along, check_channels),
-)
-"""The checks of fields that hold axes of the array, which users may give by name."""
-
-ONE_AXIS = (check_axis, check_one_along)
-"""Those of fields that hold one axis."""
 
 
 def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
@@ -280,10 +260,7 @@ def require_names_fit(names: AxisNames, w: Any) -> None:
         )
 
 
-AxisNumbers = tuple[int, ...]
-
-
-def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., Any]:
     """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
     if not stacked:
         return formula
@@ -306,12 +283,12 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
     return map_over_stack
 
 
-def stacked_sizes(w: Any, stacked: AxisNumbers) -> tuple[int, ...]:
+def stacked_sizes(w: Any, stacked: Numbers) -> tuple[int, ...]:
     """The number of arrays stacked along each axis."""
     return tuple(w.shape[place] for place in stacked)
 
 
-def stacked_axes_error(w: Any, stacked: AxisNumbers) -> str | None:
+def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
     """What is wrong with the stacked axes for ``w``, or None."""
     if all(place < w.ndim for place in stacked):
         return None
@@ -321,14 +298,14 @@ def stacked_axes_error(w: Any, stacked: AxisNumbers) -> str | None:
     )
 
 
-def one_stacked(w: Any, stacked: AxisNumbers) -> Any:
+def one_stacked(w: Any, stacked: Numbers) -> Any:
     """The type of one of the stacked arrays; ``w`` itself if none are stacked."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
 
 
-def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
+def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
     """Each of the stacked arrays; only the type of one if the numbers are not known, or if there are no arrays."""
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
@@ -336,12 +313,12 @@ def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
         yield from _move_to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
 
 
-def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
+def _move_to_front(stacked: Numbers, x: Any) -> Any:
     """``x`` with the stacked axes first."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 
-def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
+def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.axes import EACH, LAST, find_axes, stacked_axes_error
 from reparax.core.axes_by_roles import axes_at, role_by_class, unset_fields
 from reparax.core.layers import Convention
 from reparax.core.raw import Leaf
+from reparax.core.roles import Numbers
 
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
@@ -46,7 +47,7 @@ def lacks_axes(stage: Any) -> bool:
     return stage.needs_axes and bool(unset_fields(stage))
 
 
-def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
+def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     """The stacked axes of an array that its layer says, or how many, for a stage whose axes nobody set."""
     if not leaf.convention.is_of_layer or not lacks_axes(stage):
         return ()
@@ -54,7 +55,7 @@ def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     return stacks[0] if stacks else tuple(range(w.ndim - len(leaf.convention.axes)))
 
 
-def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, stacked: AxisNumbers | None = None) -> Any:
+def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, stacked: Numbers | None = None) -> Any:
     """The stage at an array like ``w``, with the axes that nobody set as the array's layer or name says them.
 
     ``stacked`` are the stacked axes of a type that stands for the array, by :func:`types_to_try`.
@@ -81,7 +82,7 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, stacked: AxisNumb
     return stage if is_same else replace(stage, **axes_of_field)
 
 
-def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, AxisNumbers]]:
+def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
     """Types that an array may have, whose values alone are known, each with its stacked axes: at most three."""
     if not lacks_axes(stage):
         return [(None, ())]
@@ -93,7 +94,7 @@ def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, AxisNumbers]]:
     return [(_type_with(sizes, stack), stack) for stack in stacks]
 
 
-def _type_with(sizes: Sequence[int], stacked: AxisNumbers) -> Any:
+def _type_with(sizes: Sequence[int], stacked: Numbers) -> Any:
     """The type of an array of these sizes along the axes that are not stacked."""
     shape = list(sizes)
     for axis in sorted(stacked):
@@ -125,7 +126,7 @@ def _source_of_axes(stage: Any, used: Mapping[str, Any], convention: Convention)
     return "a matrix"
 
 
-def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: AxisNumbers, why: str) -> str:
+def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
     """The error for an array of whose axes nothing is known: what it may be, and what to write."""
     unstacked = [axis for axis in range(w.ndim) if axis not in stacked]
     stacks = [] if stacked else leaf.convention.stacks(w.shape)

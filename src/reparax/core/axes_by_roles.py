@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.axes import EACH, LAST, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
@@ -70,7 +70,7 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     return roles_by_place
 
 
-def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: AxisNumbers | None = None) -> Role:
+def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: Numbers | None = None) -> Role:
     """The role of an array of a layer, or one that says why the layer, and others of ``tree``, do not give it."""
     try:
         role = convention.role(x.shape, x.dtype, stacked)
@@ -101,7 +101,7 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
     leaves = tree.leaves(bases=stage._takes_base)
 
-    def stacked_at(leaf: Leaf, _: Any) -> AxisNumbers:
+    def stacked_at(leaf: Leaf, _: Any) -> Numbers:
         return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
 
     chosen = stage._selected("with_axes", leaves, stacked_at=stacked_at)
@@ -234,7 +234,7 @@ def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     numbers = axes_by_word(known_role, stacked)
     for name, axes in words.items():
         number = _one_or_tuple(words_to_numbers(axes, numbers))
-        if isinstance(number, tuple) and stage._checks[name].check in ONE_AXIS:
+        if isinstance(number, tuple) and stage._checks[name].check.single:
             raise ValueError(
                 f"{name} is one axis, but the network has {len(number)} for it, {number} of shape "
                 f"{known_role.shape}. Give one by number, or leave the array out with `where`."

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import (
-    AXIS_CHECKS,
     EACH,
     Axes,
-    AxisNumbers,
+    AxesCheck,
     check_front_axes,
     count_from_front,
     each_stacked,
@@ -39,7 +38,7 @@ from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
 from reparax.core.paths import AxisNames, Names
 from reparax.core.raw import Flat, Leaf, Node, nest
-from reparax.core.roles import Misfit
+from reparax.core.roles import Misfit, Numbers
 from reparax.core.site import Site
 from reparax.core.values import OTHERS
 from reparax.core.where import (
@@ -53,7 +52,7 @@ from reparax.core.where import (
 )
 from reparax.numerics.arithmetic import is_array
 
-StackedAt = Callable[[Leaf, Any], AxisNumbers]
+StackedAt = Callable[[Leaf, Any], Numbers]
 
 
 class Leafwise(Parametrization):
@@ -93,7 +92,9 @@ class Leafwise(Parametrization):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets fields of axes take axes by path too, and remembers which fields these are."""
         super().__init_subclass__(**kwargs)
-        checks_of_axes = {name: AxesByPath(check) for name, check in cls._checks.items() if check in AXIS_CHECKS}
+        checks_of_axes = {
+            name: AxesByPath(check) for name, check in cls._checks.items() if isinstance(check, AxesCheck)
+        }
         cls._checks = {**cls._checks, **checks_of_axes}
         has_axes = {name: isinstance(check, AxesByPath) for name, check in cls._checks.items()}
         cls._axis_fields = tuple(name for name, flag in has_axes.items() if flag and name != "stacked")
@@ -165,7 +166,7 @@ class Leafwise(Parametrization):
         return not (self._varying_fields or self._uses_axis_names or lacks_axes(self))
 
     @cached_property
-    def stacked_axes(self) -> AxisNumbers:
+    def stacked_axes(self) -> Numbers:
         """The stacked axes of an array, for the stage as it acts on one."""
         return find_axes(self.stacked, None)
 
@@ -184,7 +185,7 @@ class Leafwise(Parametrization):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
 
-    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: AxisNumbers | None = None) -> Self:
+    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: Numbers | None = None) -> Self:
         """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
 
         Names of stacked axes that the array does not have are ignored. ``stacked`` are axes of a type that stands for
@@ -303,7 +304,7 @@ class Leafwise(Parametrization):
             stacked = stacked_at(leaf, w)
         return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
 
-    def _stacked_at(self, leaf: Leaf, w: Any) -> AxisNumbers:
+    def _stacked_at(self, leaf: Leaf, w: Any) -> Numbers:
         """The stacked axes of an array: those of the stage, or if it has none, those of the array's layer."""
         stage: Any = self.at_path(leaf.path)
         return find_axes(stage.stacked, self.names_at(leaf)) or stack_by_convention(stage, leaf, w)
@@ -427,7 +428,7 @@ class Nodes:
                     return reading
         return self._read_as(leaf, *candidates[0], types)
 
-    def _read_as(self, leaf: Leaf, w: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Reading:
+    def _read_as(self, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
         """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
         stage = self._stage._for_leaf(leaf, w, typical=True, stacked=stacked)
         return Reading(stage, _type_made(stage, types))

@@ -16,14 +16,14 @@ from typing import Any, ClassVar, Self
 import jax
 from jax import Array
 
-from reparax.core.axes import Axes, AxisNumbers, check_optional_axes, list_axes
+from reparax.core.axes import Axes, check_optional_axes, list_axes
 from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import OTHER_CHAIN
-from reparax.core.roles import OUTPUTS
+from reparax.core.roles import OUTPUTS, Numbers
 from reparax.core.values import value_of
 
-AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
+AxisGroups = tuple[Numbers, Numbers]  # those of rows, and those of columns
 ValueAxes = tuple[str, ...] | None  # "rows", "columns" and others, as declared; None for the axes of the array itself
 ARRAY = ""
 """The array itself, beside the names of its raw values."""
@@ -39,8 +39,8 @@ class Layout:
       sizes: The sizes of the axes that are merged: of rows, of columns, and of each other axis of a raw value.
     """
 
-    rows: AxisNumbers
-    columns: AxisNumbers
+    rows: Numbers
+    columns: Numbers
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
@@ -129,7 +129,7 @@ class MatrixAxes(Reparametrization):
             return False
         return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
-    def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
+    def axes_in_use(self, w: Array) -> dict[str, tuple[Numbers, str]]:
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
@@ -242,7 +242,7 @@ class RowsAndColumns(MatrixAxes):
         return sum(counts.get(group, default) for group in given_axes)
 
 
-def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
+def merge_axes(w: Any, rows: Numbers, columns: Numbers) -> Any:
     """An array, or the type of one, as a matrix."""
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
