@@ -1,4 +1,4 @@
-"""How much longer do gradients take to trace under ``factored``, ``local`` and ``remat``?
+"""How much longer do gradients take to trace under ``factored``, ``local_reparametrization`` and ``remat``?
 
 Each against the gradient of the same loss without it. Every call traces a new function, so JAX remembers nothing but
 what the network's own ``jit`` functions do. Nothing runs, and no array is made. Milliseconds of the processor, of calls
@@ -72,7 +72,7 @@ def ways(loss: Loss, params: Any, data: Any, stacked: int | tuple[()] = ()) -> d
     lora = rpx.Freeze(where=".*") >> rpx.LoRA(8, columns=-1, where=kernels, stacked=stacked)
     chains = {
         "LoRA": (lora, ("factored",)),
-        "noise": (rpx.VarNoise(0.1, where=kernels), ("local", "remat")),
+        "noise": (rpx.VarNoise(0.1, where=kernels), ("local_reparametrization", "remat")),
         "weight norm": (rpx.WeightNorm(axis=-1, where=kernels, stacked=stacked), ("remat", "factored")),
     }
     tables: dict[str, Traced] = {}
