@@ -96,7 +96,7 @@ def _update_keys(step: Step, keys: Keys) -> Iterator[Any]:
 def _grads_after(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
     """The gradient with respect to the output of a step, from that of the effective tree."""
     after = run_steps(plan.steps[i : i + 1], arrays)
-    moving = {place: x for place, x in after.items() if is_array(x) and is_inexact(x)}
+    moving = {place: after[place] for place, made in plan.steps[i].made.items() if is_inexact(made)}
 
     def run_later(moving: dict[Names, Any]) -> tuple[list[Any], list[str]]:
         effective = run_steps(plan.steps[i + 1 :], after | moving)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import all_leaves
 
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, has_ancestor, is_box, is_empty, name_keywords, stated_axes
@@ -35,6 +36,14 @@ def value_in(box: Any) -> Any:
     """The one value in a box or variable: an array, or ``()`` at a place without one."""
     (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
     return value
+
+
+def is_box_of_one(x: object) -> bool:
+    """Whether ``x`` is a box of one array, or of the marker dict that replaces it; others are opened as any node."""
+    if not is_box(x):
+        return False
+    value = value_in(x)
+    return all_leaves([value]) or (isinstance(value, Mapping) and any(str(name).startswith("@") for name in value))
 
 
 def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:

@@ -160,7 +160,7 @@ class Parametrization(Static, ABC):
         typed_key = needed_key(self, key)
         tree, n_stages = flatten(raw), len(self) if upto is None else upto
         planned = plan("apply", self._parts[:n_stages], tree)
-        require_no_markers(self, planned.after, later=self._parts[n_stages:])
+        require_no_markers(CallName(self, "apply"), planned.after, later=self._parts[n_stages:])
         return run_plan(planned, typed_key)
 
     def original(self, raw: T) -> T:

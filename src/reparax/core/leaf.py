@@ -294,15 +294,17 @@ class Reparametrization(Leafwise):
             pairs = self._arrays_and_stages(method, tree)
         else:
             nodes = Nodes(self, CallName(self, method), tree)
+            nodes.mark_foreign()
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
-        call = _caller(self, is_traced=tree.is_traced)
+        call = _caller(self)
         return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
         """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
-        types = None if leaf.read_type is None else {"w": leaf.array}
+        # Typical numbers, or an aligned value, need not tell the shape if the stage changes it.
+        types = None if leaf.read_type is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
@@ -330,8 +332,8 @@ class Reparametrization(Leafwise):
         w = arrays["w"]
         # Stages of this package are pure, so one program serves all arrays of a type; yours may look at numbers.
         is_ours = config.is_of_package(type(self))
-        values = _call_jitted(_called, _start_values, self, w, key) if is_ours else _start_values(self, w, key)
-        return {"w": values}
+        call = partial(_call_jitted, _called) if is_ours else site.call
+        return {"w": call(_start_values, self, w, key)}
 
     def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
@@ -471,15 +473,15 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     return function(stage, *arrays)
 
 
-def _caller(stage: Any, *, is_traced: bool) -> Callable[..., Any]:
+def _caller(stage: Any) -> Callable[..., Any]:
     """How a call of a chain calls formulas of a stage: those of this package are traced once, yours in each call.
 
-    Yours may read what has changed since, such as a function that is defined anew. In an eager call its operations
-    stand in the program by themselves, as a program in it would be compiled in each.
+    Yours may read what has changed since, such as a function that is defined anew. Its operations stand in the program
+    by themselves, as a program in it would be compiled in each eager call.
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = (jax.jit if is_traced else inlined)(partial(_call), static_argnums=(0, 1, 2))
+    jitted = inlined(partial(_call), static_argnums=(0, 1, 2))
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
         """``function(stage, *arrays)``, traced once for all arrays of the same type."""

@@ -317,10 +317,17 @@ class Leafwise(Parametrization):
 
 
 class Reading(NamedTuple):
-    """What raw values say of their array: the stage there, with typical numbers, and the type of the array."""
+    """What raw values say of their array.
+
+    Attributes:
+      stage: The stage there, with typical numbers.
+      effective: The type of the array.
+      is_made: Whether the formula makes it; else an aligned value has it, as the formula fails.
+    """
 
     stage: Any
     effective: Any
+    is_made: bool = True
 
 
 class Nodes:
@@ -354,8 +361,6 @@ class Nodes:
 
     def selected(self) -> list[Leaf]:
         """The leaves that the stage selects, each with a marker dict."""
-        if not by_path(self._stage.where) and len(self.own) > 1:
-            self._mark_foreign()
         chosen = self._stage._selected(self._who.method, self.leaves)
         for leaf in chosen:
             if not isinstance(leaf.content, Node):
@@ -365,8 +370,10 @@ class Nodes:
                 )
         return chosen
 
-    def _mark_foreign(self) -> None:
-        """Marks the leaves on which the formula fails as those of another stage, if there are others."""
+    def mark_foreign(self) -> None:
+        """Marks leaves that are of another stage: if paths do not tell, those on which alone the formula fails."""
+        if by_path(self._stage.where) or len(self.own) < 2:
+            return
         foreign = [leaf for leaf in self.own if self._fails(leaf)]
         if len(foreign) < len(self.own):
             for leaf in foreign:
@@ -389,6 +396,8 @@ class Nodes:
         with locate_errors(self._who.at(leaf.path)):
             if group not in self._checked:
                 reading.stage._require_start(self._types[leaf.place], reading.effective)
+                if not reading.is_made:
+                    _type_made(reading.stage, self._types[leaf.place])  # raises an error
                 self._checked.add(group)
             return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
 
@@ -415,11 +424,10 @@ class Nodes:
         """
         aligned = self._stage._aligned_type(types)
         if aligned is not None:
-            reading = Reading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
+            stage = self._stage._for_leaf(leaf, aligned, typical=True)
             with suppress(Exception):  # values that do not fit make no array; what they should be is said later
-                dtype = _type_made(reading.stage, types).dtype
-                return reading._replace(effective=jax.ShapeDtypeStruct(aligned.shape, dtype))
-            return reading
+                return Reading(stage, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage, types).dtype))
+            return Reading(stage, aligned, is_made=False)
         candidates = types_to_try(self._stage, leaf)
         for w, stacked in candidates if len(candidates) > 1 else ():
             with suppress(Exception):

@@ -82,8 +82,8 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
         for site in touching:
             _require_alone(who, path, step.stage, site, changed)
             with locate_errors(site.who):
-                for x in changed.arrays.values():
-                    site.stage._require_taken(x)
+                for taken in site.arrays.values():
+                    site.stage._require_taken(changed.arrays[taken])
         changed = start_at(touching, changed, Keys(key))
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):

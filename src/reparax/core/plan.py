@@ -93,16 +93,14 @@ class Plan:
 
 def plan(method: str, stages: Stages, raw: Flat, *, mean: bool = False) -> Plan:
     """What stages do with a raw tree; with ``mean``, without randomness."""
-    tree = raw.types()
-    steps = list[Step]()
+    tree, steps = raw.types(), list[Step]()
+    if mean:
+        stages = [part for stage in stages for part in stage.deterministic._parts]
     for i, stage_or_mean in enumerate(stages):
         stage = stage_or_mean._unwrapped
-        is_mean = mean or stage is not stage_or_mean
-        if is_mean and not len(stage.deterministic):
-            continue
         sites = stage.sites(method, tree.before(stages[i + 1 :]))
         made = _types_made(sites, tree)
-        steps.append(Step(stage, sites, tree, made, draws=stage.stochastic and not is_mean))
+        steps.append(Step(stage, sites, tree, made, draws=stage_or_mean.stochastic))
         swaps = [site.swaps({name: made[place] for name, place in site.arrays.items()}) for site in sites]
         tree = tree.swap([swap for swaps_of_site in swaps for swap in swaps_of_site])
     return Plan(raw, steps, tree)
@@ -112,7 +110,7 @@ def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, 
     """What a chain does with a raw tree; an error if it did not make it, where ``otherwise`` says what to do."""
     require_no_references(p, method, raw)
     planned = plan(method, p._parts, flatten(raw), mean=mean)
-    require_no_markers(p, planned.after, otherwise)
+    require_no_markers(CallName(p, method), planned.after, otherwise)
     return planned
 
 
@@ -225,17 +223,17 @@ def _merge_noise(site: Site, waiting: Waiting) -> bool:
     return merged_stage is not None
 
 
-def require_no_markers(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
-    """Requires that no marker is left after all stages of ``p`` but the ``later`` ones: ``p`` made the raw tree."""
+def require_no_markers(who: CallName, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
+    """Requires that no marker is left after all stages but the ``later`` ones: the chain made the raw tree."""
     for place in tree.arrays:
         mark = next((name for name in place if name.startswith("@")), None)
         if mark is not None and kind_of(mark) not in {stage.kind for stage in later}:
-            raise _left_marker_error(p, tree, parameter_path(place), mark, otherwise)
+            raise _left_marker_error(who, tree, parameter_path(place), mark, otherwise)
 
 
-def _left_marker_error(p: Any, tree: Flat, path: str, mark: str, otherwise: str) -> ValueError:
+def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, otherwise: str) -> ValueError:
     """The error for a marker that is left after all stages; that of its stage, if its values do not fit this."""
-    who, makers = CallName(p, "apply"), [stage for stage in p if stage.kind == kind_of(mark)]
+    makers = [stage for stage in who.p if stage.kind == kind_of(mark)]
     if not makers:
         return ValueError(f"{who} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
     for stage in makers:

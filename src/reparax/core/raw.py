@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.core import Tracer
 
-from reparax.core.boxes import box_of_parameter, value_in, with_value
+from reparax.core.boxes import box_of_parameter, is_box_of_one, value_in, with_value
 from reparax.core.layers import Convention, convention_by_name, conventions_by_class
 from reparax.core.names import import_stage
 from reparax.core.paths import (
@@ -364,8 +363,14 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
 
 def state_flags(tree: PyTree) -> list[bool]:
     """For each leaf, whether it is model state, as the collections of linen and variables of nnx say."""
+    return _flags_of_leaves(tree, lambda node: len(jax.tree.leaves(node)))
+
+
+def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
+    """Whether the leaves of a tree are model state; ``count`` gives how many leaves a variable of nnx is."""
     paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
-    return [flag for flag, node in zip(_are_state(paths, nodes), nodes, strict=True) for _ in jax.tree.leaves(node)]
+    pairs = zip(_are_state(paths, nodes), nodes, strict=True)
+    return [flag for flag, node in pairs for _ in range(count(node))]
 
 
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
@@ -410,8 +415,11 @@ class Frame:
     @cached_property
     def state(self) -> frozenset[Names]:
         """The places of model state, which is no parameter."""
-        boxes = [self.boxes.get(place) for place in self.places]
-        return frozenset(place for place, flag in zip(self.places, _are_state(self.places, boxes), strict=True) if flag)
+        variables = {place: box for place, box in self.boxes.items() if has_ancestor(box, "Variable")}
+        around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
+        of_one = set(map(id, variables.values()))
+        flags = _flags_of_leaves(around, lambda node: 1 if id(node) in of_one else len(jax.tree.leaves(node)))
+        return frozenset(place for place, flag in zip(self.places, flags, strict=True) if flag)
 
     @cached_property
     def conventions(self) -> Mapping[Names, Convention]:
@@ -429,14 +437,12 @@ class Flat:
       arrays: The arrays.
       boxes: The box of each raw value that has one.
       later: The stages of the chain after the one that is asked for its sites.
-      is_traced: Of types, whether arrays of these are traced.
     """
 
     frame: Frame
     arrays: Mapping[Names, Any]
     boxes: Mapping[Names, Any] = field(default_factory=dict[Names, Any])
     later: Sequence[Any] = ()
-    is_traced: bool = False
 
     def parameter_of(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
@@ -452,8 +458,7 @@ class Flat:
     def types(self) -> "Flat":
         """The tree with types in place of arrays, and without boxes of raw values."""
         types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
-        is_traced = any(isinstance(x, Tracer) for x in self.arrays.values())
-        return replace(self, arrays=types, boxes={}, is_traced=is_traced)
+        return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
         """The tree for a stage that stands before these."""
@@ -549,7 +554,7 @@ class Flat:
 
 def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat, without its boxes."""
-    paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box(x) or holds_markers(x))
+    paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
     for path, node in zip(paths, nodes, strict=True):
         if is_box(node):
@@ -563,7 +568,7 @@ def flatten(tree: PyTree) -> Flat:
             if is_box(x):
                 boxes_of_values[place] = x
             value = value_in(x) if is_box(x) else x
-            arrays[place] = {} if type(value) is tuple and not value else value
+            arrays[place] = {} if is_box(x) and is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
     boxes |= _boxes_of_parameters(boxes_of_values)
     return Flat(Frame(treedef, tuple(paths), boxes), arrays, boxes_of_values)

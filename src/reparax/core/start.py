@@ -30,8 +30,7 @@ def start(stages: Stages, params: Flat, keys: Keys) -> Flat:
 def start_at(sites: Sequence[Site], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     with_markers = [site for site in sites if site.nodes]
-    key_of_start = _start_keys(with_markers, keys)
-    swaps = list[Swap]()
+    key_of_start, checked, swaps = _start_keys(with_markers, keys), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
             raise TypeError(
@@ -40,7 +39,9 @@ def start_at(sites: Sequence[Site], tree: Flat, keys: Keys) -> Flat:
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in site.arrays.items()}
         with locate_errors(site.who):
             values = site.stage._init_at(site, arrays, key_of_start.get(i))
-            site.stage._check_start(values, arrays)
+            if (group := (identity(site.stage), *_types_of({"": arrays, **values}))) not in checked:
+                site.stage._check_start(values, arrays)
+                checked.add(group)
         swaps += _swaps(site, values)
     return tree.swap(swaps)
 
@@ -52,6 +53,11 @@ def _start_keys(sites: Sequence[Site], keys: Keys) -> dict[int, Array | None]:
         return {}
     draws = [(next_number(site.arrays["w"], site.stage.kind), str(site.draw_path)) for site in drawing.values()]
     return dict(zip(drawing, keys.of_draws(sites[0].stage.kind, draws), strict=True))
+
+
+def _types_of(arrays: RawValues) -> list[Any]:
+    """The names and types of arrays."""
+    return [(name, value, x.shape, x.dtype) for name, of_one in arrays.items() for value, x in of_one.items()]
 
 
 def _swaps(site: Site, values: RawValues) -> list[Swap]:
@@ -86,7 +92,10 @@ def _follow_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins
     """The types of the raw values of a site, and the axes of its arrays that theirs follow."""
 
     def values_of(arrays: Mapping[str, Any]) -> RawValues:
-        return site.stage._init_at(site, arrays, None)
+        values = site.stage._init_at(site, arrays, None)
+        if len(arrays) > 1:  # lengths that a joint formula needs grow together, or not at all
+            site.stage._check_start(values, arrays)
+        return values
 
     with locate_errors(site.who):
         return types_of_result(values_of, types), probe_origins(values_of, types)

@@ -44,9 +44,9 @@ def total_log_det(plan: Plan) -> Array:
 def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
     """Each step, with the arrays that it reads."""
     arrays: Arrays = plan.raw.arrays
-    for step in plan.steps:
+    for i, step in enumerate(plan.steps):
+        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)
         yield step, arrays
-        arrays = run_steps([step], arrays)
 
 
 def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:

@@ -1,0 +1,156 @@
+"""What a plan decides by types alone is what the formulas make: shapes, means, and boxes of several arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import reparax as rpx
+from reparax.core.chain import Mean
+
+KEY = jax.random.key(0)
+W = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+class Repeated(rpx.Reparametrization):
+    """Every row several times, as a number for each array says."""
+
+    changes_type = True
+    factor: float = rpx.stage.number_field()
+
+    def init_leaf(self, w):
+        return {"y": w[::2]}
+
+    def apply_leaf(self, values):
+        return jnp.repeat(values["y"], int(2 * self.factor), 0)
+
+
+class Padded(rpx.Reparametrization):
+    """An aligned value of another shape than the array."""
+
+    changes_type = True
+    raw_values = {"x": rpx.stage.main(aligned=True)}
+
+    def init_leaf(self, w):
+        return {"x": w[:, :-1]}
+
+    def apply_leaf(self, values):
+        return jnp.pad(values["x"], ((0, 0), (0, 1)))
+
+
+class Times(rpx.Perturbation):
+    """A factor for each array."""
+
+    stochastic = False
+    factor: float = rpx.stage.number_field()
+
+    def apply_leaf(self, w, key):
+        return w * self.factor
+
+
+@pytest.mark.parametrize("first", [Repeated({".*": 1.0}), Repeated(lambda path, w: 1.0), Padded()], ids=repr)
+def test_later_stages_are_told_the_shape_that_the_formula_makes(first):
+    by_shape = Times(lambda path, w: float(10 * w.shape[0] + w.shape[1]))
+    raw = first.init({"w": W})
+    expected = np.repeat(W[::2], 2, 0) if isinstance(first, Repeated) else W * [1, 0]
+    np.testing.assert_array_equal((first >> by_shape).apply(raw)["w"], 42 * expected)
+    of_this_shape = Times(2.0, where=lambda path, w: w.shape == (4, 2))
+    np.testing.assert_array_equal((first >> of_this_shape).apply(raw)["w"], 2 * expected)
+
+
+def test_an_array_is_set_where_each_value_is_asked_of_its_own_stage():
+    p = rpx.Positive("exp", where=".*/g") >> rpx.WeightNorm(axis=-1)
+    new = jnp.array([[2.0, -2.0], [-3.0, 4.0]])
+    raw = p.set(p.init({"kernel": jnp.array([[1.0, -2.0], [3.0, 4.0]])}), "kernel", new)
+    np.testing.assert_allclose(p.apply(raw)["kernel"], new, rtol=1e-6)
+
+
+class Halved(rpx.Perturbation):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w / 2
+
+
+class Dropped(rpx.Perturbation):
+    """A stage whose mean is a stage of its own."""
+
+    def apply_leaf(self, w, key):
+        return w * jax.random.bernoulli(key, 0.5, w.shape)
+
+    @property
+    def deterministic(self):
+        return Halved()
+
+
+def test_fold_is_apply_of_the_deterministic_chain():
+    p = Dropped() >> Times(3.0)
+    np.testing.assert_array_equal(p.fold({"w": W})["w"], 1.5 * W)
+
+
+def test_a_mean_counts_among_the_stages_of_its_kind():
+    with_mean = Mean(rpx.VarNoise(0.1)) >> rpx.VarNoise(0.2)
+    apart = rpx.VarNoise(0.0) >> Times(1.0) >> rpx.VarNoise(0.2)  # two noises that do not draw as one
+    np.testing.assert_allclose(with_mean.apply({"w": W}, KEY)["w"], apart.apply({"w": W}, KEY)["w"], rtol=1e-6)
+
+
+def test_boxes_of_several_arrays_are_opened_and_keep_what_they_hold():
+    state = nnx.State({"kernel": nnx.Param(W), "d": nnx.Param({"a": W}), "sow": nnx.Intermediate(())})
+    noisy = rpx.VarNoise(0.1).apply(state, KEY)
+    assert jax.tree.structure(noisy) == jax.tree.structure(state)
+    assert not np.array_equal(jax.tree.leaves(noisy)[0], jax.tree.leaves(noisy)[1])
+    assert all(not np.array_equal(x, W) for x in jax.tree.leaves(noisy))
+    sown = nnx.State({"kernel": nnx.Param(W), "sow": nnx.Intermediate((W,))})
+    assert np.array_equal(rpx.VarNoise(0.1).apply(sown, KEY)["sow"].get_value()[0], W)
+    linen = {"kernel": nn.Partitioned({"u": W}, names=("x", "y"))}
+    assert jax.tree.structure(rpx.VarNoise(0.1).apply(linen, KEY)) == jax.tree.structure(linen)
+
+
+def test_an_empty_tuple_at_a_tied_place_stays_one():
+    p = rpx.Tie({"b": "a"}) >> rpx.Freeze(where="c")
+    raw = {**p.init({"a": W, "b": W, "c": W}), "b": {"@tie": ()}}
+    assert jax.tree.structure(p.update(raw)) == jax.tree.structure(raw)
+
+
+class Gained(rpx.stage.Joint):
+    """A gain for each output, beside a kernel and its bias."""
+
+    raw_values = {"v": rpx.stage.main(), "g": rpx.stage.aux()}
+
+    def init_leaves(self, arrays):
+        return {"w": {"v": arrays["w"], "g": jnp.zeros_like(arrays["b"])}, "b": {"v": arrays["b"]}}
+
+    def apply_leaves(self, values):
+        gain = jnp.exp(values["w"]["g"])
+        return {"w": gain[None] * values["w"]["v"], "b": gain * values["b"]["v"]}
+
+
+def test_axes_of_a_joint_that_equal_lengths_leave_open_follow_none():
+    p, mesh = Gained({"w": "(.*)kernel", "b": "(.*)bias"}), AbstractMesh((2, 2), ("x", "y"))
+    specs = {"kernel": PartitionSpec("x", "y"), "bias": PartitionSpec("y")}
+    like = {"kernel": np.ones((4, 4), np.float32), "bias": np.ones(4, np.float32)}
+    assert p.shardings(specs, mesh, like)["kernel"]["@gained"]["g"].spec == PartitionSpec(None)
+
+
+class Counted(rpx.Reparametrization):
+    """Counts how often its formulas are traced."""
+
+    traced = []
+
+    def init_leaf(self, w):
+        self.traced.append("init")
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        self.traced.append("apply")
+        return values["x"]
+
+
+def test_a_start_of_ones_own_is_traced_once_for_a_type():
+    params = {f"w{i}": W for i in range(9)}
+    jax.eval_shape(Counted().init, params)
+    assert Counted.traced.count("init") == 1
+    assert Counted.traced.count("apply") == 1
