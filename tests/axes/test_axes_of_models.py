@@ -98,6 +98,13 @@ def turned_arrays(arrays, **kwargs):
     return jax.tree.map(jnp.transpose, arrays)
 
 
+class ByModule(nnx.Module):
+    """A product with the transposed kernel, as a module."""
+
+    def __call__(self, x, kernel, *args, **kwargs):
+        return x @ kernel.T
+
+
 def stack_of_nnx(count, inputs, outputs, axis):
     """Layers that are stacked along an axis."""
     make = nnx.vmap(lambda rngs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs), out_axes=axis)
@@ -132,6 +139,7 @@ NAMES = {
     "by_a_hook": by_a_hook,
     "one_more": with_attribute("more", nnx.Param(normal(4, 4))),
     "of_product": drawn(lambda: nnx.Linear(4, 4, dot_general=turned_product, rngs=nnx.Rngs(0))),
+    "of_module": drawn(lambda: nnx.Linear(4, 4, dot_general=ByModule(), rngs=nnx.Rngs(0))),
     "of_product_later": with_attribute("dot_general", turned_product),
     "of_arrays": drawn(lambda: nnx.Conv(3, 3, (3,), promote_dtype=turned_arrays, rngs=nnx.Rngs(0))),
     "of_class": drawn(lambda: nnx.LinearGeneral(4, (4, 4), dot_general_cls=TurnedNnx, rngs=nnx.Rngs(0))),
@@ -442,3 +450,11 @@ def test_what_is_no_linen_module_is_refused():
     for model, got in ((1, "int"), ({"params": {"w": X}}, "dict"), (nn.Dense, "the class Dense")):
         with raises(TypeError, text.format(got)):
             rpx.linen.roles(model, X)
+
+
+@pytest.mark.parametrize("stage", [rpx.LowRank(4), rpx.WeightNorm(), rpx.matrices.FixedRank(4)], ids=repr)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_layers_come_back_as_they_were_stacked(stage, axis):
+    model = stack_of_nnx(2, 4, 6, axis)
+    kernel = stage.fold(stage.init(model, KEY)).kernel
+    np.testing.assert_allclose(kernel[...], model.kernel[...], atol=1e-5)

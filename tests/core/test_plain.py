@@ -117,3 +117,27 @@ def test_a_mapping_keeps_what_it_holds_beside_its_items() -> None:
     assert p.raw_paths(tree) == {"w": "w", "b": "b"}
     assert (raw.step, p.fold(raw).step, list(raw)) == (7, 7, ["w", "b"])
     np.testing.assert_array_equal(raw["b"]["@freeze"]["@fixed"]["w"], BIAS)
+
+
+class Ordered(dict[str, Any]):
+    """A mapping without names that keeps the order of its items, and an array beside them."""
+
+    extra: Any = None
+
+
+def _ordered(keys: Any, children: Any) -> Ordered:
+    tree = Ordered(zip(keys, children[1:], strict=True))
+    tree.extra = children[0]
+    return tree
+
+
+jax.tree_util.register_pytree_node(Ordered, lambda tree: ([tree.extra, *tree.values()], tuple(tree)), _ordered)
+
+
+def test_a_mapping_without_names_keeps_its_order_and_what_is_beside_its_items() -> None:
+    tree = Ordered(z=np.ones((2, 3), np.float32), a=np.ones((3, 2), np.float32))
+    tree.extra = np.full((2, 2), 3, np.float32)
+    p = rpx.Freeze() >> rpx.VarNoise(0.0)
+    found = p.apply(p.init(tree), jax.random.key(0))
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    np.testing.assert_array_equal(found.extra, tree.extra)

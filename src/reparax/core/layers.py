@@ -194,7 +194,6 @@ def _redefined(cls: type, base: type) -> dict[str, Any]:
     return {name: x for c in derived for name, x in vars(c).items() if hasattr(base, name)}
 
 
-@functools.cache
 def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]] | None:
     """The known layer that a class is, its name, and what it says; a class that computes otherwise is none."""
     for base in cls.__mro__:
@@ -241,7 +240,11 @@ def _reads_otherwise(box: Any) -> bool:
     if box is None:
         return False
     base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)
-    return not _redefined(type(box), base).keys().isdisjoint(("get_value", "__getitem__", "__jax_array__"))
+    return (
+        not _redefined(type(box), base)
+        .keys()
+        .isdisjoint(("get_value", "__getitem__", "__jax_array__", "__getattr__", "__getattribute__"))
+    )
 
 
 def _changed_function(base: type, module: Any) -> str:
@@ -249,7 +252,7 @@ def _changed_function(base: type, module: Any) -> str:
     for name, default in _defaults_of(base).items():
         x = vars(module).get(name, default)
         is_type = isinstance(x, type) and name.endswith("type")
-        if callable(x) and x is not default and not is_type and not _is_module(type(x)):
+        if callable(x) and x is not default and not is_type and name != "base_module":  # whose result a LoRA adds
             return name
     return ""
 

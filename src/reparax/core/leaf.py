@@ -6,6 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from reparax.core import checks, config
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
-from reparax.core.leafwise import Leafwise, Nodes
+from reparax.core.leafwise import Leafwise, Nodes, read_values
 from reparax.core.paths import has_symbols, type_of
 from reparax.core.raw import Flat, Leaf
 from reparax.core.site import RawValues, Site, site_of
@@ -292,12 +293,28 @@ class Reparametrization(Leafwise):
         """Each array that the stage takes, or after ``init`` the raw values of each."""
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
+            for leaf, stage in pairs:
+                self._require_readable(stage, leaf)
         else:
             nodes = Nodes(self, CallName(self, method), tree)
             nodes.mark_foreign()
             pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
         call = _caller(self)
         return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
+
+    def _require_readable(self, stage: Self, leaf: Leaf) -> None:
+        """Requires that raw values will tell the axes of stacked layers that the array's layer tells."""
+        if self._in_place or stage.stacked == self.stacked or not leaf.convention.is_of_layer:
+            return
+        with checks.locate_errors(CallName(self, "init", (leaf.path,))):
+            w = type_of(leaf.content)
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init` needs numbers
+                found = read_values(self, leaf, jax.eval_shape(lambda w: _start_values(stage, w, None), w)).effective
+                if found.shape != w.shape and not self.changes_type:
+                    raise ValueError(
+                        f"expected raw values that say along which axes layers are stacked, but those of shape "
+                        f"{w.shape} would be read as {found.shape}. Write {replace(self, stacked=stage.stacked)!r}."
+                    )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
         """The stage of one array, at that array or at its marker dict."""

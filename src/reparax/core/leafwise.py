@@ -414,32 +414,45 @@ class Nodes:
         group = self._group(leaf)
         if group not in self._readings:
             with locate_errors(self._who.at(leaf.path)):
-                self._readings[group] = self._read(leaf, self._types[leaf.place])
+                self._readings[group] = read_values(self._stage, leaf, self._types[leaf.place])
         return self._readings[group]
 
-    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
-        """What raw values of these types say of their array.
 
-        If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
-        """
-        aligned = self._stage._aligned_type(types)
-        if aligned is not None:
-            stage = self._stage._for_leaf(leaf, aligned, typical=True)
-            with suppress(Exception):  # values that do not fit make no array; what they should be is said later
-                return Reading(stage, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage, types).dtype))
-            return Reading(stage, aligned, is_made=False)
-        candidates = types_to_try(self._stage, leaf)
-        for w, stacked in candidates if len(candidates) > 1 else ():
-            with suppress(Exception):
-                reading = self._read_as(leaf, w, stacked, types)
-                if leaf.convention.stacks(reading.effective.shape) == [stacked]:
-                    return reading
-        return self._read_as(leaf, *candidates[0], types)
+def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
+    """What raw values of these types say of their array.
 
-    def _read_as(self, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
-        """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
-        stage = self._stage._for_leaf(leaf, w, typical=True, stacked=stacked)
-        return Reading(stage, _type_made(stage, types))
+    If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
+
+    Raises:
+      ValueError: If values of arrays that are stacked along different axes are of these types.
+    """
+    aligned = stage._aligned_type(types)
+    if aligned is not None:
+        stage_here = stage._for_leaf(leaf, aligned, typical=True)
+        with suppress(Exception):  # values that do not fit make no array; what they should be is said later
+            return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
+        return Reading(stage_here, aligned, is_made=False)
+    candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
+    for w, stacked in candidates if len(candidates) > 1 else ():
+        if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
+            break  # values of one number of axes are those of one number of stacks
+        with suppress(Exception):
+            reading = _read_as(stage, leaf, w, stacked, types)
+            if leaf.convention.stacks(reading.effective.shape) == [stacked]:
+                found.setdefault(reading.effective.shape, reading)
+    if len(found) > 1:
+        codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
+        raise ValueError(
+            f"expected raw values that say along which axes layers are stacked, but they fit arrays of shapes "
+            f"{' and '.join(map(str, found))}. Write {codes}."
+        )
+    return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+
+
+def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
+    """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
+    stage_here = stage._for_leaf(leaf, w, typical=True, stacked=stacked)
+    return Reading(stage_here, _type_made(stage_here, types))
 
 
 def _type_made(stage: Any, types: Mapping[str, Any]) -> Any:

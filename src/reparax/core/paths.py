@@ -130,7 +130,7 @@ class _Named(dict[str, Any]):
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
         """The mapping with key names, also for the mappings inside it."""
         children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
-        made_by = type(mapping) if _keeps_items_alone(mapping, treedef) else treedef
+        made_by = type(mapping) if _keeps_items_alone(mapping, children, treedef) else treedef
         if made_by is treedef:
             new = cls({key: with_key_names(x) for key, x in zip(_keys_of(mapping, children), children, strict=True)})
         else:
@@ -148,14 +148,15 @@ class _Named(dict[str, Any]):
         return made_by.unflatten(children) if is_structure else made_by(dict(zip(keys, children, strict=True)))
 
 
-def _keeps_items_alone(mapping: Mapping[str, Any], treedef: Any) -> bool:
-    """Whether the class of a mapping makes it again from a dict of its items."""
+def _keeps_items_alone(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
+    """Whether the class of a mapping makes it again, with the same children, from a dict of its items in order."""
     maker: Any = type(mapping)
     try:
-        again = maker(dict(mapping))
+        again = maker({key: mapping[key] for key in sorted(mapping)})
     except Exception:  # another argument is required
         return False
-    return jax.tree.structure(again, is_leaf=lambda x: x is not again) == treedef
+    children_again, treedef_again = jax.tree.flatten(again, is_leaf=lambda x: x is not again)
+    return treedef_again == treedef and all(x is y for x, y in zip(children, children_again, strict=True))
 
 
 def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
