@@ -35,14 +35,12 @@ class Step:
     Attributes:
       stage: The stage, and not its mean.
       sites: Where it acts.
-      before: The types of the tree that it reads.
       made: The types of the arrays that it makes, by their key paths.
       draws: Whether it draws random numbers; a stage that could and does not gives its mean.
     """
 
     stage: Any
     sites: Sequence[Site]
-    before: Flat
     made: Mapping[Names, Any]
     draws: bool
 
@@ -100,7 +98,7 @@ def plan(method: str, stages: Stages, raw: Flat, *, mean: bool = False) -> Plan:
         stage = stage_or_mean._unwrapped
         sites = stage.sites(method, tree.before(stages[i + 1 :]))
         made = _types_made(sites, tree)
-        steps.append(Step(stage, sites, tree, made, draws=stage_or_mean.stochastic))
+        steps.append(Step(stage, sites, made, draws=stage_or_mean.stochastic))
         swaps = [site.swaps({name: made[place] for name, place in site.arrays.items()}) for site in sites]
         tree = tree.swap([swap for swaps_of_site in swaps for swap in swaps_of_site])
     return Plan(raw, steps, tree)
