@@ -383,7 +383,7 @@ def _unstack(x: Sum) -> tuple[list[Any], Sum] | None:
 def _unstack_product(product: Product) -> tuple[list[Any], Product] | None:
     """What :func:`_unstack` returns, for one product of the sum."""
     first_axis, *other_axes = product.axes
-    if len(first_axis) > 1 or any(label in axis for axis in other_axes for label in first_axis):
+    if not product.is_plain(0):
         return None
     arrays = list[Any]()
     shells = list[Factor]()

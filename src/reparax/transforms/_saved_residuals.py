@@ -212,8 +212,5 @@ def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """Weights from an ``apply``, which a call, the steps of a loop and a custom derivative read."""
-    w = recompute(lambda w, _: jnp.sin(w), w, None)
-    x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
-    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
-    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)
+    """A small network with the weight of an ``apply``."""
+    return jaxprs.small_network(recompute(lambda w, _: jnp.sin(w), w, None), x)
