@@ -176,7 +176,11 @@ def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The derivative of a call that is differentiated: JAX asks for it, by a line of this file."""
+    """The outputs of a call and their tangents, which JAX asks for where it differentiates.
+
+    The call is linearized, which gives residuals and a linear program. A forward call computes the outputs, and those
+    residuals that it must store. A linear call reads these, and computes the other residuals itself.
+    """
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     if not any(map(dependence.has_tangent, outvars)):
