@@ -246,7 +246,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
+    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated.
+
+    ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
+    ``((i,), (o,))``.
+    """
 
     factors: tuple[Factor, ...]
     axes: tuple[Merged, ...]
@@ -324,8 +328,9 @@ class Product:
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
         """The entries at which the two axes of each pair have the same index: the pair shares its labels then.
 
-        Pairs with an axis of size 1 stay as they are. None if the axes of a pair are merged in different ways, or if a
-        factor would have one label twice.
+        Of an outer product of two vectors, they are the elementwise product, on a diagonal. Pairs with an axis of size
+        1 stay as they are. None if the axes of a pair are merged in different ways, or if a factor would have one label
+        twice.
         """
         product = self
         for i, j in pairs:
