@@ -382,8 +382,11 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
-    update_reads: ClassVar[tuple[str, ...]] = ()
-    """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+
+    @property
+    def update_reads(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        return ()
 
     @property
     def _init_draws(self) -> bool:
