@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, describe, path_text
 from reparax.core.plan import Plan, Stages, Step, plan_for
 from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
@@ -84,7 +83,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
             with locate_errors(site.who):
                 for taken in site.arrays.values():
                     site.stage._require_taken(changed.arrays[taken])
-        changed = start_at(touching, changed, Keys(key))
+        changed = start_at(touching, changed, key)
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):
             raise _type_error(who, path_text(place), tree.arrays[place], describe(x))
