@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 from reparax.core.matrices import RowsAndColumns
@@ -252,3 +255,30 @@ def test_a_penalty_is_a_number_of_python_or_a_sum_in_float32():
         assert p.penalty(p.init(three)) == 4.5
     p, many = PricedTogether(), {"w": jnp.ones(257, jnp.bfloat16)}
     assert p.penalty(p.init(many)) == 257  # which bfloat16 rounds to 256
+
+
+class OfEvenMatrices(rpx.Reparametrization):
+    """Both questions ask an array for what its type alone does not have."""
+
+    raw_values = {"v": rpx.stage.main(aligned=True)}
+
+    def default(self, w):
+        return super().default(w) and w.T.ndim == 2
+
+    def refuse_leaf(self, w):
+        return None if len(w.real) % 2 == 0 else "expected an even number of rows."
+
+    def init_leaf(self, w):
+        return {"v": w}
+
+    def apply_leaf(self, values):
+        return values["v"]
+
+
+def test_questions_of_an_author_are_asked_of_arrays_also_where_only_types_are_known():
+    p, types = OfEvenMatrices(), {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    shardings = p.shardings({"w": P("rows", None)}, AbstractMesh((2,), ("rows",)), like=types)
+    assert shardings["w"]["@of_even_matrices"]["v"].spec == P("rows", None)
+    boxed = p.init({"w": nn.Partitioned(jnp.ones((4, 2)), ("in", "out"))})
+    assert boxed["w"]["@of_even_matrices"]["v"].names == ("in", "out")
+    assert (p >> OwnNoise(0.1)).apply(p.init({"w": jnp.ones((4, 2))}), jax.random.key(0))["w"].shape == (4, 2)

@@ -13,8 +13,8 @@ from jax import Array
 from jax.extend.core import Jaxpr, Var
 
 from reparax.core.paths import describe
-from reparax.core.recompute import recompute
 from reparax.core.reports import count_lines, fold_lines, readable_size, size_in_bytes
+from reparax.core.unchanged import recompute
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.sources import line_of_output, lines_by_origin
