@@ -7,7 +7,7 @@ FOLDER = Path(__file__).parent
 BUDGETS = {
     "index": 350,
     "quickstart": 800,
-    "concepts": 900,
+    "concepts": 920,
     "recognizer": 2700,
     "fine_tuning": 2000,
     "gallery": 150,

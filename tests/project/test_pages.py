@@ -54,14 +54,15 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeyp
 
 
 def test_only_what_nobody_can_run_alone_is_left_out():
-    """Each block of Python runs, here or with ``make test-peers``, but those of trainers that need a model of theirs."""
+    """Each block of Python runs, here or with ``make test-peers``, but two that need the model of a trainer."""
     first_lines = [block.partition("\n")[0] for page in PROGRAMS for block in blocks(page)]
     assert [line for line in first_lines if line.startswith(NOT_RUN)] == [
         "# Not run here: needs google-tunix, your model, and the config of its trainer.",
         "# Not run here: needs maxtext, and a model that it made.",
     ]
     assert {needed[1] for needed in map(NEEDS.match, first_lines) if needed} <= {"torch", "paramax"}
-    assert [page.name for page in PROGRAMS if re.search(r"^ *(```|~~~)(\{code|py\n|pycon)", page.read_text(), re.M)] == []
+    unseen = re.compile(r"^ *(?:```|~~~)(?:\{code|py\n|pycon)", flags=re.MULTILINE)
+    assert [page.name for page in PROGRAMS if unseen.search(page.read_text())] == []
 
 
 def test_tables_are_those_of_the_results():

@@ -367,7 +367,8 @@ class Parametrization(Static, ABC):
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
-          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no original.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no
+            original.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
