@@ -9,23 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
-from reparax.core.raw import OTHER_CHAIN, kind_of, marker, outer_markers, parameter_path
-from reparax.core.values import OTHERS, Values, value_of
+from reparax.core.raw import OTHER_CHAIN, parameter_path
+from reparax.core.values import OTHERS, RawValues, Values, value_of
 from reparax.numerics.arithmetic import is_array
-
-
-def no_own_node_error(who: object, kind: str, tree: PyTree) -> ValueError:
-    """The error for a tree in which a stage finds no marker of its own."""
-    mark = marker(kind, 1)
-    if marks := outer_markers(tree):
-        path, found_mark = next(iter(marks.items()))
-        if kind_of(found_mark) == kind:
-            return ValueError(f"{who} does not know the values under {found_mark!r} at {path!r}: {OTHER_CHAIN}")
-        return ValueError(f"{who} found no {mark!r} in a raw tree that holds {found_mark!r} at {path!r}: {OTHER_CHAIN}")
-    return ValueError(
-        f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
-        f"the whole chain, and pass `raw`."
-    )
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -174,15 +160,11 @@ def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callabl
         )
 
 
-Leaves = dict[str, dict[str, Array]]
-"""For each array, by its name in the formula, its raw values by their names."""
-
-
 def require_start(
     stage: Any,
-    apply: Callable[[Leaves], Any],
+    apply: Callable[[RawValues], Any],
     formulas: tuple[str, str],
-    values: Leaves,
+    values: RawValues,
     arrays: Mapping[str, Array],
     *,
     is_shared: bool,

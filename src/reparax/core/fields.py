@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass
@@ -256,18 +255,10 @@ def _refuse_init(cls: type) -> None:
     """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
     if "__init__" not in cls.__dict__:
         return
-    arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-    fields = ", ".join(f"`{_declaration(parameter)}`" for parameter in arguments) or "what varies"
     raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
-        f"the class instead, with its own type, and check values in `__post_init__`."
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare its arguments in "
+        f"the class instead, such as `rank: int`, and check values in `__post_init__`."
     )
-
-
-def _declaration(parameter: inspect.Parameter) -> str:
-    """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
-    has_annotation = parameter.annotation is not inspect.Parameter.empty
-    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"
 
 
 V = TypeVar("V")

@@ -150,10 +150,11 @@ def known_by_name(name: str) -> KnownAxes:
     return KnownAxes(role_by_letters(letters, (None,) * len(letters), name) if letters else _NO_ROLE, PLAIN, name)
 
 
-def known_by_class(treedef: Any, boxes: Mapping[int, Any]) -> dict[int, KnownAxes]:
+def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, KnownAxes]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out.
 
-    Some leaves stand in ``boxes``, which are no nodes of the tree.
+    Some leaves stand in ``boxes``, which are no nodes of the tree. ``same`` gives for each leaf the number of the first
+    that is the same parameter, of which modules may say different axes.
     """
     known = dict[int, KnownAxes]()
 
@@ -173,7 +174,17 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any]) -> dict[int, KnownAxe
             start += child.num_leaves
 
     visit(treedef, 0, "")
+    for number, axes in list(known.items()):
+        first = known.get(same[number], axes)
+        if _uses_of(first) != _uses_of(axes):
+            sources = " and ".join(x.source or "a module of another class" for x in (first, axes))
+            known[same[number]] = KnownAxes(why=f"{sources} share it, with other axes", is_class=True)
     return known
+
+
+def _uses_of(axes: KnownAxes) -> Any:
+    """What a class says of the axes of an array, beside their sizes and its own name."""
+    return len(axes.sizes), axes.role.stacked, [replace(use, line="") for use in axes.role.uses]
 
 
 @functools.cache
@@ -227,11 +238,12 @@ def _arrays_of_layer(
             continue
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
-        why = f"{name} has another {changed} there" if changed else ""
+        known[leaf] = KnownAxes(role_by_letters(axes, tuple(chain(*groups)), name), source=name, is_class=True)
+        if changed:
+            known[leaf] = KnownAxes(why=f"{name} has another {changed} there", is_class=True)
         if _reads_otherwise(box):
             why = f"no class that reparax knows holds it, but {type(box).__name__}"
-        role = _NO_ROLE if why else role_by_letters(axes, tuple(chain(*groups)), name)
-        known[leaf] = KnownAxes(role, why, name, is_class=True)
+            known[leaf] = KnownAxes(why=why, is_class=True)
     return {
         leaf: replace(axes, beside=tuple((other, of_other.sizes) for other, of_other in known.items() if other != leaf))
         for leaf, axes in known.items()

@@ -17,6 +17,7 @@ from reparax.core.boxes import box_of_parameter, is_box_of_one, value_in, with_v
 from reparax.core.layers import KnownAxes, known_by_class, known_by_name
 from reparax.core.names import import_stage
 from reparax.core.paths import (
+    Elsewhere,
     Names,
     PyTree,
     axis_names,
@@ -79,9 +80,8 @@ class Leaf:
       added: Whether it is added to a base that represents the array; only its place selects it.
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
       content: What stands there.
+      effective: The type of the array for which a marker dict stands, if it is read.
       tree: The tree that it is from, if anything but its path is known.
-      is_foreign: Whether it is a marker dict that another stage of the same kind made.
-      read_type: How the type of the array is found for which a marker dict stands.
     """
 
     place: Names
@@ -92,14 +92,13 @@ class Leaf:
     added: bool
     decays: bool
     content: Any = None
+    effective: Any = None
     tree: "Flat | None" = None
-    is_foreign: bool = False
-    read_type: "Callable[[Leaf], Any] | None" = None
 
     @property
     def array(self) -> Any:
         """The array, or its type; of a marker dict the type of the array for which it stands."""
-        return self.content if self.read_type is None else self.read_type(self)
+        return self.effective if isinstance(self.content, Node) else self.content
 
     @cached_property
     def axes(self) -> KnownAxes:
@@ -146,7 +145,7 @@ class Leaf:
     @property
     def is_there(self) -> bool:
         """Whether there is an array, or a marker dict that stands for one."""
-        return (is_array(self.content) or isinstance(self.content, Node)) and not self.is_foreign
+        return is_array(self.content) or isinstance(self.content, Node)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,12 +155,12 @@ class Node:
     Attributes:
       place: The key path of the array that it stands for.
       mark: The marker.
-      below: The key paths of all that is below this place, in the order of the tree.
+      below: All that is below this place, by its key path, in the order of the tree.
     """
 
     place: Names
     mark: str
-    below: list[Names]
+    below: dict[Names, Any]
 
     @cached_property
     def inside(self) -> list[Names]:
@@ -169,14 +168,39 @@ class Node:
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
-    def is_alone(self) -> bool:
-        """Whether nothing stands beside the marker, as in each tree that is not damaged."""
-        return len(self.below) == len(self.inside)
-
-    @property
     def values(self) -> dict[str, Names]:
         """The key path of each value."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
+
+    def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
+        """The values by their names; an error for anything else in the dict or beside the marker.
+
+        Some formats store an empty dict as None.
+        """
+        depth = len(self.place)
+        is_alone = len(self.below) == len(self.inside)
+        if self.inside == [(*self.place, self.mark)]:
+            content = self.below[self.inside[0]]
+            if (is_empty(content) and is_alone) or (content is None and may_be_none):
+                return {}
+
+        def is_value(place: Names) -> bool:
+            n_markers = 2 if FIXED in place[depth:] else 1
+            return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.below[place])
+
+        arrays = {place[-1]: self.below[place] for place in self.inside if is_value(place)}
+        if not is_alone or len(arrays) < len(self.inside):
+            raise ValueError(self._describe_damage())
+        return arrays
+
+    def _describe_damage(self) -> str:
+        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
+        nested = dict[Any, Any]()
+        for place, x in self.below.items():
+            _put(nested, place[len(self.place) :], x)
+        if others := [name for name in nested if name != self.mark]:
+            return f"found {others[0]!r} beside {self.mark!r}: {OTHER_CHAIN}"
+        return _describe_wrong_values(self.mark, nested[self.mark])
 
 
 def is_mark(name: object) -> bool:
@@ -397,11 +421,19 @@ Swap = tuple[Sequence[Names], Mapping[Names, Any]]
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters."""
+    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters.
+
+    Attributes:
+      treedef: The structure.
+      places: The names.
+      boxes: The boxes.
+      first_places: For the later places of a parameter that has several, the first.
+    """
 
     treedef: Any
     places: tuple[Names, ...]
     boxes: Mapping[Names, Any]
+    first_places: Mapping[Names, Names]
 
     @cached_property
     def parameters(self) -> frozenset[Names]:
@@ -421,7 +453,9 @@ class Frame:
     def axes(self) -> Mapping[Names, KnownAxes]:
         """What is known of the axes of each parameter: by its module or its name, and by its box."""
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
-        by_class = known_by_class(self.treedef, boxes)
+        numbers = {place: i for i, place in enumerate(self.places)}
+        same = [numbers[self.first_places.get(place, place)] for place in self.places]
+        by_class = known_by_class(self.treedef, boxes, same)
         known = [by_class.get(i) or known_by_name(place[-1] if place else "") for i, place in enumerate(self.places)]
         for i, box in boxes.items():
             if (names := axis_names(box)) is not None:
@@ -492,12 +526,30 @@ class Flat:
     def nodes(self, kind: str) -> dict[Names, Node]:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
         marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
-        nodes = {place: Node(place, mark, below=[]) for place, mark in marks.items()}
-        for place in self.arrays:
+        nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
+        for place, x in self.arrays.items():
             for n in range(len(place)):
                 if place[:n] in nodes:
-                    nodes[place[:n]].below.append(place)
+                    nodes[place[:n]].below[place] = x
         return nodes
+
+    def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
+        """The marker dicts of a stage's kind; an error if there are none."""
+        if nodes := self.nodes(kind):
+            return nodes
+        mark = marker(kind, 1)
+        for place in self.arrays:
+            if found := next((name for name in place if name.startswith("@")), None):
+                path = parameter_path(place)
+                if kind_of(found) == kind:
+                    raise ValueError(f"{who} does not know the values under {found!r} at {path!r}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"{who} found no {mark!r} in a raw tree that holds {found!r} at {path!r}: {OTHER_CHAIN}"
+                )
+        raise ValueError(
+            f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, "
+            f"with the whole chain, and pass `raw`."
+        )
 
     def _innermost_nodes(self) -> list[Names]:
         """The key path of each marker dict that holds no other marker."""
@@ -512,30 +564,6 @@ class Flat:
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
         """The tree with marker dicts in place of what is inside them."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-
-    def values_of(self, node: Node) -> dict[str, Any]:
-        """The values under a marker, by their names; an error for anything else under it or beside it."""
-        depth = len(node.place)
-        if node.is_alone and node.inside == [(*node.place, node.mark)] and is_empty(self.arrays[node.inside[0]]):
-            return {}
-
-        def is_value(place: Names) -> bool:
-            n_markers = 2 if FIXED in place[depth:] else 1
-            return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.arrays[place])
-
-        values = {place[-1]: self.arrays[place] for place in node.inside if is_value(place)}
-        if not node.is_alone or len(values) < len(node.inside):
-            raise ValueError(self._describe_damage(node))
-        return values
-
-    def _describe_damage(self, node: Node) -> str:
-        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
-        nested = dict[Any, Any]()
-        for place in node.below:
-            _put(nested, place[len(node.place) :], self.arrays[place])
-        if others := [name for name in nested if name != node.mark]:
-            return f"found {others[0]!r} beside {node.mark!r}: {OTHER_CHAIN}"
-        return _describe_wrong_values(node.mark, nested[node.mark])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
@@ -556,22 +584,23 @@ def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat, without its boxes."""
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
+    first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
+        content = node
         if is_box(node):
-            boxes[path] = node
-        content = value_in(node) if is_box(node) else node
+            boxes[path], content = node, value_in(node)
         parts = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
         for below, x in parts:
             place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
-            if is_box(x):
-                boxes_of_values[place] = x
-            value = value_in(x) if is_box(x) else x
-            arrays[place] = {} if is_box(x) and is_empty(value) else value
+            arrays[place] = x
+            if below and is_box(x):
+                boxes_of_values[place], value = x, value_in(x)
+                arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
     boxes |= _boxes_of_parameters(boxes_of_values)
-    return Flat(Frame(treedef, tuple(paths), boxes), arrays, boxes_of_values)
+    return Flat(Frame(treedef, tuple(paths), boxes, first_places), arrays, boxes_of_values)
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
