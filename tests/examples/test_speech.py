@@ -283,21 +283,21 @@ def test_ways_act_where_they_say_and_start_from_weights_that_they_give_back():
     assert lengths["encoder"]["conformer_0"]["attention"]["query"]["kernel"]["@weight_norm"]["g"].shape == (1, 4, 2)
 
 
-def test_from_its_first_step_on_noise_moves_the_loss_and_a_stopped_run_goes_on_as_if_it_had_not():
+def test_from_its_first_step_on_dropout_moves_the_loss_and_a_stopped_run_goes_on_as_if_it_had_not():
     """One program for each bucket takes all values."""
-    run, data = training.Run("weight noise", small("lstm"), TINY), tones()
+    run, data = training.Run("weight dropout", small("lstm"), TINY), tones()
 
     def fit(value, resume=None):
         return training.fit(run, data, rate=0.02, value=value, seed=0, resume=resume)
 
-    without, noisy = ([point.loss for point in fit(value)] for value in (0.0, 0.5))
-    np.testing.assert_allclose(noisy[: TINY.start], without[: TINY.start], rtol=1e-4)
-    assert abs(noisy[TINY.start] - without[TINY.start]) > 1e-3 * without[TINY.start]
+    without, dropped = ([point.loss for point in fit(value)] for value in (0.0, 0.5))
+    np.testing.assert_allclose(dropped[: TINY.start], without[: TINY.start], rtol=1e-4)
+    assert abs(dropped[TINY.start] - without[TINY.start]) > 1e-3 * without[TINY.start]
     kept = None
     for point in fit(0.5):
         if point.steps == 2:
             kept = point._replace(raw=jax.tree.map(np.array, point.raw), state=jax.tree.map(np.array, point.state))
-    assert [point.loss for point in fit(0.5, kept)] == noisy[2:]
+    assert [point.loss for point in fit(0.5, kept)] == dropped[2:]
     assert training.step_of(run)._cache_size() <= 2 * len(TINY.buckets)  # arrays of numpy count once more
 
 

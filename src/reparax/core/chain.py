@@ -32,7 +32,7 @@ from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.site import Site
+from reparax.core.site import Site, identity
 from reparax.core.start import follow, start, with_boxes
 from reparax.core.values import RawValues
 from reparax.numerics.arguments import is_whole
@@ -174,7 +174,7 @@ class Parametrization(Static, ABC):
           >>> p.fold(raw), p.original(raw)
           ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
         """
-        return nest(undo(plan_for(self, raw, "original", mean=True)))
+        return run_plan(undo(plan_for(self, raw, "original", mean=True), lambda stage: True), None)
 
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
         """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
@@ -357,14 +357,40 @@ class Parametrization(Static, ABC):
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
-    def fold(self, raw: T) -> T:
+    def fold(self, raw: T, *, without: Parametrization | type[Parametrization] | None = None) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
+
+        Args:
+          raw: The result of ``init``, or that after steps of an optimizer.
+          without: A stage of the chain, or the class of stages, to undo as :meth:`original` undoes all; the others are
+            kept. Several stages as a chain.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
-          ValueError: If ``raw`` is not a raw tree of this chain.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no
+            original.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.MagnitudePruning(0.5) >> rpx.numbers.Scale(2.0)
+          >>> raw = p.init({"w": jnp.array([[1.0, 2.0]])})
+          >>> p.fold(raw)["w"], p.fold(raw, without=rpx.MagnitudePruning)["w"]
+          (Array([[0., 2.]], dtype=float32), Array([[1., 2.]], dtype=float32))
         """
-        return run_plan(plan_for(self, raw, "fold", mean=True), None)
+        planned = plan_for(self, raw, "fold", mean=True)
+        if without is None:
+            return run_plan(planned, None)
+        given = [identity(part) for part in without._parts] if isinstance(without, Parametrization) else []
+
+        def is_undone(stage: Any) -> bool:
+            return isinstance(stage, without) if isinstance(without, type) else identity(stage) in given
+
+        if not any(is_undone(stage._unwrapped) for stage in self._parts):
+            raise ValueError(
+                f"{CallName(self, 'fold')} takes a stage of the chain, or the class of stages, as `without`, but got "
+                f"{without!r}. Copy it from the chain, such as `p[0]`."
+            )
+        return run_plan(undo(planned, is_undone), None)
 
     # What a stage does where it is bound to arrays: methods for the loops over chains.
 
@@ -372,11 +398,16 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
-    update_reads: ClassVar[tuple[str, ...]] = ()
-    """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
 
-    _init_takes_key: ClassVar[bool] = False
-    """Whether ``init_leaf`` takes a key, as a random start does."""
+    @property
+    def update_reads(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        return ()
+
+    @property
+    def _init_takes_key(self) -> bool:
+        """Whether ``init_leaf`` takes a key, as a random start does."""
+        return False
 
     @property
     def _unwrapped(self) -> Any:

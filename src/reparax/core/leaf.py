@@ -163,12 +163,11 @@ class Reparametrization(Leafwise):
     ``Simplex``, which add up to 1."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Remembers what the formulas of a new class take, and requires that they can be called."""
+        """Requires that the formulas of a new class can be called with what they take."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
-        cls.update_reads = _arguments_of_update(cls)
-        cls._init_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
+        _arguments_of_update(cls)
         _require_arguments(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -280,6 +279,14 @@ class Reparametrization(Leafwise):
     def _in_place(self) -> bool:
         """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
+
+    @property
+    def update_reads(self) -> tuple[str, ...]:
+        return _arguments_of_update(type(self))
+
+    @property
+    def _init_takes_key(self) -> bool:
+        return _takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
@@ -408,6 +415,11 @@ def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
 
+def _takes_key(cls: type[Any]) -> bool:
+    """Whether the start is random."""
+    return "key" in inspect.signature(cls.init_leaf).parameters
+
+
 def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
     """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
@@ -426,7 +438,7 @@ def _require_arguments(cls: type[Any]) -> None:
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
     init_leaf: Any = cls.__dict__.get("init_leaf")
-    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + cls._init_takes_key:
+    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _takes_key(cls):
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
             f"w), or with (self, w, key) if it takes a `key`, as a random start does."

@@ -36,7 +36,8 @@ _NAMES = {
     "stages.adapters": "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated",
     "stages.quantized": "Quantized FakeQuantized Cast",
     "training": (
-        "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"
+        "optimizer partition combine is_parametrized param_labels decay_mask transfer summary reset_moments projected "
+        "state_shardings"
     ),
     "transforms": "remat factored local_reparametrization explain saved_residuals",
     "axes": "roles Role check_axes",
@@ -55,7 +56,7 @@ FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
-    "optimizer partition combine decay_mask transfer summary remat factored explain roles"
+    "optimizer partition combine is_parametrized decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
 """The names that are at the top too."""

@@ -18,6 +18,7 @@ from reparax.core.layers import Convention, convention_by_name, conventions_by_c
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     AxisNames,
+    Elsewhere,
     Names,
     PyTree,
     axis_names,
@@ -405,11 +406,19 @@ Swap = tuple[Sequence[Names], Mapping[Names, Any]]
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters."""
+    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters.
+
+    Attributes:
+      treedef: The structure.
+      places: The names.
+      boxes: The boxes.
+      first_places: For the later places of a parameter that has several, the first.
+    """
 
     treedef: Any
     places: tuple[Names, ...]
     boxes: Mapping[Names, Any]
+    first_places: Mapping[Names, Names]
 
     @cached_property
     def axis_names(self) -> Mapping[Names, AxisNames | None]:
@@ -434,7 +443,9 @@ class Frame:
     def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
-        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes).items()}
+        numbers = {place: i for i, place in enumerate(self.places)}
+        same = [numbers[self.first_places.get(place, place)] for place in self.places]
+        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes, same).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -557,6 +568,7 @@ def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat, without its boxes."""
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
+    first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
         content = node
         if is_box(node):
@@ -572,7 +584,7 @@ def flatten(tree: PyTree) -> Flat:
                 arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
     boxes |= _boxes_of_parameters(boxes_of_values)
-    return Flat(Frame(treedef, tuple(paths), boxes), arrays, boxes_of_values)
+    return Flat(Frame(treedef, tuple(paths), boxes, first_places), arrays, boxes_of_values)
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
