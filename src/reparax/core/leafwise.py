@@ -251,7 +251,7 @@ class Leafwise(Parametrization):
         """The marker dicts that the stage takes, each with the stage as it acts on the array for which it stands."""
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
-        return [(leaf, self._as_read(who, leaf, read(leaf))) for leaf in leaves]
+        return [(leaf, self._as_read(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
 
     def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
         """The leaves of a tree, with the marker dicts of the stage's kind in place of what is inside them."""
@@ -387,7 +387,7 @@ Read = Callable[[Leaf], Reading]
 
 
 def reader(stage: Any, who: CallName) -> Read:
-    """Reads marker dicts of a stage's kind, those whose values say the same once, and tells each leaf its type."""
+    """Reads marker dicts of a stage's kind, those whose values say the same once."""
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
@@ -396,8 +396,8 @@ def reader(stage: Any, who: CallName) -> Read:
             group = (*stage._what_sets_axes(leaf), *types.items())
             if group not in readings:
                 readings[group] = read_values(stage, leaf, types)
-            leaf.effective = readings[group].effective
-        return readings[group]
+        leaf.reading = readings[group]
+        return leaf.reading
 
     return read
 
