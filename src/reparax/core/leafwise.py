@@ -276,13 +276,15 @@ class Leafwise(Parametrization):
     def _as_read(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
         """The stage as it acts on an array that is read, with the numbers for that array."""
         with locate_errors(who.at(leaf.path)):
+            if reading.error is not None:
+                raise reading.error
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
         read = reader(self, who)
         for leaf in self._leaves_with_nodes(who, tree):
             if leaf.path == path and isinstance(leaf.content, Node):
-                read(leaf)
+                self._as_read(who, leaf, read(leaf))
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
@@ -376,14 +378,16 @@ class Reading(NamedTuple):
     Attributes:
       stage: The stage there, with typical numbers.
       effective: The type of the array.
+      error: What is wrong with the values, if ``init`` would not give such values for such an array.
     """
 
     stage: Any
     effective: Any
+    error: Exception | None = None
 
 
 Read = Callable[[Leaf], Reading]
-"""What the values in a marker dict say; a ValueError if ``init`` would not give such values for such an array."""
+"""What the values in a marker dict say; an error of any kind if the formula does not take them."""
 
 
 def reader(stage: Any, who: CallName) -> Read:
@@ -421,13 +425,17 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
 
     Raises:
-      ValueError: If ``init`` would not give values of these types, or would for arrays stacked along different axes.
+      ValueError: If values of arrays that are stacked along different axes are of these types.
+      Exception: Whatever the formula raises on values that it does not take, if none has the shape of the array.
     """
     aligned = stage._aligned(types)
     if aligned is not None:
         stage_here = stage._for_leaf(leaf, aligned, typical=True)
-        stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
-        return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
+        try:
+            stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
+            return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
+        except Exception as error:
+            return Reading(stage_here, aligned, error)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
@@ -443,7 +451,10 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
     reading = next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
-    reading.stage._require_start(types, reading.effective)
+    try:
+        reading.stage._require_start(types, reading.effective)
+    except Exception as error:
+        return reading._replace(error=error)
     return reading
 
 
