@@ -399,7 +399,7 @@ def reader(stage: Any, who: CallName) -> Read:
             types = leaf.content.arrays()
             group = (*stage._what_sets_axes(leaf), *types.items())
             if group not in readings:
-                readings[group] = read_values(stage, leaf, types)
+                readings[group] = _checked(read_values(stage, leaf, types), types)
         leaf.reading = readings[group]
         return leaf.reading
 
@@ -426,16 +426,11 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 
     Raises:
       ValueError: If values of arrays that are stacked along different axes are of these types.
-      Exception: Whatever the formula raises on values that it does not take, if none has the shape of the array.
+      Exception: Whatever the formula raises on values that it does not take, if no aligned one has the type.
     """
     aligned = stage._aligned(types)
     if aligned is not None:
-        stage_here = stage._for_leaf(leaf, aligned, typical=True)
-        try:
-            stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
-            return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
-        except Exception as error:
-            return Reading(stage_here, aligned, error)
+        return Reading(stage._for_leaf(leaf, aligned, typical=True), aligned)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
@@ -450,12 +445,19 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that say along which axes layers are stacked, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    reading = next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+    return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+
+
+def _checked(reading: Reading, types: Mapping[str, Any]) -> Reading:
+    """The reading of values of these types, with what is wrong with them, and with the dtype that the formula gives."""
+    stage, effective = reading.stage, reading.effective
     try:
-        reading.stage._require_start(types, reading.effective)
+        stage._require_start(types, effective)  # which says more than a formula that fails on wrong values
+        if effective is stage._aligned(types):
+            effective = jax.ShapeDtypeStruct(effective.shape, _type_made(stage, types).dtype)
     except Exception as error:
         return reading._replace(error=error)
-    return reading
+    return reading._replace(effective=effective)
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
