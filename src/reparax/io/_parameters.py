@@ -20,7 +20,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.axes import list_axes
-from reparax.core.axes_by_roles import roles_of
+from reparax.core.axes_at import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
