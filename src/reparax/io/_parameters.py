@@ -116,6 +116,7 @@ class Entry:
       layout: Its layout, which relates its axes to torch's; if it is not known, that of one module of torch.
       known: Whether anything tells the layout.
       by_class: Whether the class of the module tells it.
+      unlike_class: Whether a module holds the array of which it is not known how it computes.
       index: The index in the parameter, if that is a stack.
       rule: Which rule of ``names`` gave the name, if one did.
       orthogonal_map: What torch's ``orthogonal`` was called with, if the user says it.
@@ -128,6 +129,7 @@ class Entry:
     layout: str
     known: bool = True
     by_class: bool = False
+    unlike_class: bool = False
     index: Index = ()
     rule: int | None = None
     orthogonal_map: str | None = None
@@ -197,13 +199,16 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
             name, match, rule = name_rules[path]
             tensor, count = _expand_name(path, tuple(x.shape), match, name)
         by_rule = layout_rules[path][0] if path in layout_rules else None
-        is_by_role = path in role_of and by_rule is None and path not in module_layouts
+        of_module = module_layouts.get(path)
+        by_class = of_module is not None and of_module[0] is not None
+        is_by_role = path in role_of and by_rule is None and not by_class
         layout = layout_of(role_of[path], count) if is_by_role else None
         is_known = True
         shape = tuple(x.shape[count:])
         if layout is None:
-            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))
-        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
+            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, of_module)
+        unlike_class = of_module is not None and not by_class
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class, unlike_class, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
     require_different_names((entry.tensor, entry.path) for entry in entries)
