@@ -212,7 +212,7 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
         entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
-    _require_different_names(entries)
+    require_different_names((entry.tensor, entry.path) for entry in entries)
     return entries
 
 
@@ -231,13 +231,13 @@ def _number_name(name: str, index: Index) -> str:
     return name
 
 
-def _require_different_names(entries: Iterable[Entry]) -> None:
-    """Refuses names that two parameters have."""
+def require_different_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
+    """Refuses names that two parameters have, or values of them; each name comes with the path of its parameter."""
     owners: dict[str, str] = {}
-    for entry in entries:
-        owner = owners.setdefault(entry.tensor, entry.path)
-        if owner != entry.path:
-            raise ValueError(f"{owner!r} and {entry.path!r} are both called {entry.tensor!r}. Give different `names`.")
+    for name, path in paths_by_name:
+        owner = owners.setdefault(name, path)
+        if owner != path:
+            raise ValueError(f"{owner!r} and {path!r} are both called {name!r}. Give different `names`.")
 
 
 def require_known(entries: Iterable[Entry]) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.core.recompute import MARK
+from reparax.core.unchanged import MARK
 from reparax.programs import jaxprs
 from reparax.programs.equations import Checkpoint, Jit, StopGradient, view_class_of
 from reparax.programs.jaxprs import Env, evaluate, part, values, variables, without_dead_code

@@ -21,8 +21,8 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax.core import random
-from reparax.core.keys import key_of_use
 from reparax.core.paths import describe, type_of
+from reparax.core.random import key_of_use
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
