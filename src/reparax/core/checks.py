@@ -102,15 +102,10 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
     return descriptions
 
 
-def _outer_marker(content: dict[str, str]) -> str:
-    """The outermost marker of a parameter, in words if it has none."""
-    path_below = next(iter(content))
-    return path_below.split("/")[0] if path_below else "a plain array"
-
-
-def _short_description(content: dict[str, str]) -> str | None:
+def _outermost(content: dict[str, str]) -> str | None:
     """The outermost marker of a parameter, or the type of the plain array; None if it is not there."""
-    return (content.get("") or _outer_marker(content)) if content else None
+    path_below = next(iter(content), None)
+    return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
 
 def describe_as_stored(x: Any) -> str:
@@ -129,14 +124,11 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
     """A line for a parameter that is missing, unexpected or of another stage; else one for each value that differs."""
-    if not found or not expected:
-        return [_difference(parameter, _short_description(found), _short_description(expected))]
-    found_mark, expected_mark = _outer_marker(found), _outer_marker(expected)
-    if found_mark != expected_mark:
-        return [_difference(parameter, found_mark, expected_mark)]
+    if _outermost(found) != _outermost(expected):
+        return [_difference(parameter, _outermost(found), _outermost(expected))]
     paths_below = sorted(found.keys() | expected.keys())
     return [
-        _difference(f"{parameter}/{path}" if path else parameter, found.get(path), expected.get(path))
+        _difference(f"{parameter}/{path}", found.get(path), expected.get(path))
         for path in paths_below
         if found.get(path) != expected.get(path)
     ]

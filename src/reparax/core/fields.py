@@ -16,7 +16,7 @@ from reparax.core import config
 from reparax.core.axes import check_optional_axes
 from reparax.core.calls import takes
 from reparax.core.names import instead_of
-from reparax.core.raw import register_kind
+from reparax.core.raw import STAGES
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, decides_nothing, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number
@@ -138,7 +138,7 @@ class Static:
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
-            register_kind(cls.kind, cls)
+            STAGES[cls.kind] = cls
             config.register_class(cls)
 
     _for_users: ClassVar[tuple[str, ...]] = ()

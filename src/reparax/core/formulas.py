@@ -19,7 +19,7 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import Plan, Step, run_steps
 from reparax.core.random import keys_of_draws, keys_of_stack
-from reparax.core.raw import FIXED, Flat, is_fixed_value, nest, outer_markers
+from reparax.core.raw import FIXED, Flat, first_marker, is_fixed_value, nest, places_of
 from reparax.core.site import Arrays, Site
 from reparax.core.values import RawValues
 from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
@@ -91,7 +91,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
 
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
     """The key with which ``update`` draws at each site, or the keys of its stacked arrays."""
-    draws = [(number, str(site.draw_path)) for number, site in zip(step.numbers, step.sites, strict=True)]
+    draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
     # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
     keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
     for site, key_here in zip(step.sites, keys, strict=True):
@@ -115,8 +115,8 @@ def _grads_after(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree)
 
 def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
     """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
-    if marks := outer_markers(grads):
-        path, mark = next(iter(marks.items()))
+    if found := first_marker(places_of(grads)):
+        path, mark = found
         raise ValueError(
             f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."

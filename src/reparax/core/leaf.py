@@ -320,7 +320,7 @@ class Reparametrization(Leafwise):
         """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
-        types = None if leaf.effective is None or self.changes_type else {"w": leaf.effective}
+        types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:

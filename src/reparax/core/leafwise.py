@@ -255,7 +255,7 @@ class Leafwise(Parametrization):
         """The marker dicts that the stage takes, each with the stage as it acts on the array for which it stands."""
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
-        return [(leaf, self._as_read(who, leaf, read(leaf))) for leaf in leaves]
+        return [(leaf, self._as_read(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
 
     def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
         """The leaves of a tree, with the marker dicts of the stage's kind in place of what is inside them."""
@@ -280,13 +280,15 @@ class Leafwise(Parametrization):
     def _as_read(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
         """The stage as it acts on an array that is read, with the numbers for that array."""
         with locate_errors(who.at(leaf.path)):
+            if reading.error is not None:
+                raise reading.error
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
         read = reader(self, who)
         for leaf in self._leaves_with_nodes(who, tree):
             if leaf.path == path and isinstance(leaf.content, Node):
-                read(leaf)
+                self._as_read(who, leaf, read(leaf))
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
@@ -371,18 +373,20 @@ class Reading(NamedTuple):
     Attributes:
       stage: The stage there, with typical numbers.
       effective: The type of the array.
+      error: What is wrong with the values, if ``init`` would not give such values for such an array.
     """
 
     stage: Any
     effective: Any
+    error: Exception | None = None
 
 
 Read = Callable[[Leaf], Reading]
-"""What the values in a marker dict say; a ValueError if ``init`` would not give such values for such an array."""
+"""What the values in a marker dict say; an error of any kind if the formula does not take them."""
 
 
 def reader(stage: Any, who: CallName) -> Read:
-    """Reads marker dicts of a stage's kind, those whose values say the same once, and tells each leaf its type."""
+    """Reads marker dicts of a stage's kind, those whose values say the same once."""
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
@@ -390,9 +394,9 @@ def reader(stage: Any, who: CallName) -> Read:
             types = leaf.content.arrays()
             group = (*stage._what_sets_axes(leaf), *types.items())
             if group not in readings:
-                readings[group] = read_values(stage, leaf, types)
-            leaf.effective = readings[group].effective
-        return readings[group]
+                readings[group] = _checked(read_values(stage, leaf, types), types)
+        leaf.reading = readings[group]
+        return leaf.reading
 
     return read
 
@@ -416,13 +420,12 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
 
     Raises:
-      ValueError: If ``init`` would not give values of these types, or would for arrays stacked along different axes.
+      ValueError: If values of arrays that are stacked along different axes are of these types.
+      Exception: Whatever the formula raises on values that it does not take, if no aligned one has the type.
     """
     aligned = stage._aligned(types)
     if aligned is not None:
-        stage_here = stage._typical._for_leaf(leaf, aligned)
-        stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
-        return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
+        return Reading(stage._typical._for_leaf(leaf, aligned), aligned)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
@@ -437,9 +440,19 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that say along which axes layers are stacked, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    reading = next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
-    reading.stage._require_start(types, reading.effective)
-    return reading
+    return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+
+
+def _checked(reading: Reading, types: Mapping[str, Any]) -> Reading:
+    """The reading of values of these types, with what is wrong with them, and with the dtype that the formula gives."""
+    stage, effective = reading.stage, reading.effective
+    try:
+        stage._require_start(types, effective)  # which says more than a formula that fails on wrong values
+        if effective is stage._aligned(types):
+            effective = jax.ShapeDtypeStruct(effective.shape, _type_made(stage, types).dtype)
+    except Exception as error:
+        return reading._replace(error=error)
+    return reading._replace(effective=effective)
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:

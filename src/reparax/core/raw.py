@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,7 +33,7 @@ from reparax.core.paths import (
     type_of,
 )
 from reparax.core.roles import Role
-from reparax.core.values import Value, Values, value_of
+from reparax.core.values import Value, value_of
 from reparax.numerics.arithmetic import is_array
 
 FIXED = "@fixed"
@@ -45,25 +45,15 @@ OTHER_CHAIN = (
 _NO_ROLE = Role(why="its axes follow none of the network's")
 
 
-class Kind(Protocol):
-    """The fact about a stage that raw trees need: what its values are."""
-
-    raw_values: Values
-
-
-_kinds: dict[str, Kind] = {}
-
-
-def register_kind(kind: str, stage: Kind) -> None:
-    """Registers the stage whose marker is ``kind``; a later definition replaces an earlier one."""
-    _kinds[kind] = stage
+STAGES: dict[str, Any] = {}
+"""The class of stages whose marker is a kind; a later definition replaces an earlier one."""
 
 
 def registered_kind(kind: str) -> Any:
     """The class registered last for ``kind``, or None; a family of this package is imported for its kinds."""
-    if kind not in _kinds:
+    if kind not in STAGES:
         import_stage(kind)
-    return _kinds.get(kind)
+    return STAGES.get(kind)
 
 
 @dataclass(eq=False)
@@ -80,7 +70,7 @@ class Leaf:
       added: Whether it is added to a base that represents the array; only its place selects it.
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
       content: What stands there.
-      effective: The type of the array for which a marker dict stands, if it is read.
+      reading: What the values in a marker dict say of the array for which it stands, if they are read.
       tree: The tree that it is from, if anything but its path is known.
     """
 
@@ -92,13 +82,13 @@ class Leaf:
     added: bool
     decays: bool
     content: Any = None
-    effective: Any = None
+    reading: Any = None
     tree: "Flat | None" = None
 
     @property
     def array(self) -> Any:
         """The array, or its type; of a marker dict the type of the array for which it stands."""
-        return self.effective if isinstance(self.content, Node) else self.content
+        return self.content if self.reading is None else self.reading.effective
 
     @cached_property
     def axes(self) -> KnownAxes:
@@ -243,7 +233,7 @@ def marker(kind: str, n: int) -> str:
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
-def _stage_class(place: Names, i: int) -> Kind:
+def _stage_class(place: Names, i: int) -> Any:
     """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
     if (stage := registered_kind(kind_of(place[i]))) is None:
         raise ValueError(
@@ -357,19 +347,15 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
     return contents, describe_places(paths), treedef
 
 
-def empty_nodes(tree: PyTree) -> list[Names]:
-    """The path of each empty node: the places without a value of their own."""
-    return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
+def places_of(tree: PyTree) -> list[Names]:
+    """The place of each leaf, and of each empty node, which is a place without a value of its own."""
+    return flatten_with_names(tree, is_empty)[0]
 
 
-def outer_markers(tree: PyTree) -> dict[str, str]:
-    """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
-    markers: dict[str, str] = {}
-    for path in flatten_with_names(tree, is_empty)[0]:
-        mark = next((name for name in path if name.startswith("@")), None)
-        if mark is not None:
-            markers.setdefault(parameter_path(path), mark)
-    return markers
+def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
+    """The path of the first parameter that holds markers, and its outermost marker; None in a plain tree."""
+    marked = ((place, len(parameter_place(place))) for place in places)
+    return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
 
 def require_no_raw(who: object, params: PyTree, advice: str) -> None:
@@ -378,8 +364,8 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     Raises:
       ValueError: If it is a raw tree.
     """
-    if marks := outer_markers(params):
-        path, mark = next(iter(marks.items()))
+    if found := first_marker(places_of(params)):
+        path, mark = found
         _stage_class((path, mark), 1)
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
@@ -537,18 +523,16 @@ class Flat:
         """The marker dicts of a stage's kind; an error if there are none."""
         if nodes := self.nodes(kind):
             return nodes
-        mark = marker(kind, 1)
-        for place in self.arrays:
-            if found := next((name for name in place if name.startswith("@")), None):
-                path = parameter_path(place)
-                if kind_of(found) == kind:
-                    raise ValueError(f"{who} does not know the values under {found!r} at {path!r}: {OTHER_CHAIN}")
-                raise ValueError(
-                    f"{who} found no {mark!r} in a raw tree that holds {found!r} at {path!r}: {OTHER_CHAIN}"
-                )
+        if found := first_marker(self.arrays):
+            path, mark = found
+            if kind_of(mark) == kind:
+                raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
+            raise ValueError(
+                f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
+            )
         raise ValueError(
-            f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, "
-            f"with the whole chain, and pass `raw`."
+            f"{who} got a tree that never went through init: it holds no {marker(kind, 1)!r}. Call `raw = "
+            f"p.init(params)` once, with the whole chain, and pass `raw`."
         )
 
     def _innermost_nodes(self) -> list[Names]:

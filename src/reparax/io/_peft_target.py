@@ -92,7 +92,7 @@ class Target(Entry):
         """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
         inputs, output = self.input_axes, self.output_axis
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
-        if is_named and (inputs, output) == ((0,), 1):
+        if is_named and not self.unlike_class and (inputs, output) == ((0,), 1):
             return {}
         return {"rows": inputs[0] if len(inputs) == 1 else inputs, "columns": output}
 
