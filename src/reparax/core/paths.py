@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -259,10 +259,3 @@ def describe(x: Any) -> str:
     if not is_array(x):
         return type(x).__name__
     return f"{dtype_of(x)}{list(x.shape)}"
-
-
-class Transformation(NamedTuple):
-    """A transformation with optax's interface."""
-
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
