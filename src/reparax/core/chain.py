@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes_by_roles import visit_with_roles
+from reparax.core.axes_at import visit_with_roles
 from reparax.core.calls import (
     CallName,
     checked_key,
@@ -27,10 +27,10 @@ from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, t
 from reparax.core.names import METHODS, VERBS
 from reparax.core.originals import require_unmoved, undo, with_array
 from reparax.core.origins import Origins
-from reparax.core.paths import Names, PyTree, types_of_result
+from reparax.core.paths import PyTree, types_of_result
 from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
-from reparax.core.roles import Misfit, Role
+from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.site import Site, identity
 from reparax.core.start import follow, start, with_boxes
@@ -351,8 +351,8 @@ class Parametrization(Static, ABC):
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
 
-        def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
-            stages = stage._unwrapped._with_axes(tree, known)
+        def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
+            stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
@@ -454,11 +454,11 @@ class Parametrization(Static, ABC):
         """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
         return False
 
-    def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
-        """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
+    def _with_axes(self, tree: Flat) -> list[Any]:
+        """The stage with axes as numbers, for a tree of types with the roles of arrays in a network."""
         return [self]
 
-    def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+    def _misfits(self, tree: Flat) -> Iterable[Misfit]:
         """Where axes of the stage are not those that it means in that network."""
         return ()
 

@@ -20,7 +20,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.axes import list_axes
-from reparax.core.axes_by_roles import roles_of
+from reparax.core.axes_at import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
@@ -116,6 +116,7 @@ class Entry:
       layout: Its layout, which relates its axes to torch's; if it is not known, that of one module of torch.
       known: Whether anything tells the layout.
       by_class: Whether the class of the module tells it.
+      unlike_class: Whether a module holds the array of which it is not known how it computes.
       index: The index in the parameter, if that is a stack.
       rule: Which rule of ``names`` gave the name, if one did.
       orthogonal_map: What torch's ``orthogonal`` was called with, if the user says it.
@@ -128,6 +129,7 @@ class Entry:
     layout: str
     known: bool = True
     by_class: bool = False
+    unlike_class: bool = False
     index: Index = ()
     rule: int | None = None
     orthogonal_map: str | None = None
@@ -202,14 +204,16 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     entries: list[Entry] = []
     for path, x in arrays.items():
         tensor, count, rule = names_of_tensors[path]
+        by_rule, of_module = layout_rules.get(path), module_layouts.get(path)
+        by_class = of_module is not None and of_module[0] is not None
         shape = tuple(x.shape[count:])
-        is_told = path in layout_rules or path in module_layouts
-        layout = layout_of(role_of[path], count) if path in role_of and not is_told else None
+        is_by_role = path in role_of and by_rule is None and not by_class
+        layout = layout_of(role_of[path], count) if is_by_role else None
         is_known = layout is not None
         if layout is None:
-            name = path.split("/")[-1]
-            layout, is_known = find_layout(name, shape, layout_rules.get(path), module_layouts.get(path))
-        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
+            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, of_module)
+        unlike_class = of_module is not None and not by_class
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class, unlike_class, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
     require_different_names((entry.tensor, entry.path) for entry in entries)

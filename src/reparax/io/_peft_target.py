@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import list_axes
-from reparax.core.layers import convention_by_name
+from reparax.core.layers import known_by_name
 from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, group_keys, list_entries
@@ -91,8 +91,8 @@ class Target(Entry):
     def sides(self) -> dict[str, Any]:
         """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
         inputs, output = self.input_axes, self.output_axis
-        is_named = convention_by_name(self.path.rpartition("/")[2]).axes
-        if is_named and (inputs, output) == ((0,), 1):
+        is_named = known_by_name(self.path.rpartition("/")[2]).sizes
+        if is_named and not self.unlike_class and (inputs, output) == ((0,), 1):
             return {}
         return {"rows": inputs[0] if len(inputs) == 1 else inputs, "columns": output}
 
