@@ -217,6 +217,8 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
+        if not boxes:
+            return _names(keypath)
         return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
 
     return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
