@@ -45,7 +45,7 @@ class Step:
     made: Mapping[Names, Any]
     draws: bool
 
-    @property
+    @cached_property
     def draws_noise(self) -> bool:
         """Whether its draws depend on the types of arrays alone, so that several can be drawn together."""
         return self.draws and self.stage.draws_by_type
