@@ -167,14 +167,17 @@ class Parametrization(Static, ABC):
         """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
 
         :meth:`fold` gives the weights that the model reads; this gives those under the stages. A pruned or masked
-        weight has its own number again, bit for bit; a frozen one and the base of an adapter are as they were; what
-        else trains under noise, pruning or a spectral norm is as trained. It is what torch calls the original of a
-        parametrization: ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
+        weight has its own number again, bit for bit; a frozen one and the base of an adapter, also under the norm of
+        DoRA, are as they were; what else trains under noise, pruning or a spectral norm is as trained. Of
+        :class:`Quantized` these are the weights for which the codes stand. In a jitted step the arrays are those of
+        ``raw``, not copies. It is what torch calls the original of a parametrization:
+        ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays.
           ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
             arrays, as those of :class:`Orthogonal`, or several that train together, as those of :class:`WeightNorm`.
+            What is pruned under a norm, ``fold(raw, without=MagnitudePruning)`` gives with the norm.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -377,7 +380,8 @@ class Parametrization(Static, ABC):
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
-          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no original.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it or keeps no
+            original.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -407,6 +411,8 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
+    _converts: ClassVar[tuple[str, ...]] = ()
+    """The fields in which another stage of the class may differ whose raw values ``_convert`` takes."""
     update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
 
