@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -314,8 +314,8 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
-    def raw_paths(self, params: PyTree) -> dict[str, str]:
-        """For each array of ``params``, the path at which the raw tree holds its value.
+    def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
+        """For each array of ``params``, the path at which the raw tree holds its value; of a tie to several, each path.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
@@ -329,13 +329,18 @@ class Parametrization(Static, ABC):
         steps = plan_for(self, types_of_result(with_any_key(self.init), params)).steps
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
-        def owner(path: str) -> str:
-            for sources in reversed(sources_of_stages):
-                while path in sources:
-                    path = sources[path]
-            return path
+        def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
+            """Where the values are of an array after these stages."""
+            if not stages:
+                return [path]
+            *earlier, last = stages
+            if path not in last:
+                return owners(path, earlier)
+            return [owner for source in last[path] for owner in owners(source, stages)]
 
-        return {leaf.path: owner(leaf.path) for leaf in flatten(params).leaves() if leaf.is_there}
+        paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
+        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights, which :func:`roles` reads from its program.

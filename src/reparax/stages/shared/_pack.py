@@ -92,7 +92,7 @@ class _Rearranged(Parametrization):
             who_here = who.at(cell) if cell else who
             with locate_errors(who_here):
                 _require_values(tree, [leaf.content for leaf in arrays.values()])
-            copies = {_path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self._copies.items()}
+            copies = {_path_below(cell, path): (_path_below(cell, home),) for path, home in self._copies.items()}
             sites.append(site_of(self, who_here, arrays, copies=copies))
         return sites
 
