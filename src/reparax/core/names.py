@@ -67,7 +67,13 @@ LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equi
 ALONE = ("testing", "demo")
 """The modules that one imports by themselves."""
 
-_METHODS = ("init", "apply", "update", "update_base", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
+VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
+"""The methods of a chain, to which each stage adds its formulas."""
+METHODS = (
+    *(*VERBS, "fold", "original", "set", "with_axes"),
+    *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
+)
+"""What users call of a chain; all other names are for authors of stages."""
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
@@ -156,7 +162,7 @@ def _suggest(name: str) -> str:
         return f" at the top: it is `{ways[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
-    if name in _METHODS:
+    if name in METHODS:
         return f". It is a method of a chain: `p.{name}`."
     if name in ALONE:
         return f". It is a module: `import reparax.{name}`."

@@ -13,13 +13,12 @@ from jax import Array
 
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, describe, path_text
 from reparax.core.plan import UPTO, Plan, Step, plan_for
 from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
-from reparax.core.site import RawValues, Site, Stages
+from reparax.core.site import Site, Stages
 from reparax.core.start import start_at
-from reparax.core.values import value_of
+from reparax.core.values import RawValues, value_of
 from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array, is_inexact
 
@@ -128,7 +127,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
             with locate_errors(site.who):
                 for taken in site.arrays.values():
                     site.stage._require_taken(changed.arrays[taken])
-        changed = start_at(touching, changed, Keys(key))
+        changed = start_at(touching, changed, key)
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):
             raise _type_error(who, path_text(place), tree.arrays[place], describe(x))

@@ -151,16 +151,16 @@ def _reverse(array: Any, place: int) -> Any:
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
     """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
-    return x.map_products(lambda product: change_axis_of_product(product, axis, size, change), shape)
+    return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
 
-def change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
+def _change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
     """``product`` with one axis changed to another size, in all factors that have it."""
     labels_of_axis = product.axes[axis]
     if not labels_of_axis:  # of size 1
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
-    if len(labels_of_axis) > 1 or sum(label in labels for labels in product.axes) > 1:
+    if not product.is_plain(axis):
         return None
 
     def change_factor(factor: Factor) -> Factor:
@@ -169,17 +169,20 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         array = change(factor.dense, factor.labels.index(label))
         return replace(factor, array=array, labels=tuple(new_label if x is label else x for x in factor.labels))
 
-    axes = tuple(_axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
+    axes = tuple(sums.axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
-# ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
+# ---- what an index chooses, as the row of each word or the matrix of each token's expert, taken from each factor
 
 
-def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
-    """What a look-up takes from a weight along one axis; None if it must be formed."""
+def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest: bool = False) -> Sum | None:
+    """What a look-up takes from a weight along one axis; None if it must be formed.
+
+    With ``nearest``, a place beyond the axis gives the nearest entry, whatever the equation does there.
+    """
     (places,) = operands
-    if view.row is None or isinstance(places, Sum) or not _fills_all(view):
+    if view.row is None or isinstance(places, Sum) or not (nearest or _fills_all(view)):
         return None
     axis, column = view.row
     offset = view.dimension_numbers.offset_dims
@@ -187,20 +190,15 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | No
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
-        rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
+        rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1], nearest=nearest)
         if rows_of_product is None:
             return None
         axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
-        row_axes = map(_axis_of, rows)
+        row_axes = map(sums.axis_of, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
         return replace(rows_of_product, axes=new_axes)
 
     return x.map_products(take, view.type.shape)
-
-
-def _axis_of(label: Label) -> Merged:
-    """The labels of an axis with this label: none if its size is 1."""
-    return () if label.size == 1 else (label,)
 
 
 def _fills_all(view: equations.Gather) -> bool:
@@ -209,19 +207,24 @@ def _fills_all(view: equations.Gather) -> bool:
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+def _take_in_product(
+    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any, *, nearest: bool
+) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     labels, factors = product.axes[axis], product.factors
-    if len(labels) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in labels) > 1:
+    if not product.is_plain(axis):
         return None
-    if view.mode != lax.GatherScatterMode.CLIP:
+    fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
+    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
+    if not nearest and mode != lax.GatherScatterMode.CLIP:
         # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
         dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
         have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
         if not labels or not any(have_numbers):
             return None
         factors = _with_label(factors, have_numbers, labels[0])
-    return replace(product, factors=tuple(_take_from_factor(view, factor, labels, rows, places) for factor in factors))
+    take = partial(_take_from_factor, along=labels, rows=rows, places=places, mode=mode, fill=view.fill_value)
+    return replace(product, factors=tuple(map(take, factors)))
 
 
 def _with_label(factors: Sequence[Factor], have_numbers: Sequence[bool], label: Label) -> tuple[Factor, ...]:
@@ -238,7 +241,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+def _take_from_factor(factor: Factor, along: Merged, rows: Merged, places: Any, mode: Any, fill: Any) -> Factor:
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
@@ -246,8 +249,8 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
     array = jnp.moveaxis(factor.dense, i, 0)
     offset = tuple(range(len(rows), len(rows) + array.ndim - 1))
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    fill = None if _holds_integers(array.dtype) else view.fill_value
-    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=view.mode, fill_value=fill)
+    fill = None if _holds_integers(array.dtype) else fill
+    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=mode, fill_value=fill)
     draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
 
@@ -318,9 +321,9 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 
 def _labelled_along(product: Product, axis: int, along: Label) -> Product | None:
     """The product with a label for an axis, which numbers have too; None if the axis is merged or on a diagonal."""
-    label, *others = product.axes[axis] or (Label(1),)
-    if others or sum(label in labels for labels in product.axes) > 1:
+    if not product.is_plain(axis):
         return None
+    (label,) = product.axes[axis] or (Label(1),)
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )

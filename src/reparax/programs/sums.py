@@ -1,4 +1,7 @@
-"""Arrays as sums of products of smaller arrays, as in einsum; which dtypes may hold their factors."""
+"""Weights as sums of products of smaller arrays, as in einsum: what they are, and how two of them are multiplied.
+
+Nothing here computes a product: ``multiply`` does.
+"""
 
 import math
 import operator
@@ -17,62 +20,322 @@ from reparax.numerics.terms import circulant
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import Dot, RaggedDot
 
+Shape = Sequence[int]
+T = TypeVar("T")
 
-def has_range(dtype: Any) -> bool:
-    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
-    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
-
-
-def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
-    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
+UNKNOWN = 1024
+"""A size that is not known when a program is exported counts as this in costs."""
 
 
-def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
-    if not jnp.issubdtype(other_dtype, jnp.inexact):
-        return holds_exactly(dtype, other_dtype)
-    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return False
-    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
-    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
+def count_entries(sizes: Iterable[Any]) -> int:
+    """How many numbers an array of these sizes has, for costs."""
+    return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
-def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype."""
-    digits = jnp.finfo(dtype).nmant + 1
-    if jnp.issubdtype(other_dtype, jnp.inexact):
-        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
-    if other_dtype == jnp.bool_:
-        return True
-    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
+@dataclass(frozen=True, eq=False)
+class Label:
+    """An axis that several factors may share.
+
+    Attributes:
+      size: How many indices it has.
+    """
+
+    size: int
 
 
-def narrows(dtype: Any, new_dtype: Any) -> bool:
-    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
-    keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
-    return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
+Merged = tuple[Label, ...]
+"""The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
-def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
-    candidates = (result, dtype, jnp.float32, jnp.complex64)
-    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
+def axis_of(label: Label) -> Merged:
+    """The axis with one label; an axis of size 1 has none."""
+    return () if label.size == 1 else (label,)
 
 
-def cast_factor(array: Any, dtype: Any) -> Any:
-    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
-    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+@dataclass(frozen=True)
+class Draw:
+    """What is known of an array of independent normal numbers.
+
+    Attributes:
+      source: What tells it from other draws.
+      key: Its key, or its keys.
+      rows: How many of its rows data chose, perhaps one several times; 1 if it is whole, or one row.
+    """
+
+    source: Hashable
+    key: Any
+    rows: Any = 1
 
 
-def keeps_range(precision: Any) -> bool:
-    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
-    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
-    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
-        return True
-    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
-    return types is not None and all(map(has_range, types))
+@dataclass(frozen=True)
+class Factor:
+    """An array with a label for each axis.
+
+    Attributes:
+      array: The array.
+      labels: Its labels.
+      still: Whether it gets no gradient.
+      draw: What is known of it as a draw, if it is one; else None.
+    """
+
+    array: Any
+    labels: Merged
+    still: bool
+    draw: Draw | None = None
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored, for costs."""
+        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
+
+    @property
+    def dense(self) -> Any:
+        """The array; what is stored as fewer numbers is expanded."""
+        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated.
+
+    ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
+    ``((i,), (o,))``.
+    """
+
+    factors: tuple[Factor, ...]
+    axes: tuple[Merged, ...]
+
+    @classmethod
+    def of(cls, x: Any, *, still: bool) -> "Product":
+        """A product with one array as its only factor."""
+        labels = tuple(Label(n) for n in x.shape)
+        return cls((Factor(x, labels, still),), tuple(map(axis_of, labels)))
+
+    @property
+    def labels(self) -> set[Label]:
+        """The labels of the factors."""
+        return {label for factor in self.factors for label in factor.labels}
+
+    @property
+    def labels_of_axes(self) -> list[Label]:
+        """The labels of the axes, one after the other."""
+        return [label for group in self.axes for label in group]
+
+    def is_plain(self, axis: int) -> bool:
+        """Whether an axis can be followed alone: it is not merged, and no other has its label, as on a diagonal."""
+        labels = self.axes[axis]
+        return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
+
+    @property
+    def is_smaller_in_factors(self) -> bool:
+        """Whether at most one factor is as large as the product, as the base of an adapter is."""
+        size = count_entries(label.size for label in self.labels_of_axes)
+        return sum(factor.size >= size for factor in self.factors) <= 1
+
+    def transpose(self, order: Sequence[int]) -> "Product":
+        return replace(self, axes=tuple(self.axes[i] for i in order))
+
+    def squeeze(self, axes: Iterable[int]) -> "Product":
+        axis_set = set(axes)
+        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
+
+    def sum(self, axes: Iterable[int]) -> "Product":
+        """This product summed over axes: along a label that no factor has, it is so many times itself."""
+        summed = self.squeeze(axes)
+        kept = self.labels.union(*summed.axes)
+        gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
+        return replace(summed, factors=(*self.factors, *ones))
+
+    def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
+        """This product broadcast to this shape, with its axes at ``places``."""
+        axis_at = dict(zip(places, self.axes, strict=True))
+        return replace(self, axes=tuple(axis_at.get(i) or axis_of(Label(n)) for i, n in enumerate(shape)))
+
+    def reshape(self, shape: Shape) -> "Product | None":
+        """This product in another shape; None if this would split an axis across its labels."""
+        labels = self.labels_of_axes
+        if len(set(labels)) < len(labels):
+            return None
+        refinement = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
+        if refinement is None:
+            return None
+        sizes_of_labels, sizes_of_axes = refinement
+        product = self.split_labels(labels, sizes_of_labels)
+        new_labels = iter(product.labels_of_axes)
+        axes = iter([tuple(islice(new_labels, len(sizes))) for sizes in sizes_of_axes])
+        return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
+
+    def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
+        """This product with several labels of these sizes instead of each."""
+        product = self
+        for label, sizes_of_label in zip(labels, sizes, strict=True):
+            if len(sizes_of_label) > 1:
+                parts = {label: tuple(map(Label, sizes_of_label))}
+                product = product._change_labels(partial(_split_labels, parts=parts), parts)
+        return product
+
+    def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
+        """The entries at which the two axes of each pair have the same index: the pair shares its labels then.
+
+        Of an outer product of two vectors, they are the elementwise product, on a diagonal. Pairs with an axis of size
+        1 stay as they are. None if the axes of a pair are merged in different ways, or if a factor would have one label
+        twice.
+        """
+        product = self
+        for i, j in pairs:
+            first, second = product.axes[i], product.axes[j]
+            if not first or not second or first == second:
+                continue
+            refinement = _common_refinement([label.size for label in first], [label.size for label in second])
+            if refinement is None or len({*first, *second}) < len(first) + len(second):
+                return None
+            product = product.split_labels((*first, *second), (*refinement[0], *refinement[1]))
+            product = product.rename_labels(dict(zip(product.axes[j], product.axes[i], strict=True)))
+        return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
+
+    def rename_labels(self, names: dict[Label, Label]) -> "Product":
+        """This product with other labels instead of some."""
+        parts = {label: (new_label,) for label, new_label in names.items()}
+        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
+
+    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
+        """This product with each factor changed, and with the parts of each label on its axes."""
+        axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
+        return Product(tuple(map(change, self.factors)), axes)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products of one shape.
+
+    Attributes:
+      products: The products.
+      shape: The shape of each, and of the array.
+      dtype: The dtype of the array.
+      precision: The precision of its products.
+      maker: The equation that made it, before any transpose, cast or slice; before it those whose bodies contain it.
+    """
+
+    products: tuple[Product, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    precision: Any
+    maker: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
+        """This sum with each product changed; None if one cannot be changed."""
+        products = all_or_none(map(change, self.products))
+        return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
+
+
+def all_or_none(items: Iterable[T | None]) -> list[T] | None:
+    """The items; None if one of them is None."""
+    results: list[T] = []
+    for item in items:
+        if item is None:
+            return None
+        results.append(item)
+    return results
+
+
+for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
+    meta = [each.name for each in fields(cls) if each.name not in data]
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+
+# ---- products of two products
+
+
+def multiply_entries(a: Product, b: Product) -> Product | None:
+    """The elementwise product of two products; either may have axes of size 1."""
+    n = len(a.axes)
+    entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
+    if entries is None:
+        return None
+    return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
+
+
+def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
+    """The product of matrices that an equation computes; rows are in groups of these sizes if there are any."""
+    contraction = contraction_of(view)
+    assert contraction is not None
+    lhs, rhs = contraction.operands[:2]
+    if isinstance(view, RaggedDot):
+        rows_in_groups = _in_groups(view, a, sizes)
+        if rows_in_groups is None:
+            return None
+        a = rows_in_groups
+        lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
+    pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
+    entries = _outer(a, b).where_equal(pairs)
+    if entries is None:
+        return None
+    axis_of = dict(zip((*lhs, *rhs), entries.axes, strict=True))
+    summed = [label for index in lhs if index not in contraction.output for label in axis_of[index]]
+    if not entries.labels.issuperset(summed):
+        return None  # no factor has this summed label
+    return replace(entries, axes=tuple(axis_of[index] for index in contraction.output))
+
+
+def _outer(a: Product, b: Product) -> Product:
+    """The outer product, with the axes of both: each entry of ``a`` times each of ``b``."""
+    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
+    return Product(a.factors + b.factors, a.axes + b.axes)
+
+
+def contract_with_data(
+    view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
+) -> list[Product] | None:
+    """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
+    x, *sizes = data
+    pairs = [(Product.of(x, still=False), product) for product in weights]
+    return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
+
+
+def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
+    """Rows with a last axis of their groups, along which they are zero but for the group of each."""
+    rows = math.prod(label.size for label in a.axes[view.ragged])
+    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
+    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
+    axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
+    return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
+
+
+def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
+    """A factor with the parts of its labels, and reshaped alike."""
+    if not any(label in parts for label in factor.labels):
+        return factor
+    labels = tuple(x for label in factor.labels for x in parts.get(label, (label,)))
+    return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
+
+
+def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Two lists of sizes above 1, with each size split into the factors of their common refinement.
+
+    That of (6, 4) and (2, 12) is (2, 3, 4): ((2, 3), (4,)) and ((2,), (3, 4)). None if there is no such.
+    """
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+        return [[n] for n in a], [[n] for n in b]
+    if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
+        return None
+    # How many entries there are up to the end of each axis, of both lists: the refinement ends an axis at each.
+    ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
+    if any(end % start for start, end in pairwise(ends)):
+        return None
+
+    def factors(sizes: Shape) -> list[list[int]]:
+        axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
+        return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
+
+    return factors(a), factors(b)
+
+
+# ---- factors that are stored as fewer numbers
 
 
 @jax.tree_util.register_dataclass
@@ -170,302 +433,61 @@ class Segments:
         return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
 
 
-Shape = Sequence[int]
-T = TypeVar("T")
+# ---- which dtypes may hold factors
 
-UNKNOWN = 1024
-"""A size that is not known when a program is exported counts as this in costs."""
 
+def has_range(dtype: Any) -> bool:
+    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
+    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
 
-def count_entries(sizes: Iterable[Any]) -> int:
-    """How many numbers an array of these sizes has, for costs."""
-    return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
+def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
+    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
+    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
-@dataclass(frozen=True, eq=False)
-class Label:
-    """An axis that several factors may share.
 
-    Attributes:
-      size: How many indices it has.
-    """
+def covers(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
+    if not jnp.issubdtype(other_dtype, jnp.inexact):
+        return holds_exactly(dtype, other_dtype)
+    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
+    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
-    size: int
 
+def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype holds each number of another dtype."""
+    digits = jnp.finfo(dtype).nmant + 1
+    if jnp.issubdtype(other_dtype, jnp.inexact):
+        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
+    if other_dtype == jnp.bool_:
+        return True
+    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
-Merged = tuple[Label, ...]
-"""The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What is known of an array of independent normal numbers.
-
-    Attributes:
-      source: What tells it from other draws.
-      key: Its key, or its keys.
-      rows: How many of its rows data chose, perhaps one several times; 1 if it is whole, or one row.
-    """
-
-    source: Hashable
-    key: Any
-    rows: Any = 1
-
-
-@dataclass(frozen=True)
-class Factor:
-    """An array with a label for each axis.
-
-    Attributes:
-      array: The array.
-      labels: Its labels.
-      still: Whether it gets no gradient.
-      draw: What is known of it as a draw, if it is one; else None.
-    """
-
-    array: Any
-    labels: Merged
-    still: bool
-    draw: Draw | None = None
-
-    @property
-    def size(self) -> int:
-        """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
-
-    @property
-    def dense(self) -> Any:
-        """The array; what is stored as fewer numbers is expanded."""
-        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
-
-    factors: tuple[Factor, ...]
-    axes: tuple[Merged, ...]
-
-    @classmethod
-    def of(cls, x: Any, *, still: bool) -> "Product":
-        """A product with one array as its only factor."""
-        labels = tuple(Label(n) for n in x.shape)
-        return cls((Factor(x, labels, still),), tuple((label,) if label.size != 1 else () for label in labels))
-
-    @property
-    def labels(self) -> set[Label]:
-        """The labels of the factors."""
-        return {label for factor in self.factors for label in factor.labels}
-
-    @property
-    def labels_of_axes(self) -> list[Label]:
-        """The labels of the axes, one after the other."""
-        return [label for group in self.axes for label in group]
-
-    @property
-    def is_smaller_in_factors(self) -> bool:
-        """Whether at most one factor is as large as the product, as the base of an adapter is."""
-        size = count_entries(label.size for label in self.labels_of_axes)
-        return sum(factor.size >= size for factor in self.factors) <= 1
-
-    def transpose(self, order: Sequence[int]) -> "Product":
-        return replace(self, axes=tuple(self.axes[i] for i in order))
-
-    def squeeze(self, axes: Iterable[int]) -> "Product":
-        axis_set = set(axes)
-        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
-
-    def sum(self, axes: Iterable[int]) -> "Product":
-        """This product summed over axes: along a label that no factor has, it is so many times itself."""
-        summed = self.squeeze(axes)
-        kept = self.labels.union(*summed.axes)
-        gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
-        return replace(summed, factors=(*self.factors, *ones))
-
-    def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
-        """This product broadcast to this shape, with its axes at ``places``."""
-        axis_at = dict(zip(places, self.axes, strict=True))
-        return replace(self, axes=tuple(axis_at.get(i) or _new_axis(n) for i, n in enumerate(shape)))
-
-    def reshape(self, shape: Shape) -> "Product | None":
-        """This product in another shape; None if this would split an axis across its labels."""
-        labels = self.labels_of_axes
-        if len(set(labels)) < len(labels):
-            return None
-        refinement = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
-        if refinement is None:
-            return None
-        sizes_of_labels, sizes_of_axes = refinement
-        product = self.split_labels(labels, sizes_of_labels)
-        new_labels = iter(product.labels_of_axes)
-        axes = iter([tuple(islice(new_labels, len(sizes))) for sizes in sizes_of_axes])
-        return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
-
-    def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """This product with several labels of these sizes instead of each."""
-        product = self
-        for label, sizes_of_label in zip(labels, sizes, strict=True):
-            if len(sizes_of_label) > 1:
-                parts = {label: tuple(map(Label, sizes_of_label))}
-                product = product._change_labels(partial(_split_labels, parts=parts), parts)
-        return product
-
-    def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        """This product with other labels instead of some."""
-        parts = {label: (new_label,) for label, new_label in names.items()}
-        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
-
-    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
-        """This product with each factor changed, and with the parts of each label on its axes."""
-        axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
-        return Product(tuple(map(change, self.factors)), axes)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum of products of one shape.
-
-    Attributes:
-      products: The products.
-      shape: The shape of each, and of the array.
-      dtype: The dtype of the array.
-      precision: The precision of its products.
-      maker: The equation that made it, before any transpose, cast or slice; before it those whose bodies contain it.
-    """
-
-    products: tuple[Product, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    precision: Any
-    maker: Any
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """This sum with each product changed; None if one cannot be changed."""
-        products = all_or_none(map(change, self.products))
-        return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
-
-
-def all_or_none(items: Iterable[T | None]) -> list[T] | None:
-    """The items; None if one of them is None."""
-    results: list[T] = []
-    for item in items:
-        if item is None:
-            return None
-        results.append(item)
-    return results
-
-
-for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
-    meta = [each.name for each in fields(cls) if each.name not in data]
-    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
-
-
-def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
-    """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
-    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
-    for i, j in pairs:
-        aligned = _align_axes(a, b, i, j) if a.axes[i] and b.axes[j] else (a, b)
-        if aligned is None:
-            return None
-        a, b = aligned
-    factors = (*a.factors, *b.factors)
-    return None if any(len(set(factor.labels)) < len(factor.labels) for factor in factors) else (a, b)
-
-
-def _align_axes(a: Product, b: Product, i: int, j: int) -> tuple[Product, Product] | None:
-    """Two products whose axes ``i`` and ``j`` have the same labels."""
-    a_labels, b_labels = a.axes[i], b.axes[j]
-    refinement = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
-    if refinement is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
-        return None
-    a, b = a.split_labels(a_labels, refinement[0]), b.split_labels(b_labels, refinement[1])
-    names = dict(zip(b.axes[j], a.axes[i], strict=True))
-    return a.rename_labels(names), b.rename_labels(names)
-
-
-def multiply_entries(a: Product, b: Product) -> Product | None:
-    """The elementwise product of two products; either may have axes of size 1."""
-    pair = align_labels(a, b, [(i, i) for i in range(len(a.axes))])
-    if pair is None:
-        return None
-    a, b = pair
-    return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
-
-
-def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
-    """The product of matrices that an equation computes; rows are in groups of these sizes if there are any."""
-    contraction = contraction_of(view)
-    assert contraction is not None
-    lhs, rhs = contraction.operands[:2]
-    if isinstance(view, RaggedDot):
-        rows_in_groups = _in_groups(view, a, sizes)
-        if rows_in_groups is None:
-            return None
-        a = rows_in_groups
-        lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
-    pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
-    if pair is None:
-        return None
-    a, b = pair
-    axes = dict(zip(rhs, b.axes, strict=True)) | dict(zip(lhs, a.axes, strict=True))
-    summed = [label for index in lhs if index not in contraction.output for label in axes[index]]
-    if not a.labels.union(b.labels).issuperset(summed):
-        return None  # no factor has this summed label
-    return Product(a.factors + b.factors, tuple(axes[index] for index in contraction.output))
-
-
-def contract_with_data(
-    view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
-) -> list[Product] | None:
-    """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
-    x, *sizes = data
-    pairs = [(Product.of(x, still=False), product) for product in weights]
-    return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
-
-
-def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
-    """Rows with a last axis of their groups, along which they are zero but for the group of each."""
-    rows = math.prod(label.size for label in a.axes[view.ragged])
-    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
-    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
-    axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
-    return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
-
-
-def _new_axis(n: int) -> Merged:
-    """An axis of size ``n`` with a label of its own; none if the size is 1."""
-    return (Label(n),) if n != 1 else ()
-
-
-def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
-    """A factor with the parts of its labels, and reshaped alike."""
-    if not any(label in parts for label in factor.labels):
-        return factor
-    labels = tuple(x for label in factor.labels for x in parts.get(label, (label,)))
-    return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
-
-
-def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Two lists of sizes above 1, with each size split into the factors of their common refinement.
-
-    That of (6, 4) and (2, 12) is (2, 3, 4): ((2, 3), (4,)) and ((2,), (3, 4)). None if there is no such.
-    """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):
-        return [[n] for n in a], [[n] for n in b]
-    if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
-        return None
-    # How many entries there are up to the end of each axis, of both lists: the refinement ends an axis at each.
-    ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
-    if any(end % start for start, end in pairwise(ends)):
-        return None
-
-    def factors(sizes: Shape) -> list[list[int]]:
-        axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
-        return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
-
-    return factors(a), factors(b)
+
+def narrows(dtype: Any, new_dtype: Any) -> bool:
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
+    return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
+
+
+def product_dtype(dtype: Any, result: Any) -> Any:
+    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
+    candidates = (result, dtype, jnp.float32, jnp.complex64)
+    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
+
+
+def cast_factor(array: Any, dtype: Any) -> Any:
+    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+
+
+def keeps_range(precision: Any) -> bool:
+    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
+        return True
+    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
+    return types is not None and all(map(has_range, types))

@@ -8,7 +8,7 @@ import jax
 
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
-from reparax.core.raw import FIXED, flatten_leaves, outer_markers, state_flags
+from reparax.core.raw import FIXED, first_marker, flatten_leaves, places_of, state_flags
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import has_gradient
 
@@ -104,7 +104,7 @@ def is_parametrized(tree: PyTree) -> bool:
       (True, False)
     """
     require_tree("is_parametrized", tree, "rpx.is_parametrized(p.init(params))")
-    return bool(outer_markers(tree))
+    return first_marker(places_of(tree)) is not None
 
 
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
