@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass
@@ -17,7 +16,7 @@ from reparax.core import config
 from reparax.core.axes import check_optional_axes
 from reparax.core.calls import takes
 from reparax.core.names import instead_of
-from reparax.core.raw import register_kind
+from reparax.core.raw import STAGES
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, decides_nothing, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number
@@ -139,7 +138,7 @@ class Static:
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
-            register_kind(cls.kind, cls)
+            STAGES[cls.kind] = cls
             config.register_class(cls)
 
     _for_users: ClassVar[tuple[str, ...]] = ()
@@ -256,18 +255,10 @@ def _refuse_init(cls: type) -> None:
     """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
     if "__init__" not in cls.__dict__:
         return
-    arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-    fields = ", ".join(f"`{_declaration(parameter)}`" for parameter in arguments) or "what varies"
     raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
-        f"the class instead, with its own type, and check values in `__post_init__`."
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare its arguments in "
+        f"the class instead, such as `rank: int`, and check values in `__post_init__`."
     )
-
-
-def _declaration(parameter: inspect.Parameter) -> str:
-    """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
-    has_annotation = parameter.annotation is not inspect.Parameter.empty
-    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"
 
 
 V = TypeVar("V")
@@ -323,10 +314,12 @@ class ByPath:
         deciding = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in deciding), tuple(self.numbers[i] for i in deciding))
 
-    def at(self, path: str, array: Any) -> Any:
-        """The number for the array at ``path``, which an expression matches."""
-        (number,) = self.of([path]).numbers
-        return number
+    def at(self, name: str, path: str, array: Any) -> Any:
+        """The number, or the axes, of the field ``name`` for the array at ``path``."""
+        i = self.index_of(path)
+        if i is None:
+            raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
+        return self.numbers[i]
 
     def require_all_decide(self, who: str, paths: Sequence[str]) -> None:
         """Requires that each expression decides for one of these paths."""
@@ -349,21 +342,20 @@ class ByArray:
     function: Callable[[str, Any], Any]
     check: Check = dataclasses.field(compare=False)
     who: str = dataclasses.field(compare=False)
-    name: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
         return config.code(self.function)
 
-    def at(self, path: str, array: Any) -> Any:
+    def at(self, name: str, path: str, array: Any) -> Any:
         """The number for an array; the function gets its shape and dtype only."""
         try:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It takes the path, and "
+                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It takes the path, and "
                 f"the shape and dtype of the array without its numbers."
             ) from error
-        return self.check(number, self.who, f"{self.name} at {path!r}")
+        return self.check(number, self.who, f"{name} at {path!r}")
 
 
 def by_array(check: Check) -> Check:
@@ -377,7 +369,7 @@ def by_array(check: Check) -> Check:
             return _check_by_path(value, who, name, check)
         # A function of one argument is a schedule.
         takes_array = callable(value) and takes(value, 2, unsure=False)
-        return ByArray(value, check, who, name) if takes_array else check(value, who, name)
+        return ByArray(value, check, who) if takes_array else check(value, who, name)
 
     return check_each
 

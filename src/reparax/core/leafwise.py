@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +15,31 @@ from jax import Array
 
 from reparax.core.axes import (
     EACH,
+    LAST,
     Axes,
     AxesCheck,
+    are_words,
     check_front_axes,
     count_from_front,
     each_stacked,
     find_axes,
     has_names,
     map_stacked,
-    number_axes,
+    numbered_fields,
     one_stacked,
     require_axes,
     require_names_fit,
     stacked_axes_error,
     why_axes_do_not_fit,
 )
-from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
-from reparax.core.axes_by_roles import Roles, misfits, with_axes
+from reparax.core.axes_at import axes_at, misfits, stacked_at, types_to_try, with_axes
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors, no_own_node_error
+from reparax.core.checks import locate_errors
+from reparax.core.config import is_of_package
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.paths import AxisNames, Names
-from reparax.core.raw import Flat, Leaf, Node, nest
-from reparax.core.roles import Misfit, Numbers
+from reparax.core.raw import Flat, Leaf, Node
+from reparax.core.roles import STACKED, Misfit, Numbers
 from reparax.core.site import Site
 from reparax.core.values import OTHERS
 from reparax.core.where import (
@@ -52,7 +53,7 @@ from reparax.core.where import (
 )
 from reparax.numerics.arithmetic import is_array
 
-StackedAt = Callable[[Leaf, Any], Numbers]
+T = TypeVar("T")
 
 
 class Leafwise(Parametrization):
@@ -109,7 +110,18 @@ class Leafwise(Parametrization):
 
     def _why_refused(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
-        return self._axes_error(w) or self.refuse_leaf(w)
+        return self._axes_error(w) or self._ask(self.refuse_leaf, w)
+
+    def _ask(self, question: Callable[[Any], T], w: Any) -> T:
+        """What a method of this stage says of an array; if only its type is known, of a traced one.
+
+        A method of yours may compute with the array. Those of this package read its shape and dtype.
+        """
+        if is_of_package(type(self)) or not isinstance(w, jax.ShapeDtypeStruct):
+            return question(w)
+        answers = list[T]()
+        jax.eval_shape(lambda w: answers.append(question(w)), w)
+        return answers[0]
 
     def _dtype_error(self, w: Array) -> str | None:
         """What is wrong with the dtype of ``w``, or None."""
@@ -149,80 +161,85 @@ class Leafwise(Parametrization):
         return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
     @cached_property
+    def _given_axes(self) -> dict[str, Any]:
+        """The axes of each field, as they are given."""
+        return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
+
+    @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
         """The fields of axes that are given by path."""
-        axes = {name: self._varying_fields.get(name) for name in (*self._axis_fields, "stacked")}
-        return {name: value for name, value in axes.items() if isinstance(value, ByPath)}
+        return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
     def _uses_axis_names(self) -> bool:
         """Whether any axis is given by name."""
-        axes_of_fields = [getattr(self, name) for name in (*self._axis_fields, "stacked")]
-        return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
+        axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
+        return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
     @cached_property
-    def _is_uniform(self) -> bool:
-        """Whether :meth:`_for_leaf` is the stage itself for each array."""
-        return not (self._varying_fields or self._uses_axis_names or lacks_axes(self))
+    def unset_axes(self) -> dict[str, str]:
+        """The fields of axes with a meaning in networks that nobody set, with that meaning."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: word for name, word in self.by_roles.items() if getattr(self, name) == defaults[name]}
+
+    @cached_property
+    def axes_asked(self) -> dict[str, Any]:
+        """The fields of axes that are for the array's role to say, with words for them: these are given, or unset."""
+        given = {name: axes for name, axes in self._given_axes.items() if are_words(axes) and name != "stacked"}
+        return self.unset_axes | given
+
+    @cached_property
+    def asks_stacked(self) -> bool:
+        """Whether the stacked axes are for the array's role to say."""
+        if are_words(self.stacked):
+            return True
+        if self.stacked != () or (self.elementwise and not self.axes_asked):
+            return False
+        # Axes by number, and those that are called stacked, count all axes of the array, as nobody set ``stacked``.
+        others = [getattr(self, name) for name in self._axis_fields if name not in self.axes_asked]
+        counts_all = any(are_words(axes, (STACKED,)) for axes in self.axes_asked.values())
+        return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
+
+    @property
+    def lacks_axes(self) -> bool:
+        """Whether nobody set axes without which the stage cannot act on an array."""
+        return self.needs_axes and bool(self.unset_axes)
 
     @cached_property
     def stacked_axes(self) -> Numbers:
         """The stacked axes of an array, for the stage as it acts on one."""
         return find_axes(self.stacked, None)
 
+    @cached_property
+    def _typical(self) -> Self:
+        """This stage with typical numbers, which do for shapes and dtypes, where they differ between arrays."""
+        numbers = self._varying_fields.keys() - self._axes_by_path.keys()
+        return replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self
+
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
         if not self._varying_fields:
             return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in self._varying_fields.items()})
+        return replace(self, **{name: value.at(name, path, like) for name, value in self._varying_fields.items()})
 
-    def at_path(self, path: str) -> Self | None:
-        """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not self._axes_by_path:
-            return self
-        if not all(axes.matches(path) for axes in self._axes_by_path.values()):
-            return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
-
-    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: Numbers | None = None) -> Self:
+    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: Numbers = ()) -> Self:
         """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
 
         Names of stacked axes that the array does not have are ignored. ``stacked`` are axes of a type that stands for
         the array.
         """
-        if self._is_uniform:
-            return self
-        for name, axes in self._axes_by_path.items():
-            if not axes.matches(leaf.path):
-                raise ValueError(
-                    f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
-                )
-        stage = self
-        if typical:
-            number_fields = self._varying_fields.keys() - self._axes_by_path.keys()
-            stage = replace(self, **dict.fromkeys(number_fields, TYPICAL))
-        stage = with_axes_by_convention(stage.for_array(leaf.path, w), leaf, w, stacked=stacked)
-        return stage._with_numbered_axes(self.names_at(leaf))
-
-    def _with_numbered_axes(self, names: AxisNames | None) -> Self:
-        """This stage with numbers in place of axis names, for an array whose axes have these ``names``."""
-        stacked = find_axes(self.stacked, names)
-        named = {name: getattr(self, name) for name in self._axis_fields if has_names(getattr(self, name))}
-        if not named and not has_names(self.stacked):
-            return self
-        names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-        numbered: dict[str, Any] = {name: number_axes(axes, names_of_one) for name, axes in named.items()}
-        return replace(self, **numbered, stacked=stacked)
-
-    def names_at(self, leaf: Leaf) -> AxisNames | None:
-        """The axis names of an array, if this stage needs any."""
-        return leaf.axis_names if self._uses_axis_names else None
+        stage = (self._typical if typical else self).for_array(leaf.path, w)
+        axes = axes_at(stage, leaf, w, stacked)
+        if self._uses_axis_names:
+            axes = numbered_fields(stage._given_axes | axes, leaf)
+        is_same = all(getattr(stage, name) == value for name, value in axes.items())
+        return stage if is_same else replace(stage, **axes)
 
     def _what_sets_axes(self, leaf: Leaf) -> tuple[Any, ...]:
         """What the axes of this stage at an array depend on beside the array's type."""
         path = leaf.path if self._axes_by_path else None
-        return self.names_at(leaf), path, leaf.convention if lacks_axes(self) else None
+        return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
 
     # Which leaves the stage acts on.
 
@@ -234,6 +251,45 @@ class Leafwise(Parametrization):
         leaves = self._selected(method, tree.leaves(bases=self._takes_base))
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
+    def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
+        """The marker dicts that the stage takes, each with the stage as it acts on the array for which it stands."""
+        read = reader(self, who)
+        leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
+        return [(leaf, self._as_read(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
+
+    def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
+        """The leaves of a tree, with the marker dicts of the stage's kind in place of what is inside them."""
+        return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
+
+    def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
+        """The leaves that the stage selects, which must be marker dicts; if it looks at their arrays, these are read.
+
+        Another stage of the same kind may have made some of them, on arrays that this one does not select.
+        """
+        if not by_path(self.where):
+            _read_all(leaves, read)
+        chosen = self._selected(who.method, leaves)
+        for leaf in chosen:
+            if not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` once, "
+                    f"with the whole chain, and pass `raw`."
+                )
+        return chosen
+
+    def _as_read(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
+        """The stage as it acts on an array that is read, with the numbers for that array."""
+        with locate_errors(who.at(leaf.path)):
+            if reading.error is not None:
+                raise reading.error
+            return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
+
+    def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
+        read = reader(self, who)
+        for leaf in self._leaves_with_nodes(who, tree):
+            if leaf.path == path and isinstance(leaf.content, Node):
+                self._as_read(who, leaf, read(leaf))
+
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
         w = leaf.content
@@ -241,8 +297,8 @@ class Leafwise(Parametrization):
             if why := self._dtype_error(w):
                 raise ValueError(why)
             stage = self._for_leaf(leaf, w)
-            if (names := self.names_at(leaf)) is not None:
-                require_names_fit(names, w)
+            if self._uses_axis_names and leaf.axes.names is not None:
+                require_names_fit(leaf.axes.names, w)
             stage._require_taken(w)
         return stage
 
@@ -257,10 +313,10 @@ class Leafwise(Parametrization):
                 where = f" The array is one of those along stacked={self.stacked}." if stacked else ""
                 raise ValueError(f"{why}{where}")
 
-    def _aligned_type(self, types: Mapping[str, Any]) -> Any:
-        """The type of an aligned main value, which has the shape of the array; None if there is none."""
+    def _aligned(self, values: Mapping[str, Any]) -> Any:
+        """The aligned main value, which has the shape of the array, or its type; None if there is none."""
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
-        return next((types[name] for name in names if name in types), None)
+        return next((values[name] for name in names if name in values), None)
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
         """Requires each declared value of one array."""
@@ -268,18 +324,18 @@ class Leafwise(Parametrization):
         if lacking := sorted(set(required) - values.keys()):
             raise KeyError(lacking[0])
 
+    def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
+        """Requires values of types that ``init`` would give for an array."""
+        self._require_all(types)
+
     def _effective(self, values: Mapping[str, Array]) -> Array:
         """The array of raw values, without randomness."""
         raise NotImplementedError
 
-    def _selected(self, method: str, leaves: Sequence[Leaf], stacked_at: StackedAt | None = None) -> list[Leaf]:
-        """The leaves of a tree on which the stage acts; ``stacked_at`` gives the stacked axes of one."""
+    def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves of a tree on which the stage acts."""
         who = CallName(self, method)
-
-        def acts_by_default(leaf: Leaf) -> bool:
-            return self._acts_by_default(who, leaf, stacked_at or self._stacked_at)
-
-        chosen = choose(who, self.where, leaves, acts_by_default)
+        chosen = choose(who, self.where, leaves, partial(self._acts_by_default, who))
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
             return []
         if not chosen:
@@ -287,33 +343,28 @@ class Leafwise(Parametrization):
         chosen = without_unmatched(who, self._varying_fields, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
-            require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
+            require_axes(who, "stacked", self.stacked, chosen)
         return chosen
 
-    def _acts_by_default(self, who: CallName, leaf: Leaf, stacked_at: StackedAt) -> bool:
+    def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
         """Whether the stage acts on a main value if ``where`` is not given."""
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
             return True  # the effective array does not show the type of the model's
-        if self.at_path(leaf.path) is None:
+        if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
         w = leaf.array
         with locate_errors(who.at(leaf.path)):
-            stacked = stacked_at(leaf, w)
-        return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
+            stacked = stacked_at(self._typical.for_array(leaf.path, None), leaf, w)
+        return stacked_axes_error(w, stacked) is None and self._ask(self.default, one_stacked(w, stacked))
 
-    def _stacked_at(self, leaf: Leaf, w: Any) -> Numbers:
-        """The stacked axes of an array: those of the stage, or if it has none, those of the array's layer."""
-        stage: Any = self.at_path(leaf.path)
-        return find_axes(stage.stacked, self.names_at(leaf)) or stack_by_convention(stage, leaf, w)
+    def _with_axes(self, tree: Flat) -> list[Any]:
+        return with_axes(self, tree)
 
-    def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
-        return with_axes(self, tree, roles)
-
-    def _misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
-        return misfits(self, tree, roles)
+    def _misfits(self, tree: Flat) -> Iterable[Misfit]:
+        return misfits(self, tree)
 
 
 class Reading(NamedTuple):
@@ -322,100 +373,45 @@ class Reading(NamedTuple):
     Attributes:
       stage: The stage there, with typical numbers.
       effective: The type of the array.
-      is_made: Whether the formula makes it; else an aligned value has it, as the formula fails.
+      error: What is wrong with the values, if ``init`` would not give such values for such an array.
     """
 
     stage: Any
     effective: Any
-    is_made: bool = True
+    error: Exception | None = None
 
 
-class Nodes:
-    """The marker dicts of a stage's kind in a raw tree, each in place of its array.
+Read = Callable[[Leaf], Reading]
+"""What the values in a marker dict say; an error of any kind if the formula does not take them."""
 
-    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
 
-    Attributes:
-      leaves: All leaves of the tree.
-    """
+def reader(stage: Any, who: CallName) -> Read:
+    """Reads marker dicts of a stage's kind, those whose values say the same once."""
+    readings = dict[Any, Reading]()
 
-    def __init__(self, stage: Any, who: CallName, tree: Flat) -> None:
-        """Requires a marker dict of the stage's kind, and arrays in each."""
-        self._stage, self._who = stage, who
-        self._readings, self._checked = dict[Any, Reading](), set[Any]()
-        nodes = tree.nodes(stage.kind)
-        if not nodes:
-            raise no_own_node_error(who, stage.kind, nest(tree))
-        self.leaves = tree.with_nodes(nodes).leaves(bases=stage._takes_base)
-        self._types = dict[Names, dict[str, Any]]()
-        for leaf in self.own:
-            with locate_errors(who.at(leaf.path)):
-                self._types[leaf.place] = tree.values_of(leaf.content)
-            leaf.read_type = self._type_at
+    def read(leaf: Leaf) -> Reading:
+        with locate_errors(who.at(leaf.path)):
+            types = leaf.content.arrays()
+            group = (*stage._what_sets_axes(leaf), *types.items())
+            if group not in readings:
+                readings[group] = _checked(read_values(stage, leaf, types), types)
+        leaf.reading = readings[group]
+        return leaf.reading
 
-    @property
-    def own(self) -> list[Leaf]:
-        """The marker dicts."""
-        return [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
+    return read
 
-    def selected(self) -> list[Leaf]:
-        """The leaves that the stage selects, each with a marker dict."""
-        chosen = self._stage._selected(self._who.method, self.leaves)
-        for leaf in chosen:
-            if not isinstance(leaf.content, Node):
-                raise ValueError(
-                    f"{self._who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
-                    f"once, with the whole chain, and pass `raw`."
-                )
-        return chosen
 
-    def mark_foreign(self) -> None:
-        """Marks leaves that are of another stage: if paths do not tell, those on which alone the formula fails."""
-        if by_path(self._stage.where) or len(self.own) < 2:
-            return
-        foreign = [leaf for leaf in self.own if self._fails(leaf)]
-        if len(foreign) < len(self.own):
-            for leaf in foreign:
-                leaf.is_foreign = True
-
-    def _fails(self, leaf: Leaf) -> bool:
-        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
+def _read_all(leaves: Sequence[Leaf], read: Read) -> None:
+    """Reads all marker dicts; one that alone cannot be read is of another stage of the kind, so nothing is there."""
+    own, errors = [leaf for leaf in leaves if isinstance(leaf.content, Node)], list[Exception]()
+    for leaf in own:
         try:
-            return self._type_at(leaf) is None
-        except Exception:
-            return True
-
-    def stage_at(self, leaf: Leaf) -> Any:
-        """The stage as it acts on the values at a leaf.
-
-        Raises:
-          ValueError: If ``init`` would not give such values for such an array.
-        """
-        reading, group = self._reading(leaf), self._group(leaf)
-        with locate_errors(self._who.at(leaf.path)):
-            if group not in self._checked:
-                reading.stage._require_start(self._types[leaf.place], reading.effective)
-                if not reading.is_made:
-                    _type_made(reading.stage, self._types[leaf.place])  # raises an error
-                self._checked.add(group)
-            return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
-
-    def _type_at(self, leaf: Leaf) -> Any:
-        """The type of the array."""
-        return self._reading(leaf).effective
-
-    def _group(self, leaf: Leaf) -> Any:
-        """What is equal for leaves whose values say the same."""
-        return *self._stage._what_sets_axes(leaf), *self._types[leaf.place].items()
-
-    def _reading(self, leaf: Leaf) -> Reading:
-        """What the values at a leaf say, read once for all leaves with equal values."""
-        group = self._group(leaf)
-        if group not in self._readings:
-            with locate_errors(self._who.at(leaf.path)):
-                self._readings[group] = read_values(self._stage, leaf, self._types[leaf.place])
-        return self._readings[group]
+            read(leaf)
+        except Exception as error:  # a formula may fail in any way on the values of another stage
+            leaf.content = None
+            errors.append(error)
+    if len(errors) == len(own):
+        raise errors[0]
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
@@ -425,20 +421,18 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 
     Raises:
       ValueError: If values of arrays that are stacked along different axes are of these types.
+      Exception: Whatever the formula raises on values that it does not take, if no aligned one has the type.
     """
-    aligned = stage._aligned_type(types)
+    aligned = stage._aligned(types)
     if aligned is not None:
-        stage_here = stage._for_leaf(leaf, aligned, typical=True)
-        with suppress(Exception):  # values that do not fit make no array; what they should be is said later
-            return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
-        return Reading(stage_here, aligned, is_made=False)
+        return Reading(stage._for_leaf(leaf, aligned, typical=True), aligned)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break  # values of one number of axes are those of one number of stacks
         with suppress(Exception):
             reading = _read_as(stage, leaf, w, stacked, types)
-            if leaf.convention.stacks(reading.effective.shape) == [stacked]:
+            if leaf.axes.stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
@@ -447,6 +441,18 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+
+
+def _checked(reading: Reading, types: Mapping[str, Any]) -> Reading:
+    """The reading of values of these types, with what is wrong with them, and with the dtype that the formula gives."""
+    stage, effective = reading.stage, reading.effective
+    try:
+        stage._require_start(types, effective)  # which says more than a formula that fails on wrong values
+        if effective is stage._aligned(types):
+            effective = jax.ShapeDtypeStruct(effective.shape, _type_made(stage, types).dtype)
+    except Exception as error:
+        return reading._replace(error=error)
+    return reading._replace(effective=effective)
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:

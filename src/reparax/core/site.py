@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from reparax.core.calls import CallName
 from reparax.core.paths import Names
 from reparax.core.raw import FIXED, Leaf, Swap, is_fixed_value
-from reparax.core.values import value_of
+from reparax.core.values import RawValues, value_of
 
 Stages = Sequence[Any]
 Arrays = Mapping[Names, Any]
 """Arrays, or their types, by their key paths."""
-RawValues = Mapping[str, Mapping[str, Any]]
-"""For each array of a site, by the name that the formulas use, its raw values by their names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +30,7 @@ class Site:
       values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
       nodes: For each array the key path of its marker dict; none, if the stage has no markers.
       draw_path: The path that is hashed into the key, counted also where nothing is drawn; None if it is not.
+      draw_number: The number of the stage among those of its kind that act on the array, counted from 1 in a plan.
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
       formula: What the stage does here, if it is not the same at all arrays.
@@ -45,6 +44,7 @@ class Site:
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
     draw_path: str | None = None
+    draw_number: int = 0
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
     formula: Any = None
@@ -56,7 +56,7 @@ class Site:
         """The key paths of all that the formulas read."""
         return [*(place for places in self.values.values() for place in places.values()), *self.reads.values()]
 
-    def read(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
+    def read(self, arrays: Arrays) -> RawValues:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}

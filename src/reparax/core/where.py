@@ -17,8 +17,8 @@ from jax.tree_util import register_static
 from reparax.core.calls import takes
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
-from reparax.core.paths import PyTree, describe, flatten_with_names, path_text
-from reparax.core.raw import Leaf, empty_nodes, nest, parameter_path
+from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
+from reparax.core.raw import Leaf, parameter_path
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
@@ -236,8 +236,8 @@ def by_path(where: Where) -> bool:
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
-    if leaf.convention.is_of_layer:
-        return leaf.convention.is_vector
+    if leaf.axes.are_of_layer:
+        return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
@@ -247,8 +247,8 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 def is_table(leaf: Leaf) -> bool:
     """Whether an array is a table of embeddings, by its layer or its name."""
-    if leaf.convention.is_of_layer:
-        return leaf.convention.is_table
+    if leaf.axes.are_of_layer:
+        return leaf.axes.role.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
@@ -314,8 +314,8 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
     """The paths of the leaves of a tree, and of arrays without values of their own, such as tied ones."""
-    tree = leaves[0].tree
-    empty = () if tree is None else empty_nodes(nest(tree))
+    arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
+    empty = [place for place, x in arrays.items() if is_empty(x)]
     return [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from reparax.core.paths import Names, PyTree, items, path_text
+from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
 # For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
@@ -130,12 +131,16 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 
 
 def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
-    """The layout of each array that the class of its module tells, or else Haiku's names, by path."""
+    """The layout of each array that the class of its module tells, or else Haiku's names, by path.
+
+    It is None for an array in a module of which it is not known how it computes, whatever the array's name.
+    """
     layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
         if which := _known_class(node):
             layouts |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
-    return layouts
+    known = flatten(tree).frame.axes.items()
+    return layouts | {path_text(place): (None, 0) for place, axes in known if axes.is_class and not axes.sizes}
 
 
 def _known_class(node: object) -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ from reparax.io._parameters import (
     given_maps,
     list_entries,
     names_by_layer,
+    require_different_names,
     require_known,
     stack_parts,
 )
@@ -78,9 +79,10 @@ def from_torch(
         ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
         too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
         GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
-        linear layers, convolutions and tables of nnx and equinox, whose classes decide it; for ``w`` and ``embeddings``
-        of two axes in Haiku's nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or
-        more, whatever their names, need a layout, or ``{i}`` in their names: the shape of a square matrix does not show
+        linear layers, convolutions and tables of nnx and equinox, whose classes decide it if the layer computes as its
+        class does; for ``w`` and ``embeddings`` of two axes in Haiku's nested modules; and for ``weight_ih`` and
+        ``weight_hh``. All other arrays of two axes or more, whatever their names, and those of modules of your own need
+        a layout, or ``{i}`` in their names: the shape of a square matrix does not show
         whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
         that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
         For recurrent cells, use :func:`convert`.
@@ -268,7 +270,9 @@ def _make_plan(
             raw_values += naming.values_of(place, entry)
         else:
             tied_entries.append(entry)
-    return TorchPlan(weights, raw_values, tied_entries)
+    torch_plan = TorchPlan(weights, raw_values, tied_entries)
+    require_different_names((name, entry.path) for entry, of_entry in torch_plan.names.items() for name in of_entry)
+    return torch_plan
 
 
 def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:

@@ -19,9 +19,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.calls import CallName, require_chains, with_any_key
-from reparax.core.chain import Chain, Parametrization
+from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
-from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
 from reparax.core.raw import FIXED, flatten, is_aligned, require_no_raw
 from reparax.core.start import start
@@ -152,9 +151,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        start(
-            tuple(Chain((p.deterministic,))), flatten(params), Keys(None)
-        )  # so that wrong parameters fail before the first step
+        start(p.deterministic._parts, flatten(params), None)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

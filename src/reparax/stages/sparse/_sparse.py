@@ -81,8 +81,8 @@ class Freeze(Reparametrization):
             return []
         return super().sites(method, tree)
 
-    def _selected(self, method: str, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
-        chosen = super()._selected(method, leaves, *further, **named)
+    def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+        chosen = super()._selected(method, leaves)
         return [leaf for leaf in chosen if not (leaf.fixed and is_array(leaf.content) and not is_inexact(leaf.content))]
 
 
