@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,8 @@ class Parametrized(eqx.Module):
     values: Any
     """The raw tree, with integers in the place of values that do not train."""
     p: Any = eqx.field(static=True)
+
+    holds_chain: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -84,6 +84,11 @@ def is_none(x: object) -> bool:
     return x is None
 
 
+def is_placeholder(x: object) -> bool:
+    """Whether ``x`` stands for a value that is not there: None, or optax's empty named tuple."""
+    return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
+
+
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
     """A label for each value of a raw tree, by its role; for ``optax.partition``.
 
