@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from reparax.core.boxes import boxes_of_values, stated_entries
 from reparax.core.checks import locate_errors
+from reparax.core.config import is_of_package
 from reparax.core.keys import Keys
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
 from reparax.core.site import RawValues, Site, Stages, identity
+from reparax.core.values import value_of
+from reparax.numerics.arithmetic import is_inexact
 
 
 def start(stages: Stages, params: Flat, keys: Keys) -> Flat:
@@ -42,8 +49,62 @@ def start_at(sites: Sequence[Site], tree: Flat, keys: Keys) -> Flat:
             if (group := (identity(site.stage), *_types_of({"": arrays, **values}))) not in checked:
                 site.stage._check_start(values, arrays)
                 checked.add(group)
+                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere):
+                    _warn_if_no_inverse(site, values, arrays, key_of_start.get(i))
         swaps += _swaps(site, values)
     return tree.swap(swaps)
+
+
+def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
+    """Warns if a start does not give back an array that its stage makes: at the start, and where free values moved."""
+    if any(isinstance(x, Tracer) for x in arrays.values()):
+        return
+    stage, distance = site.stage, 0.0
+
+    def made(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def made_again(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return made(stage._init_at(site, arrays, key))
+
+    with suppress(Exception):  # of any type: a formula of yours need not take what no training reaches
+        points = [made(values)]
+        if key is None:
+            moved, has_fixed = _moved(stage, values)
+            points.append(made_again(made(moved)) if has_fixed else made(moved))
+        distance = max(_distance(made_again(point)[name], w) for point in points for name, w in point.items())
+    if distance > 0:
+        init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
+        apply = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
+        warnings.warn(
+            f"{site.who}: {init} does not invert {apply}: for an array w that {apply} has made, {apply}({init}(w)) "
+            f"differs by {distance:.2g} of the largest entry, so training may not start at your weights. Mend one of "
+            f"the two; if this is meant, set `starts_elsewhere = True` in the class.",
+            stacklevel=2,
+        )
+
+
+def _moved(stage: Any, values: RawValues) -> tuple[RawValues, bool]:
+    """The values of each array with the free ones moved by about a tenth; and whether there are others."""
+    draw, fixed = np.random.default_rng(0), set[str]()
+
+    def move(value: str, x: Array) -> Array:
+        if value_of(stage.raw_values, value).fixed or not is_inexact(x):
+            fixed.add(value)
+            return x
+        return x * jnp.asarray(1 + 0.1 * draw.standard_normal(x.shape), x.dtype)
+
+    moved = {name: {value: move(value, x) for value, x in of_one.items()} for name, of_one in values.items()}
+    return moved, bool(fixed)
+
+
+def _distance(x: Array, w: Array) -> float:
+    """The largest difference of two arrays, over the largest entry of ``w``; 0 if that is rounding, or not finite."""
+    tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
+    x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
+    largest = float(jnp.max(jnp.abs(w), initial=0))
+    difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf))
+    return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
 
 
 def _start_keys(sites: Sequence[Site], keys: Keys) -> dict[int, Array | None]:
