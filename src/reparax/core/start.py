@@ -59,7 +59,7 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
     """Warns if a start does not give back an array that its stage makes: at the start, and where free values moved."""
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
-    stage, distance = site.stage, 0.0
+    stage, draw, distance = site.stage, np.random.default_rng(0), 0.0
 
     def made(values: RawValues) -> Mapping[str, Array]:
         return stage._apply_at(site, values, None)
@@ -67,11 +67,18 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
     def made_again(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         return made(stage._init_at(site, arrays, key))
 
+    def moved(value: str, x: Array) -> Array:
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
+        return x * jnp.asarray(1 + 0.1 * draw.standard_normal(x.shape), x.dtype) if is_free else x
+
     with suppress(Exception):  # of any type: a formula of yours need not take what no training reaches
         points = [made(values)]
         if key is None:
-            moved, has_fixed = _moved(stage, values)
-            points.append(made_again(made(moved)) if has_fixed else made(moved))
+            points.append(
+                made({name: {value: moved(value, x) for value, x in values[name].items()} for name in values})
+            )
+            if any(declared.fixed for declared in stage.raw_values.values()):  # which belong to the start
+                points[1] = made_again(points[1])
         distance = max(_distance(made_again(point)[name], w) for point in points for name, w in point.items())
     if distance > 0:
         init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
@@ -82,20 +89,6 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
             f"the two; if this is meant, set `starts_elsewhere = True` in the class.",
             stacklevel=2,
         )
-
-
-def _moved(stage: Any, values: RawValues) -> tuple[RawValues, bool]:
-    """The values of each array with the free ones moved by about a tenth; and whether there are others."""
-    draw, fixed = np.random.default_rng(0), set[str]()
-
-    def move(value: str, x: Array) -> Array:
-        if value_of(stage.raw_values, value).fixed or not is_inexact(x):
-            fixed.add(value)
-            return x
-        return x * jnp.asarray(1 + 0.1 * draw.standard_normal(x.shape), x.dtype)
-
-    moved = {name: {value: move(value, x) for value, x in of_one.items()} for name, of_one in values.items()}
-    return moved, bool(fixed)
 
 
 def _distance(x: Array, w: Array) -> float:

@@ -42,12 +42,14 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
       ValueError: If they must be advanced by hand, and the user does not say so.
     """
     require_by_hand(who, updates)
+    instead = ", or train with `rpx.optimizer(tx, p)`"
     if any(stage.moves_weights for stage in p):
+        instead = ""
         why = "which may move weights too, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
             f"{CallName(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
-            f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
+            f'after each step{instead}, and say so: `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
 

@@ -45,7 +45,8 @@ class Parametrized(eqx.Module):
     value))``.
 
     A call cannot change a module, so if ``p.update`` advances values that do not train, as power iteration does, call
-    ``model = model.update()`` after each step, and say so by ``updates="by hand"``.
+    ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
+    eqx.is_array)``; and say so by ``updates="by hand"``.
 
     Args:
       model: The model.
