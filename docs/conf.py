@@ -117,6 +117,7 @@ quickstart
 concepts
 recognizer
 fine_tuning
+gallery
 ```
 
 ```{toctree}

@@ -1,7 +1,7 @@
 """All ways to train, tuned alike and compared over replicates: each recognizer is a file of ``results``.
 
 Run: python -m examples.speech.cells [table ...]. A run that was cut off goes on where it stopped, and several may run
-beside each other; what is run is decided by what is on file. Tables: digits_lstm, digits_attention, digits_conformer.
+beside each other; what is run is decided by what is on file. Tables: digits_lstm, digits_attention.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from benchmarks.common.timing import machine
 from examples.speech import replicates, training
 from examples.speech.model import BODIES
 from examples.speech.protocol import RESULTS, Cell, left, read
-from examples.speech.settings import SETTINGS, Settings
+from examples.speech.settings import TABLES, Settings
 from examples.speech.voices import WORDS
 
-TABLES = [f"digits_{body}" for body in BODIES]
 CURVE = 50
 """Steps whose losses are one number on file."""
 
@@ -89,7 +88,7 @@ def main() -> None:
         parser.error(f"there is no table {', '.join(sorted(unknown))}; there are: {', '.join(TABLES)}")
     jax.config.update("jax_compilation_cache_dir", str(Path("build") / "speech" / "programs"))
     for table in asked.tables or TABLES:
-        for cell, took in runs(table, RESULTS, SETTINGS):
+        for cell, took in runs(table, RESULTS, TABLES[table]):
             console.print(f"{table}: {cell} ({took:.0f} s)", highlight=False)
 
 

@@ -83,7 +83,7 @@ def tried(found: Found, way: str, settings: Settings) -> tuple[dict[float, float
 def chosen(found: Found, settings: Settings) -> dict[str, float]:
     """The best value of each way that has no cells left to choose by."""
     best = dict[str, float]()
-    for way in WAYS:
+    for way in settings.ways:
         means, missing = tried(found, way, settings)
         if not missing:
             best[way] = min(means, key=means.__getitem__)
@@ -102,10 +102,11 @@ def settled(way: str, table: str = "digits_lstm", settings: Settings = SETTINGS)
 def left(found: Found, settings: Settings) -> list[tuple[Cell, float]]:
     """The cells that can be run by now, in their order, with the learning rate of each."""
     best, cells = chosen(found, settings), list[tuple[Cell, float]]()
-    for way, told in WAYS.items():
-        if not told.base or told.base in best:
-            cells += [(cell, best[told.base] if told.base else cell.value) for cell in tried(found, way, settings)[1]]
-    if cells or len(best) < len(WAYS):
+    for way in settings.ways:
+        base = WAYS[way].base
+        if not base or base in best:
+            cells += [(cell, best[base] if base else cell.value) for cell in tried(found, way, settings)[1]]
+    if cells or len(best) < len(settings.ways):
         return cells
     for number in range(count(found, best, settings)):
         for way, value in best.items():
@@ -117,9 +118,9 @@ def left(found: Found, settings: Settings) -> list[tuple[Cell, float]]:
 
 def count(found: Found, best: Mapping[str, float], settings: Settings) -> int:
     """How many replicates there are: more where a difference spreads too much, which says nothing of its mean."""
-    for way, told in WAYS.items():
-        if told.against:
-            pairs = differences(found, best, way, told.against)[: settings.look]
+    for way in settings.ways:
+        if against := WAYS[way].against:
+            pairs = differences(found, best, way, against)[: settings.look]
             if len(pairs) == settings.look and np.std(pairs, ddof=1) > settings.spread:
                 return settings.more
     return settings.replicates
@@ -155,14 +156,14 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def contrasts(found: Found, best: Mapping[str, float]) -> list[Contrast]:
-    """The planned ones, of paired t tests over replicates."""
+    """The planned ones among the ways that have a best value, of paired t tests over replicates."""
     made = list[Contrast]()
-    for way, told in WAYS.items():
-        if told.against:
-            gaps = differences(found, best, way, told.against)
-            made.append(Contrast(way, told.against, gaps.mean(), *interval(gaps), stats.ttest_1samp(gaps, 0).pvalue))
+    for way in best:
+        if against := WAYS[way].against:
+            gaps = differences(found, best, way, against)
+            made.append(Contrast(way, against, gaps.mean(), *interval(gaps), stats.ttest_1samp(gaps, 0).pvalue))
     corrected, ordered = 0.0, sorted(made, key=lambda each: each.p)
     for place, each in enumerate(ordered):
         corrected = min(1.0, max(corrected, (len(made) - place) * each.p))
         ordered[place] = each._replace(p=corrected)
-    return sorted(ordered, key=lambda each: list(WAYS).index(each.way))
+    return sorted(ordered, key=lambda each: list(best).index(each.way))

@@ -1,13 +1,23 @@
-"""What is drawn for a replicate: voices, strings and noise, spoken where this runs."""
+"""What is drawn for a replicate: voices, strings and noise, spoken where this runs.
+
+Run: python -m examples.speech.replicates. It puts the families of the voices that espeak-ng ships on file.
+"""
 
 import functools
+import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.cluster import hierarchy
 
 from examples.speech import features, voices
 from examples.speech.features import Speech
+from examples.speech.protocol import RESULTS
 from examples.speech.settings import Settings
+
+ALIKE = 0.98
+"""The mean correlation between the spectra of two families that are one."""
 
 
 class Heard(NamedTuple):
@@ -68,3 +78,26 @@ def named(settings: Settings) -> Heard:
     """The voices that espeak-ng ships, which are no sample of anything: the same for all replicates."""
     drawn = np.random.default_rng(3)
     return heard(voices.utterances(voices.named_voices(), settings.each, drawn), settings, drawn)
+
+
+def families(names: Sequence[str]) -> list[int]:
+    """The family of each voice, from zero on: many variants of espeak-ng are little else than another one.
+
+    The mean log-mel spectra of the ten digits are clustered by their correlation, in average linkage.
+    """
+    said = [of_power_one(each) for each in voices.speak([(" ".join(voices.WORDS), name, 170, 50) for name in names])]
+    spectra = [np.asarray(features.log_mel(each)).mean(0) for each in said]
+    apart = 1 - np.corrcoef(spectra)[np.triu_indices(len(names), 1)]
+    found = hierarchy.fcluster(hierarchy.linkage(apart, "average"), 1 - ALIKE, "distance")
+    return [int(each) - 1 for each in found]
+
+
+def main() -> None:
+    """Speaks, and writes."""
+    names = voices.named_voices()
+    told = dict(zip(names, families(names), strict=True))
+    (RESULTS / "families.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.evidence.summary import markdown, told
 from examples.speech.protocol import (
     RESULTS,
+    Contrast,
     Found,
     chosen,
     contrasts,
@@ -18,41 +19,37 @@ from examples.speech.protocol import (
     read,
     tried,
 )
-from examples.speech.settings import SETTINGS, WAYS, Settings
+from examples.speech.settings import TABLES, WAYS, Settings
 
 
 def finished(found: Found, settings: Settings) -> bool:
     """Whether all recognizers of a table are on file."""
-    return len(chosen(found, settings)) == len(WAYS) and not left(found, settings)
+    return len(chosen(found, settings)) == len(settings.ways) and not left(found, settings)
 
 
-def values(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
+def values(found: Found, settings: Settings) -> str:
     """Every value that was tried, with its word error rate on development voices; the chosen one is bold."""
-    found, rows = read(name, folder), list[list[str]]()
-    best = chosen(found, settings)
-    for way, what in WAYS.items():
-        means = tried(found, way, settings)[0]
+    best, rows = chosen(found, settings), list[list[str]]()
+    for way in settings.ways:
+        what, means = WAYS[way], tried(found, way, settings)[0]
         each = (f"{value:g}: {means[value]:.1f}" for value in sorted(means))
-        marked = (
-            [f"**{one}**" if one.startswith(f"{best.get(way):g}:") else one for one in each] if way in best else each
-        )
-        rows.append([way, what.tunes, ", ".join(marked) or "-", f"of {what.base}" if what.base else "its own"])
+        marked = [f"**{one}**" if one.startswith(f"{best[way]:g}:") else one for one in each]
+        rows.append([way, what.tunes, ", ".join(marked), f"of {what.base}" if what.base else "its own"])
     return markdown(["way", "tunes", "value: word error rate, %", "learning rate"], rows)
 
 
-def table(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
-    """A row for each way: unseen voices in the mean and at each level, voices of training, and named voices."""
-    found = read(name, folder)
+def table(found: Found, settings: Settings, family: np.ndarray) -> str:
+    """A row for each way: unseen voices in the mean and at each level, voices of training, and named families."""
     best, rows = chosen(found, settings), list[list[str]]()
     head = ["way", "unseen", *(f"{level} dB" for level in settings.levels), "seen", "named, mean", "named, median"]
     for way in best:
         cells = of_replicates(found, best, way)
-        if len(cells) > 1:
-            unseen = [over(cells, "unseen", level) for level in (None, *settings.levels)]
-            others = over(cells, "seen"), over(cells, "named"), np.array([np.median(rates(c, "named")) for c in cells])
-            low, high = interval(unseen[0])
-            means = [f"{each.mean():.1f}" for each in (*unseen[1:], *others)]
-            rows.append([way, f"{unseen[0].mean():.1f} ({low:.1f} to {high:.1f})", *means])
+        unseen = [over(cells, "unseen", level) for level in (None, *settings.levels)]
+        named = [np.bincount(family, rates(cell, "named")) / np.bincount(family) for cell in cells]
+        others = over(cells, "seen"), np.mean(named, axis=1), np.median(named, axis=1)
+        low, high = interval(unseen[0])
+        means = [f"{each.mean():.1f}" for each in (*unseen[1:], *others)]
+        rows.append([way, f"{unseen[0].mean():.1f} ({low:.1f} to {high:.1f})", *means])
     return markdown(head, rows)
 
 
@@ -61,33 +58,54 @@ def over(cells: list, test: str, level: int | None = None) -> np.ndarray:
     return np.array([rates(cell, test, level).mean() for cell in cells])
 
 
-def verdicts(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> list[str]:
-    """A sentence for each planned contrast, once all replicates are on file."""
-    found, said = read(name, folder), list[str]()
+def verdict(each: Contrast) -> str:
+    """A sentence for a planned contrast."""
+    word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
+    p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
+    return (
+        f"{each.way}: {word} {each.against} ({each.mean:+.1f} points, 95 % interval {each.low:+.1f} to "
+        f"{each.high:+.1f}, Holm's {p})."
+    )
+
+
+def effect(each: Contrast) -> str:
+    """The same of a way that adds something, after its name."""
+    if each.p >= 0.05:
+        points = f"{each.mean:+.1f} points, {each.low:+.1f} to {each.high:+.1f}"
+        return f"does not change word error rates significantly ({points})"
+    if each.mean < 0:
+        return f"lowers word error rates by {-each.mean:.1f} points ({-each.high:.1f} to {-each.low:.1f})"
+    return f"raises word error rates by {each.mean:.1f} points ({each.low:.1f} to {each.high:.1f})"
+
+
+def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
+    """What other pages say of noise in the weights."""
+    found, settings = read(name, folder), settings or TABLES[name]
     if not finished(found, settings):
-        return said
-    for each in contrasts(found, chosen(found, settings)):
-        word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
-        p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
-        said.append(
-            f"{each.way}: {word} {each.against} ({each.mean:+.1f} points, 95 % interval {each.low:+.1f} to "
-            f"{each.high:+.1f}, Holm's {p})."
-        )
-    return said
+        return "A comparison of word error rates is not finished."
+    best = chosen(found, settings)
+    told = {each.way: each for each in contrasts(found, best)}
+    alone, beside = (effect(told[way]) for way in ("weight noise", "SpecAugment, noise"))
+    return (
+        f"Noise {alone}, and with SpecAugment it {beside}: digits by {settings.unseen} unseen voices in each of "
+        f"{len(of_replicates(found, best, 'plain'))} replicates, with 95 % intervals."
+    )
 
 
-def shown(name: str, folder: Path = RESULTS, settings: Settings = SETTINGS) -> str:
-    """All that a page shows of a table: nothing of its numbers before it is finished."""
-    found, said = read(name, folder), verdicts(name, folder, settings)
-    if not said:
+def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
+    """All that a page shows of a comparison: nothing of its numbers before it is finished."""
+    found, settings = read(name, folder), settings or TABLES[name]
+    if not finished(found, settings):
         return (
-            f"This comparison is not finished: `python -m examples.speech.cells {name}` trains the recognizers\n"
-            "that are not on file yet. Until all are, nothing is read from those that are."
+            f"**{name} is not finished**: `python -m examples.speech.cells {name}` trains the recognizers that\n"
+            "are not on file yet. Until all are, nothing is read from those that are."
         )
-    replicates = len(of_replicates(found, chosen(found, settings), "plain"))
-    state = f"{len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
-    listed = "\n".join(f"- {each}" for each in said)
-    return "\n\n".join([state, values(name, folder, settings), table(name, folder, settings), listed])
+    best = chosen(found, settings)
+    replicates = len(of_replicates(found, best, "plain"))
+    state = f"**{name}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
+    family = np.array([*json.loads((folder / "families.json").read_text()).values()])
+    listed = "\n".join(f"- {verdict(each)}" for each in contrasts(found, best))
+    return "\n\n".join([state, values(found, settings), table(found, settings, family), listed])
 
 
 def fixed_set(folder: Path = RESULTS) -> str:

@@ -53,6 +53,7 @@ class Settings:
       selections: Replicates that values are chosen by; they have voices and strings of their own.
       replicates: Of the comparison: every one draws its voices, strings, weights and batches, and all ways share them.
       more: How many there are if a difference has more than ``spread`` points of standard deviation after ``look``.
+      ways: What is compared, in the order of ``WAYS``.
     """
 
     steps: int = 1500
@@ -72,9 +73,9 @@ class Settings:
     look: int = 5
     spread: float = 1.1
     more: int = 16
+    ways: tuple[str, ...] = field(default_factory=lambda: tuple(WAYS))
 
 
-SETTINGS = Settings()
 RATES, STDS, DROPPED, DECAYS = (5e-4, 1e-3, 2e-3), (0.01, 0.02, 0.04), (0.05, 0.1, 0.2), (1e-3, 1e-2, 1e-1)
 RECURRENT, OF_BLOCKS = ".*/h[ifgo]/kernel", ".*conformer_.*/kernel"
 """Where weight dropout acts: on recurrent kernels, and in a conformer, which has none, on the kernels of its blocks."""
@@ -110,3 +111,8 @@ WAYS = {
     ),
 }
 """In the order in which they are run, as all others have the learning rate of one of the first two."""
+SETTINGS = Settings()
+FEWER = Settings(replicates=5, more=5, ways=("plain", "SpecAugment", "weight noise", "SpecAugment, noise"))
+"""Of a second recognizer: decided before any of it was trained."""
+TABLES = {"digits_lstm": SETTINGS, "digits_attention": FEWER}
+"""The name of each comparison ends with the body of its recognizer."""

@@ -83,7 +83,7 @@ def start(run: Run, seed: int) -> Any:
     frames, labels = jnp.zeros((1, 40, features.BANDS)), jnp.ones((1, 2), jnp.int32)
     init = jax.jit(functools.partial(run.model.init, method="losses"))
     params = init(of_model, frames, jnp.zeros((1, 40)), labels)["params"]
-    return run.chain(1.0).init(params, of_chain)
+    return run.chain(0.0).init(params, of_chain)
 
 
 class Point(NamedTuple):

@@ -74,6 +74,7 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.stages.sparse import Mask as Mask
     from reparax.training import combine as combine
     from reparax.training import decay_mask as decay_mask
+    from reparax.training import is_parametrized as is_parametrized
     from reparax.training import optimizer as optimizer
     from reparax.training import partition as partition
     from reparax.training import summary as summary

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from reparax.core.keys import key_of_use
+from reparax.core.random import key_of_use
 
 W = np.zeros((3, 2), np.float32)
 

@@ -69,6 +69,84 @@ def test_what_was_pruned_comes_back_after_training_and_what_trained_is_as_traine
     np.testing.assert_array_equal(original["k"][pruned], PARAMS["k"][pruned])
 
 
+LORA = rpx.LoRA(2, columns=-1)
+DORA = rpx.Freeze() >> LORA >> rpx.WeightNorm(axis=-1, detach=True)
+ADAPTED = {
+    "LoRA": rpx.Freeze() >> LORA,
+    "DoRA": DORA,
+    "DoRA of free biases": LORA >> rpx.WeightNorm(axis=-1, detach=True),
+    "two": DORA >> LORA,
+    "IA3": rpx.Freeze() >> rpx.adapters.Gain(axis=-1),
+    "IA3 under a norm": rpx.Freeze() >> rpx.SpectralNorm() >> rpx.adapters.Gain(axis=-1),
+    "LoHa": rpx.Freeze() >> rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.adapters.Delta(),
+    "LoKr": rpx.Freeze() >> rpx.matrices.Kronecker((2, 2)) >> rpx.adapters.Delta(),
+    "OFT": rpx.Freeze() >> rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2, columns=-1),
+    "VeRA": rpx.Freeze() >> rpx.adapters.VeRA(3, columns=-1),
+    "slices": rpx.Freeze() >> rpx.adapters.TrainableSlices((1, 3)),
+}
+ODD = {**PARAMS, "q": PARAMS["q"] * np.float32([0, 1, 1e-30, 1e20, 1, 0])}  # lengths that a norm cannot divide by
+
+
+def moved(raw):
+    """The raw tree after training, where fixed values stay."""
+    free, fixed = rpx.partition(raw)
+    return rpx.combine(jax.tree.map(lambda x: x + 0.1 * np.arange(1, x.size + 1).reshape(x.shape), free), fixed)
+
+
+@pytest.mark.parametrize("p", ADAPTED.values(), ids=ADAPTED)
+def test_the_base_of_an_adapter_comes_back_to_the_bit_beside_the_adapted_weights(p):
+    raw = moved(p.init(ODD, KEY))
+    adapted, original = jax.jit(lambda raw: (p.apply(raw), p.original(raw)))(raw)
+    assert_equal(original, ODD)
+    assert not any(np.array_equal(adapted[name], ODD[name]) for name in ODD)
+    held = {id(x) for x in jax.tree.leaves(raw)}
+    assert all(id(x) in held for x in jax.tree.leaves(p.original(raw)))
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "OFT", "IA3"])
+def test_a_step_that_compares_with_the_base_holds_no_copy_of_it(name):
+    p = ADAPTED[name]
+    free, fixed = rpx.partition(p.init({"w": normal(256, 256)}, KEY))
+    chosen, rejected = normal(4, 256, seed=1), normal(4, 256, seed=2)
+
+    def margin(params):
+        return jnp.sum(chosen @ params["w"] - rejected @ params["w"], 1)
+
+    def memory(reference):
+        def loss(free):  # of direct preference optimization
+            raw = rpx.combine(free, fixed)
+            return -jnp.mean(jax.nn.log_sigmoid(margin(p.apply(raw)) - reference(raw)))
+
+        return jax.jit(jax.value_and_grad(loss)).lower(free).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(lambda raw: margin(p.original(raw))) - memory(lambda raw: 0.0) < 256 * 256 * 4 / 2
+
+
+def test_codes_give_the_weights_for_which_they_stand():
+    stored = rpx.Quantized("int4", axis=-1)
+    want = stored.fold(stored.init(PARAMS))
+    for p in (stored, stored >> LORA, stored >> LORA >> rpx.WeightNorm(axis=-1, detach=True)):
+        assert_equal(p.original(moved(p.init(PARAMS, KEY))), want)
+
+
+def test_one_stage_is_undone_and_the_others_are_kept():
+    p = rpx.MagnitudePruning(0.5) >> rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1)
+    raw = moved(p.init(PARAMS))
+    g, v = (raw["q"]["@weight_norm"][name] for name in "gv")
+    v = np.asarray(v["@magnitude_pruning"]["w"], np.float64)
+    for without in (rpx.MagnitudePruning, p[0], p[0] >> p[2]):
+        got = jax.jit(lambda raw, without=without: p.fold(raw, without=without))(raw)
+        np.testing.assert_allclose(got["q"], np.asarray(g) * v / np.linalg.norm(v, axis=0), rtol=1e-5)
+    assert_equal(p.fold(raw, without=rpx.VarNoise), p.fold(raw))
+
+
+def test_an_adapter_under_a_norm_is_undone_alone():
+    raw = moved(DORA.init(PARAMS, KEY))
+    length = np.asarray(raw["q"]["@weight_norm"]["g"], np.float64)
+    want = length * PARAMS["q"] / np.linalg.norm(np.asarray(PARAMS["q"], np.float64), axis=0)
+    np.testing.assert_allclose(DORA.fold(raw, without=rpx.LoRA)["q"], want, rtol=1e-5)
+
+
 SETTABLE = [
     rpx.Chain(),
     rpx.WeightNorm(axis=-1),

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 from reparax.core.matrices import RowsAndColumns
@@ -74,6 +77,21 @@ class OwnTerms(rpx.Reparametrization):
         return [rpx.stage.Term("ij->ij", helper(values["x"]))]
 
 
+class Counted(rpx.Reparametrization):
+    """Counts its updates."""
+
+    raw_values = {"x": rpx.stage.main(aligned=True), "n": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"x": w, "n": jnp.zeros(())}
+
+    def apply_leaf(self, values):
+        return values["x"]
+
+    def update_leaf(self, values):
+        return {"n": values["n"] + 1}
+
+
 KEY = jax.random.key(0)
 W = np.ones((2, 3), np.float32)
 
@@ -113,6 +131,19 @@ def test_an_attribute_of_the_class_set_anew(monkeypatch):
     assert numbers_of(p, raw) == [6] * 4
     monkeypatch.setattr(Own, "apply_leaf", lambda self, values: 7 * values["x"])
     assert numbers_of(p, raw) == [7] * 4
+
+
+def test_a_start_and_an_update_that_take_more_later(monkeypatch):
+    p, params, grads = Counted(), {"w": W}, {"w": np.full_like(W, 2)}
+    raw = p.init(params)
+    assert p.update(raw)["w"]["@counted"]["@fixed"]["n"] == 1
+    monkeypatch.setattr(Counted, "update_leaf", lambda self, values, grad: {"n": values["n"] + jnp.sum(grad)})
+    assert p.update(raw)["w"]["@counted"]["@fixed"]["n"] == 0  # as for each stage that reads a gradient, without one
+    assert p.update(raw, grads=grads)["w"]["@counted"]["@fixed"]["n"] == 12
+    monkeypatch.setattr(Counted, "init_leaf", lambda self, w, key: {"x": w, "n": jax.random.uniform(key)})
+    starts = [float(p.init(params, jax.random.key(i))["w"]["@counted"]["@fixed"]["n"]) for i in range(2)]
+    assert p.random_init
+    assert 0 < starts[0] != starts[1] > 0
 
 
 def test_a_variable_of_a_closure_changed():
@@ -225,3 +256,30 @@ def test_a_penalty_is_a_number_of_python_or_a_sum_in_float32():
         assert p.penalty(p.init(three)) == 4.5
     p, many = PricedTogether(), {"w": jnp.ones(257, jnp.bfloat16)}
     assert p.penalty(p.init(many)) == 257  # which bfloat16 rounds to 256
+
+
+class OfEvenMatrices(rpx.Reparametrization):
+    """Both questions ask an array for what its type alone does not have."""
+
+    raw_values = {"v": rpx.stage.main(aligned=True)}
+
+    def default(self, w):
+        return super().default(w) and w.T.ndim == 2
+
+    def refuse_leaf(self, w):
+        return None if len(w.real) % 2 == 0 else "expected an even number of rows."
+
+    def init_leaf(self, w):
+        return {"v": w}
+
+    def apply_leaf(self, values):
+        return values["v"]
+
+
+def test_questions_of_an_author_are_asked_of_arrays_also_where_only_types_are_known():
+    p, types = OfEvenMatrices(), {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    shardings = p.shardings({"w": P("rows", None)}, AbstractMesh((2,), ("rows",)), like=types)
+    assert shardings["w"]["@of_even_matrices"]["v"].spec == P("rows", None)
+    boxed = p.init({"w": nn.Partitioned(jnp.ones((4, 2)), ("in", "out"))})
+    assert boxed["w"]["@of_even_matrices"]["v"].names == ("in", "out")
+    assert (p >> OwnNoise(0.1)).apply(p.init({"w": jnp.ones((4, 2))}), jax.random.key(0))["w"].shape == (4, 2)

@@ -32,7 +32,7 @@ MATRICES = STACKED | {
 
 def unchanged(stage):
     """The names of the raw values of a matrix that are the matrix itself; nothing is computed."""
-    drawn = (KEY,) if stage._init_draws else ()
+    drawn = (KEY,) if stage._init_takes_key else ()
     program, start = jax.make_jaxpr(stage.init_leaf, return_shape=True)(MATRIX, *drawn)
     outputs = jax.tree.unflatten(jax.tree.structure(start), program.jaxpr.outvars)
     return {name for name, x in outputs.items() if x is program.jaxpr.invars[0]}

@@ -1,5 +1,6 @@
 """The example of speech: what is said, features, recognizers, a step and what is decided by the numbers on file."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import signal, stats
 
-from examples.speech import cells, costs, features, protocol, report, settings, training, voices
+from examples.speech import cells, costs, features, protocol, replicates, report, settings, training, voices
 from examples.speech.features import Masks, Speech
 from examples.speech.model import BODIES, Attender, BiLSTM, Recognizer
 from examples.speech.protocol import Cell
@@ -59,6 +60,13 @@ def test_named_voices_can_be_found_by_their_names():
     named = voices.named_voices()
     assert len(named) == len({name.partition("+")[2] for name in named}) == 103
     voices.check(named)
+
+
+def test_named_voices_that_sound_alike_are_a_family():
+    assert replicates.families(["en-029+klatt", "en-US+f3", "en-GB-scotland+klatt2"]) == [0, 1, 0]
+    on_file = json.loads((protocol.RESULTS / "families.json").read_text())
+    assert list(on_file) == voices.named_voices()
+    assert on_file["en-029+klatt"] == on_file["en-GB-scotland+klatt2"]
 
 
 def test_resampling_keeps_a_tone():
@@ -283,21 +291,21 @@ def test_ways_act_where_they_say_and_start_from_weights_that_they_give_back():
     assert lengths["encoder"]["conformer_0"]["attention"]["query"]["kernel"]["@weight_norm"]["g"].shape == (1, 4, 2)
 
 
-def test_from_its_first_step_on_noise_moves_the_loss_and_a_stopped_run_goes_on_as_if_it_had_not():
+def test_from_its_first_step_on_dropout_moves_the_loss_and_a_stopped_run_goes_on_as_if_it_had_not():
     """One program for each bucket takes all values."""
-    run, data = training.Run("weight noise", small("lstm"), TINY), tones()
+    run, data = training.Run("weight dropout", small("lstm"), TINY), tones()
 
     def fit(value, resume=None):
         return training.fit(run, data, rate=0.02, value=value, seed=0, resume=resume)
 
-    without, noisy = ([point.loss for point in fit(value)] for value in (0.0, 0.5))
-    np.testing.assert_allclose(noisy[: TINY.start], without[: TINY.start], rtol=1e-4)
-    assert abs(noisy[TINY.start] - without[TINY.start]) > 1e-3 * without[TINY.start]
+    without, dropped = ([point.loss for point in fit(value)] for value in (0.0, 0.5))
+    np.testing.assert_allclose(dropped[: TINY.start], without[: TINY.start], rtol=1e-4)
+    assert abs(dropped[TINY.start] - without[TINY.start]) > 1e-3 * without[TINY.start]
     kept = None
     for point in fit(0.5):
         if point.steps == 2:
             kept = point._replace(raw=jax.tree.map(np.array, point.raw), state=jax.tree.map(np.array, point.state))
-    assert [point.loss for point in fit(0.5, kept)] == noisy[2:]
+    assert [point.loss for point in fit(0.5, kept)] == dropped[2:]
     assert training.step_of(run)._cache_size() <= 2 * len(TINY.buckets)  # arrays of numpy count once more
 
 
@@ -372,11 +380,12 @@ def test_wrong_words_of_known_strings():
 
 
 def numbers(way, value, kind, rates):
-    """Cells of replicates whose two voices have these word error rates at all levels."""
+    """Cells of replicates whose voices have these word error rates at all levels; a named one has 30 points more."""
+    more = {"development": [0, 0], "unseen": [0, 0], "seen": [0, 0], "named": [0, 0, 0, 30]}
     return {
         Cell(way, value, kind, i): {
-            name: {"words": [100, 100]} | {f"{level} dB": [rate, rate] for level in TINY.levels}
-            for name in ("development", "unseen", "seen", "named")
+            name: {"words": [100] * len(each)} | {f"{level} dB": [rate + one for one in each] for level in TINY.levels}
+            for name, each in more.items()
         }
         for i, rate in enumerate(rates)
     }
@@ -457,6 +466,7 @@ def test_contrasts_are_paired_t_tests_with_holm():
 
 
 def written(found, folder, table="digits_lstm"):
+    (folder / "families.json").write_text(json.dumps({"a": 0, "b": 0, "c": 1, "d": 2}))
     (folder / table).mkdir()
     for cell, told in found.items():
         (folder / table / f"{cell}.json").write_text(json.dumps(cell._asdict() | told))
@@ -467,22 +477,39 @@ def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
     last = max((cell for cell in found if cell.kind == "replicate"), key=lambda cell: cell.number)
     written({cell: told for cell, told in found.items() if cell != last}, tmp_path)
     text = report.shown("digits_lstm", tmp_path, TINY)
-    assert text.startswith("This comparison is not finished: `python -m examples.speech.cells digits_lstm` trains")
+    assert text.startswith("**digits_lstm is not finished**: `python -m examples.speech.cells digits_lstm` trains")
     assert "|" not in text
+    assert report.headline("digits_lstm", tmp_path, TINY) == "A comparison of word error rates is not finished."
     (tmp_path / "digits_lstm" / f"{last}.json").write_text(json.dumps(last._asdict() | found[last]))
     assert protocol.read("digits_lstm", tmp_path) == {cell: cell._asdict() | told for cell, told in found.items()}
     text = report.shown("digits_lstm", tmp_path, TINY)
-    assert text.startswith("63 recognizers; 3 replicates, each with 48 unseen voices.")
+    assert text.startswith("**digits_lstm**: 63 recognizers; 3 replicates, each with 48 unseen voices.")
     assert "| weight noise | noise | 0.01: 9.0, **0.02: 7.0**, 0.04: 8.0 | of plain |" in text
-    assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 | 22.0 |" in text
+    assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 32.0 | 22.0 |" in text
     assert "- SpecAugment: lower than plain (-12.0 points, 95 % interval -13.2 to -10.8, Holm's p = 0.003)." in text
     assert "- weight decay: no significant difference from plain" in text
+    assert report.headline("digits_lstm", tmp_path, TINY) == (
+        "Noise lowers word error rates by 2.0 points (1.8 to 2.2), and with SpecAugment it raises word error rates by "
+        "10.0 points (9.0 to 11.0): digits by 48 unseen voices in each of 3 replicates, with 95 % intervals."
+    )
+
+
+def test_a_second_recognizer_is_compared_in_fewer_ways():
+    few = dataclasses.replace(settings.TABLES["digits_attention"], selections=2, look=2)
+    assert {cell.way for cell, _ in protocol.left({}, few)} == {"plain", "SpecAugment"}
+    found = {cell: told for cell, told in compared(spread=2.0).items() if cell.way in few.ways}
+    assert {(cell.way, cell.number) for cell, _ in protocol.left(found, few)} == {
+        (way, number) for way in few.ways for number in (3, 4)
+    }  # five whatever the spread is
+    told = protocol.contrasts(found, protocol.chosen(found, few))
+    assert [each.way for each in told] == ["SpecAugment", "weight noise", "SpecAugment, noise"]
 
 
 def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_are_chosen():
     text = " ".join((Path(__file__).parents[2] / "docs" / "recognizer.md").read_text().split())
     told = settings.SETTINGS
-    words = {10: "ten", 12: "twelve", 16: "sixteen", 5: "five"}
+    fewer, families = settings.TABLES["digits_attention"], json.loads((protocol.RESULTS / "families.json").read_text())
+    words = {4: "four", 5: "five", 10: "ten", 12: "twelve", 16: "sixteen"}
     for said in (
         f"{told.utterances} strings, {told.voices} voices for training and {told.unseen} for the test with "
         f"{words[told.each]} strings each at {told.levels[0]}, {told.levels[1]} and {told.levels[2]} dB",
@@ -497,7 +524,9 @@ def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_a
         f"WeightDropout({protocol.settled('weight dropout')[1]:g} * on, where=RECURRENT)",
         f"VarNoise({protocol.settled('weight noise')[1]:g} * on)",
         f'RECURRENT = "{settings.RECURRENT}"',
-        f"The {len(voices.named_voices())} voices that espeak-ng ships",
+        f"The {len(families)} voices that espeak-ng ships are a second test, in {len({*families.values()})} families",
+        f"correlate by {replicates.ALIKE}",
+        f"{words[fewer.replicates]} replicates of {words[len(fewer.ways)]} ways",
     ):
         assert said in text
     assert (told.selections, told.masks.of_bands, told.masks.of_frames) == (3, 2, 2)

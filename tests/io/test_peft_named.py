@@ -31,8 +31,8 @@ MODEL = {
 }
 Q, V = ([f"h.layers.{i}.{name}" for i in range(3)] for name in "qv")
 HEAD = {"head.dense.weight": (3, 3), "head.dense.bias": (3,), "head.out.weight": (3, 3)}
-BIASES = {f"{name}.base_layer.bias": (3,) for name in [*Q, *V]} | {"head.dense.bias": (3,)}
-OF_Q = dict(list(BIASES.items())[:3])
+OF_Q = {f"{name}.base_layer.bias": (3,) for name in Q}
+BIASES = OF_Q | {f"{name}.bias": (3,) for name in [*V, "head.dense"]}
 DIFFERENCES = {f"{name}.lora_B.bias": (3,) for name in Q}
 TOKENS = {"h.embed.token_adapter.trainable_tokens_delta": (1, 3)}
 

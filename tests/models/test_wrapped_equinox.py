@@ -239,6 +239,11 @@ def changed(f: Any) -> Any:
         return eqx.combine(jax.tree.map(f, eqx.filter(wrapped, eqx.is_array)), wrapped)
 
 
+class Folded(eqx.Module):
+    def fold(self) -> int:
+        return 0
+
+
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case: Case) -> None:
     case.check(globals())

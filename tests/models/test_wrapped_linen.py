@@ -177,6 +177,11 @@ class OwnFixed(nn.Module):
         return nn.Dense(2)(rpx.linen.parametrized(nn.Dense(3, parent=None), rpx.Freeze())(x))
 
 
+class Started(nn.Module):
+    def start(self) -> int:
+        return 0
+
+
 def wrapped(p: rpx.Parametrization = FROZEN) -> Any:
     return rpx.linen.parametrized(MLP(), p)
 

@@ -301,6 +301,35 @@ class Whole(nnx.Module):
         self.head = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 
 
+class Updated(nnx.Module):
+    def update(self) -> int:
+        return 0
+
+
+class Effective(nnx.Module):
+    @property
+    def effective(self) -> int:
+        return 0
+
+
+class Tied(nnx.Module):
+    """A matrix whose rows a product contracts, and a table of as many rows and columns."""
+
+    def __init__(self, second: type[Any] = nnx.Embed) -> None:
+        self.out = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.second = second(4, 4, rngs=nnx.Rngs(0))
+        setattr(self.second, "embedding" if second is nnx.Embed else "kernel", self.out.kernel)
+
+    def __call__(self, x: Array) -> Array:
+        return self.out(self.second(x))
+
+
+@pytest.mark.parametrize(("p", "second"), [(rpx.WeightNorm(), nnx.Linear), (rpx.WeightNorm(axis=0), nnx.Embed)])
+def test_a_parameter_of_two_layers_has_their_axes_or_those_that_are_given(p: Any, second: Any) -> None:
+    raw = rpx.nnx.Parametrized(Tied(second), p).raw
+    assert raw.out.kernel["@weight_norm"]["g"].shape == ((1, 4) if second is nnx.Linear else (4, 1))
+
+
 def wrapped(p: Any = NOISY, **options: Any) -> Any:
     return rpx.nnx.Parametrized(model(), p, **options)
 

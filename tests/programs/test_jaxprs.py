@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
-from reparax.core.recompute import recompute
+from reparax.core.unchanged import recompute
 from reparax.numerics.arithmetic import inlined
 from reparax.programs import jaxprs
 from reparax.programs.dependence import is_apply

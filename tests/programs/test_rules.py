@@ -32,3 +32,16 @@ def test_a_weight_that_is_resized_gives_what_the_array_gives(p):
         found = losses(rpx.factored)
     for name, got, want in zip(RESIZED, found, losses(lambda f: f), strict=True):
         chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4, custom_message=name)
+
+
+def test_a_diagonal_times_a_table_whose_columns_were_merged_gives_the_array():
+    p, params = rpx.matrices.Diagonal(where="w"), W | {"s": normal(4, seed=2), "t": normal(2, 2, seed=3)}
+
+    def loss(raw, x):
+        w = p.apply(raw)
+        return jnp.sum((x @ (w["w"] * (w["s"][:, None, None] * w["t"][None]).reshape(4, 4))) ** 2)
+
+    with in_factors():
+        found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(p.init(params), X)
+    # Rows and columns of the diagonal have one index, so what splits the columns splits the rows too.
+    chex.assert_trees_all_close(found, jax.value_and_grad(loss)(p.init(params), X), rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from grids import mostly_thorough
 
 import reparax as rpx
 from reparax.core import random
-from reparax.core.keys import Keys
+from reparax.core.random import keys_of_arrays
 
 MATRICES = matrices()
 TALL, WIDE = MATRICES["tall"], MATRICES["wide"]
@@ -61,7 +61,7 @@ def two_sums(v):
 
 def keys(key, kind, names):
     """The key of each array in the only stage ``kind`` of a chain."""
-    return Keys(key).of_arrays(kind, 1, names)
+    return keys_of_arrays(key, kind, 1, names)
 
 
 def noisy(w, key):

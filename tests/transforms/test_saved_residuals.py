@@ -170,6 +170,17 @@ def test_a_line_of_a_notebook_is_that_of_a_cell():
     }
 
 
+def kept(params, *, argnums=1, has_aux=False):
+    """A loss with options of the names that reports have."""
+    return argnums * jnp.sum(params["a"])
+
+
+def test_an_option_of_a_name_that_a_report_has_is_that_of_the_loss_if_it_is_bound():
+    for report in (rpx.roles, rpx.explain, saved_residuals):
+        bound = report(lambda params: kept(params, argnums=3), PARAMS, argnums=0)
+        assert f"{bound}" == f"{report(lambda params: kept(params, argnums=3), PARAMS)}"
+
+
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())

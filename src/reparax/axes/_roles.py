@@ -17,7 +17,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
 from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
-from reparax.programs.call import Arguments, check_call
+from reparax.programs.call import Arguments, check_call, given_options
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -54,7 +54,7 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    who = check_call("roles", fun, argnums)
+    who = check_call("roles", fun, argnums, among_its_own=given_options(argnums=argnums))
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "

@@ -57,7 +57,11 @@ def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Parts, one after the other, as axes of these sizes; those that no size divides are one part together."""
+    """Parts, one after the other, as axes of these sizes; those that no size divides are one part together.
+
+    Parts of the sizes 2, 3 and 4 are the axes (2, 3) and (4,) for the sizes 6 and 4. For 3 and 8, the first two become
+    one part of 6, of which the axes are (3,) and (2, 4).
+    """
     rest = list(parts)
     if any(n == 0 for n in sizes):
         return [one_part(n, [tuple(rest)]) for n in sizes]

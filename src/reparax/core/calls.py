@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from reparax.core.config import required_arguments
-from reparax.core.keys import check_key, is_one_key
 from reparax.core.paths import PyTree, is_reference, items, path_text
+from reparax.core.random import check_key, is_one_key
 from reparax.numerics.arithmetic import is_array
 
 BY_HAND = "by hand"
@@ -82,8 +82,10 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
     )
 
 
-def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
-    """``key`` as a typed scalar key; None stays None."""
+def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "") -> jax.Array | None:
+    """``key`` as a typed scalar key; None stays None, unless one is ``needed``, which says what to do."""
+    if key is None and needed:
+        raise ValueError(f"{CallName(p, method)} draws random numbers, so it needs a key, but got key=None. {needed}")
     if key is None or is_one_key(key):
         return key
     if method == "update" and not is_array(key) and any(map(is_array, jax.tree.leaves(key))):
@@ -97,15 +99,11 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
 
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
     """The key of ``apply``; None if nothing is random."""
-    if not p.stochastic:
-        checked_key(p, "apply", key)  # data of the model, as `apply` of other libraries takes them, are no key
-        return None
-    if key is None:
-        raise ValueError(
-            f"{CallName(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
-            f"Pass a key, or evaluate with `p.deterministic`."
-        )
-    return checked_key(p, "apply", key)
+    # Data of the model, as `apply` of other libraries takes them, are no key, also where none is needed.
+    typed_key = checked_key(
+        p, "apply", key, needed="Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
+    )
+    return typed_key if p.stochastic else None
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:

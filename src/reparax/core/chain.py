@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from reparax.core.advance import advance_bases, advance_fixed
 from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import (
     CallName,
@@ -24,7 +23,8 @@ from reparax.core.calls import (
 from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
-from reparax.core.keys import Keys
+from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
+from reparax.core.names import METHODS, VERBS
 from reparax.core.originals import require_unmoved, undo, with_array
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, types_of_result
@@ -32,14 +32,12 @@ from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.site import RawValues, Site
+from reparax.core.site import Site, identity
 from reparax.core.start import follow, start, with_boxes
-from reparax.core.totals import total_log_det, total_penalty
+from reparax.core.values import RawValues
 from reparax.numerics.arguments import is_whole
 
 T = TypeVar("T")
-VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain, to which each stage adds its formulas."""
 
 
 class Parametrization(Static, ABC):
@@ -92,11 +90,7 @@ class Parametrization(Static, ABC):
             )
         super().__init_subclass__(**kwargs)
 
-    _for_users: ClassVar[tuple[str, ...]] = (
-        *("init", "apply", "update", "update_base", "fold", "original", "set", "with_axes"),
-        *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json", "penalty", "log_det"),
-    )
-    """The names that users call; all other names are for authors of stages."""
+    _for_users: ClassVar[tuple[str, ...]] = METHODS
 
     def init(self, params: T, key: jax.Array | None = None) -> T:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
@@ -119,7 +113,7 @@ class Parametrization(Static, ABC):
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(CallName(self, "init"), params, advice)
         tree = flatten(params)
-        return nest(with_boxes(self._parts, tree, start(self._parts, tree, Keys(typed_key))))
+        return nest(with_boxes(self._parts, tree, start(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
         """For each axis of a raw value the axis of a parameter that it follows."""
@@ -127,12 +121,9 @@ class Parametrization(Static, ABC):
 
     def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
-        if key is None and self.random_init:
-            raise ValueError(
-                f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
-                f"`p.init(params, jax.random.key(0))`."
-            )
-        return checked_key(self, method, jax.random.key(0) if key is None else key)
+        needed = "Pass a key: `p.init(params, jax.random.key(0))`." if self.random_init else ""
+        typed_key = checked_key(self, method, key, needed=needed)
+        return jax.random.key(0) if typed_key is None else typed_key
 
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
         """The effective tree of ``raw``.
@@ -187,7 +178,7 @@ class Parametrization(Static, ABC):
           >>> p.fold(raw), p.original(raw)
           ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
         """
-        return nest(undo(plan_for(self, raw, "original", mean=True)))
+        return run_plan(undo(plan_for(self, raw, "original", mean=True), lambda stage: True), None)
 
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
         """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
@@ -231,9 +222,8 @@ class Parametrization(Static, ABC):
           TypeError: If ``key`` is no key.
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
-        keys = Keys(checked_key(self, "update", key))
-        advanced = advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), keys, grads)
-        return nest(advanced)
+        typed_key = checked_key(self, "update", key)
+        return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
@@ -297,7 +287,7 @@ class Parametrization(Static, ABC):
     @property
     def random_init(self) -> bool:
         """Whether the start depends on a key, so that ``init`` needs one."""
-        return self._unwrapped._init_draws
+        return self._init_takes_key
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -371,14 +361,40 @@ class Parametrization(Static, ABC):
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
-    def fold(self, raw: T) -> T:
+    def fold(self, raw: T, *, without: Parametrization | type[Parametrization] | None = None) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
+
+        Args:
+          raw: The result of ``init``, or that after steps of an optimizer.
+          without: A stage of the chain, or the class of stages, to undo as :meth:`original` undoes all; the others are
+            kept. Several stages as a chain.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
-          ValueError: If ``raw`` is not a raw tree of this chain.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no
+            original.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.MagnitudePruning(0.5) >> rpx.numbers.Scale(2.0)
+          >>> raw = p.init({"w": jnp.array([[1.0, 2.0]])})
+          >>> p.fold(raw)["w"], p.fold(raw, without=rpx.MagnitudePruning)["w"]
+          (Array([[0., 2.]], dtype=float32), Array([[1., 2.]], dtype=float32))
         """
-        return run_plan(plan_for(self, raw, "fold", mean=True), None)
+        planned = plan_for(self, raw, "fold", mean=True)
+        if without is None:
+            return run_plan(planned, None)
+        given = [identity(part) for part in without._parts] if isinstance(without, Parametrization) else []
+
+        def is_undone(stage: Any) -> bool:
+            return isinstance(stage, without) if isinstance(without, type) else identity(stage) in given
+
+        if not any(is_undone(stage._unwrapped) for stage in self._parts):
+            raise ValueError(
+                f"{CallName(self, 'fold')} takes a stage of the chain, or the class of stages, as `without`, but got "
+                f"{without!r}. Copy it from the chain, such as `p[0]`."
+            )
+        return run_plan(undo(planned, is_undone), None)
 
     # What a stage does where it is bound to arrays: methods for the loops over chains.
 
@@ -386,12 +402,15 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
-    update_reads: ClassVar[tuple[str, ...]] = ()
-    """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
 
     @property
-    def _init_draws(self) -> bool:
-        """Whether the start may be random."""
+    def update_reads(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        return ()
+
+    @property
+    def _init_takes_key(self) -> bool:
+        """Whether ``init_leaf`` takes a key, as a random start does."""
         return False
 
     @property
@@ -406,7 +425,7 @@ class Parametrization(Static, ABC):
     def _require_taken(self, w: Any) -> None:
         """Requires an array that the stage can take."""
 
-    def _check_values_at(self, tree: Flat, path: str) -> None:
+    def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
         """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
 
     def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:

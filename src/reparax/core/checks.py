@@ -9,23 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
-from reparax.core.raw import OTHER_CHAIN, kind_of, marker, outer_markers, parameter_path
-from reparax.core.values import OTHERS, Values, value_of
+from reparax.core.raw import OTHER_CHAIN, parameter_path
+from reparax.core.values import OTHERS, RawValues, Values, value_of
 from reparax.numerics.arithmetic import is_array
-
-
-def no_own_node_error(who: object, kind: str, tree: PyTree) -> ValueError:
-    """The error for a tree in which a stage finds no marker of its own."""
-    mark = marker(kind, 1)
-    if marks := outer_markers(tree):
-        path, found_mark = next(iter(marks.items()))
-        if kind_of(found_mark) == kind:
-            return ValueError(f"{who} does not know the values under {found_mark!r} at {path!r}: {OTHER_CHAIN}")
-        return ValueError(f"{who} found no {mark!r} in a raw tree that holds {found_mark!r} at {path!r}: {OTHER_CHAIN}")
-    return ValueError(
-        f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
-        f"the whole chain, and pass `raw`."
-    )
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -116,15 +102,10 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
     return descriptions
 
 
-def _outer_marker(content: dict[str, str]) -> str:
-    """The outermost marker of a parameter, in words if it has none."""
-    path_below = next(iter(content))
-    return path_below.split("/")[0] if path_below else "a plain array"
-
-
-def _short_description(content: dict[str, str]) -> str | None:
+def _outermost(content: dict[str, str]) -> str | None:
     """The outermost marker of a parameter, or the type of the plain array; None if it is not there."""
-    return (content.get("") or _outer_marker(content)) if content else None
+    path_below = next(iter(content), None)
+    return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
 
 def describe_as_stored(x: Any) -> str:
@@ -143,14 +124,11 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
     """A line for a parameter that is missing, unexpected or of another stage; else one for each value that differs."""
-    if not found or not expected:
-        return [_difference(parameter, _short_description(found), _short_description(expected))]
-    found_mark, expected_mark = _outer_marker(found), _outer_marker(expected)
-    if found_mark != expected_mark:
-        return [_difference(parameter, found_mark, expected_mark)]
+    if _outermost(found) != _outermost(expected):
+        return [_difference(parameter, _outermost(found), _outermost(expected))]
     paths_below = sorted(found.keys() | expected.keys())
     return [
-        _difference(f"{parameter}/{path}" if path else parameter, found.get(path), expected.get(path))
+        _difference(f"{parameter}/{path}", found.get(path), expected.get(path))
         for path in paths_below
         if found.get(path) != expected.get(path)
     ]
@@ -174,15 +152,11 @@ def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callabl
         )
 
 
-Leaves = dict[str, dict[str, Array]]
-"""For each array, by its name in the formula, its raw values by their names."""
-
-
 def require_start(
     stage: Any,
-    apply: Callable[[Leaves], Any],
+    apply: Callable[[RawValues], Any],
     formulas: tuple[str, str],
-    values: Leaves,
+    values: RawValues,
     arrays: Mapping[str, Array],
     *,
     is_shared: bool,

@@ -15,9 +15,9 @@ from jax.core import Tracer
 from reparax.core.axes import one_stacked
 from reparax.core.calls import CallName
 from reparax.core.fields import field
-from reparax.core.keys import keys_of_stack
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
+from reparax.core.random import keys_of_stack
 from reparax.numerics.arguments import one_of
 from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass
@@ -17,7 +16,7 @@ from reparax.core import config
 from reparax.core.axes import check_optional_axes
 from reparax.core.calls import takes
 from reparax.core.names import instead_of
-from reparax.core.raw import register_kind
+from reparax.core.raw import STAGES
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, decides_nothing, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number
@@ -139,7 +138,7 @@ class Static:
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
-            register_kind(cls.kind, cls)
+            STAGES[cls.kind] = cls
             config.register_class(cls)
 
     _for_users: ClassVar[tuple[str, ...]] = ()
@@ -256,18 +255,10 @@ def _refuse_init(cls: type) -> None:
     """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
     if "__init__" not in cls.__dict__:
         return
-    arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-    fields = ", ".join(f"`{_declaration(parameter)}`" for parameter in arguments) or "what varies"
     raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
-        f"the class instead, with its own type, and check values in `__post_init__`."
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare its arguments in "
+        f"the class instead, such as `rank: int`, and check values in `__post_init__`."
     )
-
-
-def _declaration(parameter: inspect.Parameter) -> str:
-    """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
-    has_annotation = parameter.annotation is not inspect.Parameter.empty
-    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"
 
 
 V = TypeVar("V")

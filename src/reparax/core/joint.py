@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from typing import Any, ClassVar
 
@@ -17,11 +17,12 @@ from reparax.core import checks
 from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.calls import CallName
 from reparax.core.config import code
-from reparax.core.leafwise import Leafwise, Nodes
+from reparax.core.leafwise import Leafwise, reader
 from reparax.core.paths import Names, path_text
-from reparax.core.raw import Flat, Leaf
+from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit, Role
-from reparax.core.site import RawValues, Site, site_of
+from reparax.core.site import Site, site_of
+from reparax.core.values import RawValues
 from reparax.core.where import check_where, why_nothing
 from reparax.numerics.arithmetic import is_inexact, widened
 
@@ -108,18 +109,18 @@ class Joint(Leafwise):
             object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
-    def init_leaves(self, arrays: dict[str, Array]) -> checks.Leaves:
+    def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
         """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
 
     @abstractmethod
-    def apply_leaves(self, values: checks.Leaves) -> dict[str, Array]:
+    def apply_leaves(self, values: RawValues) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def update_leaves(self, values: checks.Leaves) -> checks.Leaves:
+    def update_leaves(self, values: RawValues) -> RawValues:
         """For each name the fixed values that change in one training step."""
         return {}
 
-    def penalty_leaves(self, values: checks.Leaves) -> Array:
+    def penalty_leaves(self, values: RawValues) -> Array:
         """The penalty: a scalar."""
         return jnp.zeros(())
 
@@ -129,21 +130,25 @@ class Joint(Leafwise):
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """Each group that ``arrays`` joins, or without it all that ``where`` selects."""
         who = CallName(self, method)
-        leaves = self._leaves_to_join(method, tree)
         if self.arrays:
+            leaves = tree.leaves() if method == "init" else self._nodes(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
-        if method != "init":
+        if method == "init":
+            leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
+        else:
+            leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
             for leaf in leaves:
                 with checks.locate_errors(who.at(leaf.path)):
-                    self._require_all(leaf.values)
+                    self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
-    def _leaves_to_join(self, method: str, tree: Flat) -> Sequence[Leaf]:
-        """The leaves that ``where`` selects, or all in which ``arrays`` looks; after ``init`` only marker dicts."""
-        if method != "init":
-            nodes = Nodes(self, CallName(self, method), tree)
-            return nodes.own if self.arrays else nodes.selected()
-        return tree.leaves() if self.arrays else [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
+    def _nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The marker dicts among leaves, in each of which there are only values."""
+        nodes = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
+        for leaf in nodes:
+            with checks.locate_errors(who.at(leaf.path)):
+                leaf.content.arrays()
+        return nodes
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
         """The stage at arrays that its expressions join, with their stacked axes as numbers."""
@@ -155,19 +160,22 @@ class Joint(Leafwise):
                 _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
         return site_of(replace(self, stacked=stacked), who, group)
 
+    def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
+        if not self.arrays:
+            super()._check_values_at(who, tree, path)
+
     def _effective(self, values: Mapping[str, Array]) -> Array:
-        return self.apply_leaves({"w": dict(values)})["w"]
+        aligned = self._aligned(values)
+        return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """The raw values at which the arrays of one group start."""
-        with _explain_names():
-            return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
+        return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
-        with _explain_names():
-            checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
+        checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The arrays of one group, from the raw values of all of them."""
@@ -184,7 +192,7 @@ class Joint(Leafwise):
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The fixed values of the arrays that ``update_leaves`` changes."""
 
-        def checked_update(values: checks.Leaves) -> checks.Leaves:
+        def checked_update(values: RawValues) -> RawValues:
             new_values = self.update_leaves(values)
             checks.require_names("update_leaves", "the new values of", new_values, values)
             for name, new_values_of_one in new_values.items():
@@ -197,7 +205,7 @@ class Joint(Leafwise):
         """The number of one group, of values in float32 or wider."""
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, _as_dicts(values))
 
-        def number_of_group(values: checks.Leaves) -> Array:
+        def number_of_group(values: RawValues) -> Array:
             number = getattr(self, f"{formula}_leaves")(values)
             checks.require_number(f"{formula}_leaves", number)
             return jnp.asarray(number)
@@ -235,18 +243,7 @@ class Joint(Leafwise):
         return list(groups.values())
 
 
-@contextmanager
-def _explain_names() -> Generator[None]:
-    """Says that a formula reads a name that is not there."""
-    try:
-        yield
-    except KeyError as error:
-        raise ValueError(
-            f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
-        ) from error
-
-
-def _as_dicts(values: RawValues) -> checks.Leaves:
+def _as_dicts(values: RawValues) -> RawValues:
     """The raw values of each array in a dict of their own, which a formula may change."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 

@@ -142,10 +142,11 @@ def convention_by_name(name: str) -> Convention:
     return Convention(axes, (None,) * len(axes), source=name, why=PLAIN)
 
 
-def conventions_by_class(treedef: Any, boxes: Mapping[int, Any]) -> dict[int, Convention]:
+def conventions_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, Convention]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out.
 
-    Some leaves stand in ``boxes``, which are no nodes of the tree.
+    Some leaves stand in ``boxes``, which are no nodes of the tree. ``same`` gives for each leaf the number of the first
+    that is the same parameter, of which modules may say different axes.
     """
     conventions = dict[int, Convention]()
 
@@ -165,6 +166,11 @@ def conventions_by_class(treedef: Any, boxes: Mapping[int, Any]) -> dict[int, Co
             start += child.num_leaves
 
     visit(treedef, 0, "")
+    for number, convention in list(conventions.items()):
+        first = conventions.get(same[number], convention)
+        if first.axes != convention.axes:
+            sources = " and ".join(x.source or "a module of another class" for x in (first, convention))
+            conventions[same[number]] = Convention(why=f"{sources} share it, with other axes", is_class=True)
     return conventions
 
 

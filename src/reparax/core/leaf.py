@@ -18,12 +18,13 @@ from jax.core import Tracer
 from reparax.core import checks, config
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.keys import keys_of_stack
-from reparax.core.leafwise import Leafwise, Nodes, read_values
+from reparax.core.leafwise import Leafwise, read_values
 from reparax.core.paths import has_symbols, type_of
+from reparax.core.random import keys_of_stack
 from reparax.core.raw import Flat, Leaf
-from reparax.core.site import RawValues, Site, site_of
+from reparax.core.site import Site, site_of
 from reparax.core.unchanged import mark_same, restore_same
+from reparax.core.values import RawValues
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -161,15 +162,12 @@ class Reparametrization(Leafwise):
     """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
     ``Simplex``, which add up to 1."""
 
-    _init_takes_key: ClassVar[bool] = False
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Remembers what the formulas of a new class take, and requires that they can be called."""
+        """Requires that the formulas of a new class can be called with what they take."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
-        cls.update_reads = _arguments_of_update(cls)
-        cls._init_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
+        _arguments_of_update(cls)
         _require_arguments(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -283,24 +281,26 @@ class Reparametrization(Leafwise):
         return False
 
     @property
-    def _init_draws(self) -> bool:
-        return self._init_takes_key
+    def update_reads(self) -> tuple[str, ...]:
+        return _arguments_of_update(type(self))
+
+    @property
+    def _init_takes_key(self) -> bool:
+        return _takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """Each array that the stage takes, or after ``init`` the raw values of each."""
+        who, call = CallName(self, method), _caller(self)
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
             for leaf, stage in pairs:
                 self._require_readable(stage, leaf)
         else:
-            nodes = Nodes(self, CallName(self, method), tree)
-            nodes.mark_foreign()
-            pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
-        call = _caller(self)
-        return [self._site_at(stage, CallName(self, method, (leaf.path,)), leaf, call) for leaf, stage in pairs]
+            pairs = self._nodes_and_stages(who, tree)
+        return [self._site_at(stage, who.at(leaf.path), leaf, call) for leaf, stage in pairs]
 
     def _require_readable(self, stage: Self, leaf: Leaf) -> None:
         """Requires that raw values will tell the axes of stacked layers that the array's layer tells."""
@@ -320,15 +320,8 @@ class Reparametrization(Leafwise):
         """The stage of one array, at that array or at its marker dict."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
-        # Typical numbers, or an aligned value, need not tell the shape if the stage changes it.
-        types = None if leaf.read_type is None or self.changes_type else {"w": leaf.array}
+        types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
-
-    def _check_values_at(self, tree: Flat, path: str) -> None:
-        nodes = Nodes(self, CallName(self, "apply"), tree)
-        for leaf in nodes.own:
-            if leaf.path == path:
-                nodes.stage_at(leaf)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
         return call_once_per_type(_array_without_draw, self, values)
@@ -338,7 +331,7 @@ class Reparametrization(Leafwise):
 
         Nothing more is known if ``init`` needs numbers, or if the effective array has another type than the model's.
         """
-        self._require_all(types)
+        super()._require_start(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)
@@ -353,15 +346,10 @@ class Reparametrization(Leafwise):
         return {"w": call(_start_values, self, w, key)}
 
     def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        try:
-            types = {name: type_of(x) for name, x in values["w"].items()}
-            effective = jax.eval_shape(lambda values: self._effective(values), types)
-        except KeyError as error:
-            names = ", ".join(map(repr, values["w"]))
-            raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
+        types = {name: type_of(x) for name, x in values["w"].items()}
+        effective = jax.eval_shape(lambda values: self._effective(values), types)
         if not self.changes_type:
-            checks.require_type(formula, effective, arrays["w"])
+            checks.require_type("mean_leaf" if self.stochastic else "apply_leaf", effective, arrays["w"])
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         """The array of the raw values: drawn with a key, and its mean without one."""
@@ -427,6 +415,11 @@ def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
 
+def _takes_key(cls: type[Any]) -> bool:
+    """Whether the start is random."""
+    return "key" in inspect.signature(cls.init_leaf).parameters
+
+
 def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
     """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
@@ -445,7 +438,7 @@ def _require_arguments(cls: type[Any]) -> None:
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
     init_leaf: Any = cls.__dict__.get("init_leaf")
-    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + cls._init_takes_key:
+    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _takes_key(cls):
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
             f"w), or with (self, w, key) if it takes a `key`, as a random start does."
@@ -537,7 +530,7 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values at which an array starts; a random start without a key is one of those that it may have."""
     start = stage._map_stacked(stage.init_leaf)
-    if stage._init_draws:
+    if stage._init_takes_key:
         values = start(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
     else:
         values = start(w)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,11 @@ from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, typ
 from reparax.core.axes_by_roles import Roles, misfits, with_axes
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors, no_own_node_error
+from reparax.core.checks import locate_errors
+from reparax.core.config import is_of_package
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.paths import AxisNames, Names
-from reparax.core.raw import Flat, Leaf, Node, nest
+from reparax.core.paths import AxisNames
+from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit, Numbers
 from reparax.core.site import Site
 from reparax.core.values import OTHERS
@@ -53,6 +54,7 @@ from reparax.core.where import (
 from reparax.numerics.arithmetic import is_array
 
 StackedAt = Callable[[Leaf, Any], Numbers]
+T = TypeVar("T")
 
 
 class Leafwise(Parametrization):
@@ -109,7 +111,18 @@ class Leafwise(Parametrization):
 
     def _why_refused(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
-        return self._axes_error(w) or self.refuse_leaf(w)
+        return self._axes_error(w) or self._ask(self.refuse_leaf, w)
+
+    def _ask(self, question: Callable[[Any], T], w: Any) -> T:
+        """What a method of this stage says of an array; if only its type is known, of a traced one.
+
+        A method of yours may compute with the array. Those of this package read its shape and dtype.
+        """
+        if is_of_package(type(self)) or not isinstance(w, jax.ShapeDtypeStruct):
+            return question(w)
+        answers = list[T]()
+        jax.eval_shape(lambda w: answers.append(question(w)), w)
+        return answers[0]
 
     def _dtype_error(self, w: Array) -> str | None:
         """What is wrong with the dtype of ``w``, or None."""
@@ -234,6 +247,45 @@ class Leafwise(Parametrization):
         leaves = self._selected(method, tree.leaves(bases=self._takes_base))
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
+    def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
+        """The marker dicts that the stage takes, each with the stage as it acts on the array for which it stands."""
+        read = reader(self, who)
+        leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
+        return [(leaf, self._as_read(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
+
+    def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
+        """The leaves of a tree, with the marker dicts of the stage's kind in place of what is inside them."""
+        return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
+
+    def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
+        """The leaves that the stage selects, which must be marker dicts; if it looks at their arrays, these are read.
+
+        Another stage of the same kind may have made some of them, on arrays that this one does not select.
+        """
+        if not by_path(self.where):
+            _read_all(leaves, read)
+        chosen = self._selected(who.method, leaves)
+        for leaf in chosen:
+            if not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` once, "
+                    f"with the whole chain, and pass `raw`."
+                )
+        return chosen
+
+    def _as_read(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
+        """The stage as it acts on an array that is read, with the numbers for that array."""
+        with locate_errors(who.at(leaf.path)):
+            if reading.error is not None:
+                raise reading.error
+            return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
+
+    def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
+        read = reader(self, who)
+        for leaf in self._leaves_with_nodes(who, tree):
+            if leaf.path == path and isinstance(leaf.content, Node):
+                self._as_read(who, leaf, read(leaf))
+
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
         w = leaf.content
@@ -257,16 +309,20 @@ class Leafwise(Parametrization):
                 where = f" The array is one of those along stacked={self.stacked}." if stacked else ""
                 raise ValueError(f"{why}{where}")
 
-    def _aligned_type(self, types: Mapping[str, Any]) -> Any:
-        """The type of an aligned main value, which has the shape of the array; None if there is none."""
+    def _aligned(self, values: Mapping[str, Any]) -> Any:
+        """The aligned main value, which has the shape of the array, or its type; None if there is none."""
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
-        return next((types[name] for name in names if name in types), None)
+        return next((values[name] for name in names if name in values), None)
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
         """Requires each declared value of one array."""
         required = [name for name, declared in self.raw_values.items() if not declared.optional and name != OTHERS]
         if lacking := sorted(set(required) - values.keys()):
             raise KeyError(lacking[0])
+
+    def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
+        """Requires values of types that ``init`` would give for an array."""
+        self._require_all(types)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
         """The array of raw values, without randomness."""
@@ -302,7 +358,7 @@ class Leafwise(Parametrization):
         w = leaf.array
         with locate_errors(who.at(leaf.path)):
             stacked = stacked_at(leaf, w)
-        return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
+        return stacked_axes_error(w, stacked) is None and self._ask(self.default, one_stacked(w, stacked))
 
     def _stacked_at(self, leaf: Leaf, w: Any) -> Numbers:
         """The stacked axes of an array: those of the stage, or if it has none, those of the array's layer."""
@@ -322,100 +378,45 @@ class Reading(NamedTuple):
     Attributes:
       stage: The stage there, with typical numbers.
       effective: The type of the array.
-      is_made: Whether the formula makes it; else an aligned value has it, as the formula fails.
+      error: What is wrong with the values, if ``init`` would not give such values for such an array.
     """
 
     stage: Any
     effective: Any
-    is_made: bool = True
+    error: Exception | None = None
 
 
-class Nodes:
-    """The marker dicts of a stage's kind in a raw tree, each in place of its array.
+Read = Callable[[Leaf], Reading]
+"""What the values in a marker dict say; an error of any kind if the formula does not take them."""
 
-    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
 
-    Attributes:
-      leaves: All leaves of the tree.
-    """
+def reader(stage: Any, who: CallName) -> Read:
+    """Reads marker dicts of a stage's kind, those whose values say the same once."""
+    readings = dict[Any, Reading]()
 
-    def __init__(self, stage: Any, who: CallName, tree: Flat) -> None:
-        """Requires a marker dict of the stage's kind, and arrays in each."""
-        self._stage, self._who = stage, who
-        self._readings, self._checked = dict[Any, Reading](), set[Any]()
-        nodes = tree.nodes(stage.kind)
-        if not nodes:
-            raise no_own_node_error(who, stage.kind, nest(tree))
-        self.leaves = tree.with_nodes(nodes).leaves(bases=stage._takes_base)
-        self._types = dict[Names, dict[str, Any]]()
-        for leaf in self.own:
-            with locate_errors(who.at(leaf.path)):
-                self._types[leaf.place] = tree.values_of(leaf.content)
-            leaf.read_type = self._type_at
+    def read(leaf: Leaf) -> Reading:
+        with locate_errors(who.at(leaf.path)):
+            types = leaf.content.arrays()
+            group = (*stage._what_sets_axes(leaf), *types.items())
+            if group not in readings:
+                readings[group] = read_values(stage, leaf, types)
+        leaf.reading = readings[group]
+        return leaf.reading
 
-    @property
-    def own(self) -> list[Leaf]:
-        """The marker dicts."""
-        return [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
+    return read
 
-    def selected(self) -> list[Leaf]:
-        """The leaves that the stage selects, each with a marker dict."""
-        chosen = self._stage._selected(self._who.method, self.leaves)
-        for leaf in chosen:
-            if not isinstance(leaf.content, Node):
-                raise ValueError(
-                    f"{self._who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
-                    f"once, with the whole chain, and pass `raw`."
-                )
-        return chosen
 
-    def mark_foreign(self) -> None:
-        """Marks leaves that are of another stage: if paths do not tell, those on which alone the formula fails."""
-        if by_path(self._stage.where) or len(self.own) < 2:
-            return
-        foreign = [leaf for leaf in self.own if self._fails(leaf)]
-        if len(foreign) < len(self.own):
-            for leaf in foreign:
-                leaf.is_foreign = True
-
-    def _fails(self, leaf: Leaf) -> bool:
-        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
+def _read_all(leaves: Sequence[Leaf], read: Read) -> None:
+    """Reads all marker dicts; one that alone cannot be read is of another stage of the kind, so nothing is there."""
+    own, errors = [leaf for leaf in leaves if isinstance(leaf.content, Node)], list[Exception]()
+    for leaf in own:
         try:
-            return self._type_at(leaf) is None
-        except Exception:
-            return True
-
-    def stage_at(self, leaf: Leaf) -> Any:
-        """The stage as it acts on the values at a leaf.
-
-        Raises:
-          ValueError: If ``init`` would not give such values for such an array.
-        """
-        reading, group = self._reading(leaf), self._group(leaf)
-        with locate_errors(self._who.at(leaf.path)):
-            if group not in self._checked:
-                reading.stage._require_start(self._types[leaf.place], reading.effective)
-                if not reading.is_made:
-                    _type_made(reading.stage, self._types[leaf.place])  # raises an error
-                self._checked.add(group)
-            return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
-
-    def _type_at(self, leaf: Leaf) -> Any:
-        """The type of the array."""
-        return self._reading(leaf).effective
-
-    def _group(self, leaf: Leaf) -> Any:
-        """What is equal for leaves whose values say the same."""
-        return *self._stage._what_sets_axes(leaf), *self._types[leaf.place].items()
-
-    def _reading(self, leaf: Leaf) -> Reading:
-        """What the values at a leaf say, read once for all leaves with equal values."""
-        group = self._group(leaf)
-        if group not in self._readings:
-            with locate_errors(self._who.at(leaf.path)):
-                self._readings[group] = read_values(self._stage, leaf, self._types[leaf.place])
-        return self._readings[group]
+            read(leaf)
+        except Exception as error:  # a formula may fail in any way on the values of another stage
+            leaf.content = None
+            errors.append(error)
+    if len(errors) == len(own):
+        raise errors[0]
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
@@ -425,13 +426,16 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 
     Raises:
       ValueError: If values of arrays that are stacked along different axes are of these types.
+      Exception: Whatever the formula raises on values that it does not take, if none has the shape of the array.
     """
-    aligned = stage._aligned_type(types)
+    aligned = stage._aligned(types)
     if aligned is not None:
         stage_here = stage._for_leaf(leaf, aligned, typical=True)
-        with suppress(Exception):  # values that do not fit make no array; what they should be is said later
+        try:
+            stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
             return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
-        return Reading(stage_here, aligned, is_made=False)
+        except Exception as error:
+            return Reading(stage_here, aligned, error)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
@@ -446,7 +450,12 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that say along which axes layers are stacked, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+    reading = next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+    try:
+        reading.stage._require_start(types, reading.effective)
+    except Exception as error:
+        return reading._replace(error=error)
+    return reading
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:

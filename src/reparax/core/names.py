@@ -36,7 +36,8 @@ _NAMES = {
     "stages.adapters": "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated",
     "stages.quantized": "Quantized FakeQuantized Cast",
     "training": (
-        "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"
+        "optimizer partition combine is_parametrized param_labels decay_mask transfer summary reset_moments projected "
+        "state_shardings"
     ),
     "transforms": "remat factored local_reparametrization explain saved_residuals",
     "axes": "roles Role check_axes",
@@ -55,7 +56,7 @@ FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
-    "optimizer partition combine decay_mask transfer summary remat factored explain roles"
+    "optimizer partition combine is_parametrized decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
 """The names that are at the top too."""
@@ -66,7 +67,13 @@ LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equi
 ALONE = ("testing", "demo")
 """The modules that one imports by themselves."""
 
-_METHODS = ("init", "apply", "update", "update_base", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
+VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
+"""The methods of a chain, to which each stage adds its formulas."""
+METHODS = (
+    *(*VERBS, "fold", "original", "set", "with_axes"),
+    *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
+)
+"""What users call of a chain; all other names are for authors of stages."""
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
@@ -155,7 +162,7 @@ def _suggest(name: str) -> str:
         return f" at the top: it is `{ways[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
-    if name in _METHODS:
+    if name in METHODS:
         return f". It is a method of a chain: `p.{name}`."
     if name in ALONE:
         return f". It is a module: `import reparax.{name}`."

@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, describe, path_text
-from reparax.core.plan import Plan, Stages, Step, plan_for
+from reparax.core.plan import UPTO, Plan, Step, plan_for
 from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
-from reparax.core.site import Site
+from reparax.core.site import Site, Stages
 from reparax.core.start import start_at
-from reparax.core.values import value_of
+from reparax.core.values import RawValues, value_of
 from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array, is_inexact
 
 
-def undo(plan: Plan) -> Flat:
-    """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
-    arrays = dict(plan.raw.arrays)
+def undo(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
+    """The plan in which some stages give the arrays that ``init`` got, as their raw values hold them.
+
+    An array that they do not hold is an error only if it is needed.
+    """
+    unmoved, lost, steps = {place for place in plan.raw.arrays if FIXED in place}, dict[Names, ValueError](), []
     for step in plan.steps:
+        sites = list[Site]()
         for site in step.sites:
-            if site.nodes:
-                found = _original_at(site, step, arrays)
-                arrays |= {place: found[name] for name, place in site.arrays.items()}
-    return plan.effective_of(arrays)
+            parts = [site]
+            if is_undone(step.stage):
+                parts = _originals_at(site, step, unmoved)
+                given = {place for part in parts for place in part.arrays.values()}
+                if site.nodes and (missing := [place for place in site.arrays.values() if place not in given]):
+                    lost |= dict.fromkeys(missing, _lost_error(site, steps))
+            for part in parts:
+                if errors := [lost[place] for place in part.places_read if place in lost]:
+                    lost |= dict.fromkeys(part.arrays.values(), errors[0])
+                    continue
+                sites.append(part)
+                if unmoved.issuperset(part.places_read):
+                    unmoved.update(part.arrays.values())
+        steps.append(replace(step, sites=sites))
+    for place in plan.after.arrays:
+        if place in lost:
+            raise lost[place]
+    return replace(plan, steps=steps)
 
 
-def _original_at(site: Site, step: Step, arrays: Mapping[Names, Any]) -> Mapping[str, Any]:
-    """The arrays of a site before its stage."""
-    values = site.read(arrays)
-    if site.stage._is_layout:
-        return site.stage._apply_at(site, values, None)
+class _Taken:
+    """A stage that gives a raw value itself."""
+
+    def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Any]:
+        return {name: x for name, of_one in values.items() for x in of_one.values()}
+
+
+def _originals_at(site: Site, step: Step, unmoved: AbstractSet[Names]) -> list[Site]:
+    """What gives the arrays of a site before its stage: raw values, or the formula if it only moves or decodes them."""
+    if site.stage._is_layout or not site.nodes:
+        return [site] if site.nodes else []
     unchanged_names = _unchanged_names(site, {name: step.made[place] for name, place in site.arrays.items()})
-    return {array: values[array][_name_of_original(site, array, names)] for array, names in unchanged_names.items()}
+    originals = {name: _name_of_original(site, name, unchanged_names[name], unmoved) for name in site.arrays}
+    if not any(originals.values()) and any(site.values.values()) and not site.free_values:
+        return [site]
+    return [
+        replace(site, stage=_Taken(), arrays={name: site.arrays[name]}, values={name: {"": site.values[name][value]}})
+        for name, value in originals.items()
+        if value is not None
+    ]
 
 
 def _unchanged_names(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
@@ -56,17 +89,27 @@ def _unchanged_names(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
     return names
 
 
-def _name_of_original(site: Site, array: str, unchanged_names: list[str]) -> str:
-    """The name of the raw value that is still the array that ``init`` got: it is fixed, or nothing else trains."""
-    free = [name for name in site.values[array] if not value_of(site.stage.raw_values, name).fixed]
-    names = [name for name in unchanged_names if name not in free or free == [name]]
-    if not names:
-        raise ValueError(
-            f"{site.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
-            f"{', '.join(map(repr, site.values[array])) or 'none'}. `p.fold(raw)` gives the weights without their "
-            f"parametrization."
-        )
-    return names[0]
+def _name_of_original(site: Site, array: str, unchanged: Sequence[str], unmoved: AbstractSet[Names]) -> str | None:
+    """The name of the raw value that is still the array that ``init`` got: it did not move, or nothing else did."""
+    moving = [
+        name
+        for name, place in site.values[array].items()
+        if place not in unmoved or (value_of(site.stage.raw_values, name).fixed and site.stage._defines("update"))
+    ]
+    trained = [name for name in moving if site.values[array][name] not in unmoved]
+    still = [name for name in unchanged if name not in moving]
+    return next(iter([*still, *(name for name in unchanged if trained == [name])]), None)
+
+
+def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
+    """The error for an array that no raw value is; it names the last stage before, if there is one."""
+    before = [step.stage for step in earlier if not step.made.keys().isdisjoint(site.places_read)]
+    undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
+    return ValueError(
+        f"{site.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
+        f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. `p.fold(raw)` gives "
+        f"the weights without their parametrization.{undone_before}"
+    )
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
@@ -84,7 +127,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
             with locate_errors(site.who):
                 for taken in site.arrays.values():
                     site.stage._require_taken(changed.arrays[taken])
-        changed = start_at(touching, changed, Keys(key))
+        changed = start_at(touching, changed, key)
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):
             raise _type_error(who, path_text(place), tree.arrays[place], describe(x))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +93,13 @@ def is_box(x: object) -> bool:
 def is_reference(x: object) -> bool:
     """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
     return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """In place of a parameter that stands at an earlier place of a model too."""
+
+    place: Names
 
 
 AxisNames = tuple[str | None, ...]

@@ -7,6 +7,7 @@ is decided there: numbers and axes, the key paths of the raw values, and the pat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,11 +19,11 @@ from jax.core import Tracer
 
 from reparax.core.calls import CallName, require_no_references
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys, draw_at_sites
 from reparax.core.paths import Names, PyTree, items, path_text
+from reparax.core.random import draw_at_sites
 from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, parameter_path
-from reparax.core.recompute import recompute
 from reparax.core.site import Site, Stages, identity, read_value
+from reparax.core.unchanged import recompute
 
 UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
 CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
@@ -35,12 +36,14 @@ class Step:
     Attributes:
       stage: The stage, and not its mean.
       sites: Where it acts.
+      numbers: For each site the number of the stage there, among those of its kind that act on the array so far.
       made: The types of the arrays that it makes, by their key paths.
       draws: Whether it draws random numbers; a stage that could and does not gives its mean.
     """
 
     stage: Any
     sites: Sequence[Site]
+    numbers: Sequence[int]
     made: Mapping[Names, Any]
     draws: bool
 
@@ -89,25 +92,28 @@ class Plan:
         return place not in self.producers or any(map(self.has_values, self.producers[place][1].values()))
 
 
-def plan(method: str, stages: Stages, raw: Flat, *, mean: bool = False) -> Plan:
-    """What stages do with a raw tree; with ``mean``, without randomness."""
-    tree, steps = raw.types(), list[Step]()
-    if mean:
-        stages = [part for stage in stages for part in stage.deterministic._parts]
+def plan(method: str, stages: Stages, raw: Flat) -> Plan:
+    """What stages do with a raw tree."""
+    tree, steps, counts = raw.types(), list[Step](), Counter[tuple[str, str | None]]()
     for i, stage_or_mean in enumerate(stages):
         stage = stage_or_mean._unwrapped
         sites = stage.sites(method, tree.before(stages[i + 1 :]))
+        counts.update((stage.kind, site.draw_path) for site in sites)
+        numbers = [counts[stage.kind, site.draw_path] for site in sites]
         made = _types_made(sites, tree)
-        steps.append(Step(stage, sites, made, draws=stage_or_mean.stochastic))
+        steps.append(Step(stage, sites, numbers, made, draws=stage_or_mean.stochastic))
         swaps = [site.swaps({name: made[place] for name, place in site.arrays.items()}) for site in sites]
         tree = tree.swap([swap for swaps_of_site in swaps for swap in swaps_of_site])
     return Plan(raw, steps, tree)
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, otherwise: str = CONVERT) -> Plan:
-    """What a chain does with a raw tree; an error if it did not make it, where ``otherwise`` says what to do."""
+    """What a chain, or its mean, does with a raw tree; an error if it did not make it.
+
+    ``otherwise`` says what to do then.
+    """
     require_no_references(p, method, raw)
-    planned = plan(method, p._parts, flatten(raw), mean=mean)
+    planned = plan(method, (p.deterministic if mean else p)._parts, flatten(raw))
     require_no_markers(CallName(p, method), planned.after, otherwise)
     return planned
 
@@ -159,7 +165,7 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
-        arrays = run_steps(plan.steps, raw_arrays, Keys(key, is_traced=is_traced))
+        arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
 
     values = recompute(run, list(plan.raw.arrays.values()), key)
@@ -170,23 +176,21 @@ Waiting = dict[Names, tuple[Site, Array]]
 """For the place of each array whose noise is not added yet, the site of that noise, and its draw."""
 
 
-def run_steps(steps: Sequence[Step], arrays: Mapping[Names, Any], keys: Keys | None = None) -> dict[Names, Any]:
-    """The arrays after some steps, beside those of which they are made.
+def run_steps(
+    steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
+) -> dict[Names, Any]:
+    """The arrays after some steps, beside those of which they are made; steps that draw need a key.
 
     Noise waits until another stage touches its array, so that neighbouring noises draw once.
     """
-    arrays, waiting, keys = dict(arrays), Waiting(), keys or Keys(None)
+    arrays, waiting = dict(arrays), Waiting()
     for step in steps:
-        acting, merged_paths = list[Site](), list[str]()
-        for site in step.sites:
-            if step.draws_noise and _merge_noise(site, waiting):
-                merged_paths.append(str(site.draw_path))
-            else:
-                acting.append(site)
+        acting = [i for i, site in enumerate(step.sites) if not (step.draws_noise and _merge_noise(site, waiting))]
         if waiting:
-            _add_noise(arrays, waiting, [place for site in acting for place in site.places_read])
-        draws = draw_at_sites(step, acting, arrays, keys, merged_paths)
-        for i, site in enumerate(acting):
+            _add_noise(arrays, waiting, [place for i in acting for place in step.sites[i].places_read])
+        draws = draw_at_sites(step, acting, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
+        for i in acting:
+            site = step.sites[i]
             if step.draws_noise:
                 waiting[site.arrays["w"]] = site, draws[i]
                 continue
@@ -235,7 +239,7 @@ def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, otherwis
     if not makers:
         return ValueError(f"{who} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
     for stage in makers:
-        stage._unwrapped._check_values_at(tree, path)
+        stage._unwrapped._check_values_at(CallName(stage._unwrapped, who.method), tree, path)
     return ValueError(
         f"{who} does not select {path!r}, where the raw tree holds {mark!r}: another chain or an older version of "
         f"reparax made it. {otherwise}"

@@ -1,28 +1,195 @@
-"""Random arrays for the whole library, with the sharding of the weight that they are combined with.
+"""Random keys and random arrays for the whole library: only this file splits keys and draws.
 
-The numbers are those of ``jax.random`` for the same key. Words and uniform numbers are equal bit for bit; normal
-numbers have more digits (``threefry``), and may differ in the last bits between compilers. A batch of keys gives the
-same arrays as each key alone, in a loop whose body is compiled once.
+A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
+the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
+Noise of small arrays of one type is drawn in one loop; neighbouring noises on an array draw once.
 
-In a program, normal numbers are the output of a call with the name :data:`DRAW`, by which
+Arrays have the sharding of the weight that they are combined with. Their numbers are those of ``jax.random`` for the
+same key. Words and uniform numbers are equal bit for bit; normal numbers have more digits (``threefry``), and may
+differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone, in a loop whose body
+is compiled once. In a program, normal numbers are the output of a call with the name :data:`DRAW`, by which
 :func:`local_reparametrization` finds them.
 """
 
 import functools
+import hashlib
 import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from reparax.core.keys import split_key
+from reparax.core.paths import Names, describe
 from reparax.numerics import threefry
+from reparax.numerics.arithmetic import inlined
 
 DRAW = "reparax_normal"
 """The name of the calls whose output are independent normal numbers."""
+
+
+def keys_of_arrays(key: jax.Array, kind: str, number: int, paths: Sequence[str]) -> jax.Array:
+    """A batch of keys, one for each array, for a stage of this kind and number."""
+    return _fold_texts(_fold_texts(key, [f"{kind}@{number}"])[0], paths)
+
+
+def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
+    """A key for each pair of number and path; None for each without a key."""
+    if key is None:
+        return [None] * len(draws)
+    key_of_draw = dict[tuple[int, str], jax.Array]()
+    for number in {number for number, _ in draws}:
+        paths = [path for number_of_draw, path in draws if number_of_draw == number]
+        batch = keys_of_arrays(key, kind, number, paths)
+        # Where nothing is traced, one at a time: a program of many results is slow to compile.
+        keys_of_paths = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+        key_of_draw |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
+    return [key_of_draw[draw] for draw in draws]
+
+
+def is_one_key(key: Any) -> bool:
+    """Whether ``key`` is a typed scalar key."""
+    return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
+    """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
+    typed_key = _as_typed(key)
+    if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{who} needs a PRNG key, but got {describe(key)}. Make one with `jax.random.key(seed)`.")
+    if typed_key.ndim > 0:
+        raise ValueError(
+            f"{who} takes one key, but got a batch of keys of shape {typed_key.shape}. Map over them: `{in_batches}`."
+        )
+    return typed_key
+
+
+def _as_typed(key: Any) -> Any:
+    """A legacy key, or a batch of them, as typed keys; all else as it is."""
+    is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
+    if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
+        return key
+    return jax.random.wrap_key_data(jnp.asarray(key))
+
+
+def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of keys of this shape, whose draws are independent."""
+    return jax.random.split(key, shape)
+
+
+def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
+    """A key for each of the arrays stacked in ``w`` along these axes; if none are, the key itself, or None."""
+    return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
+
+
+def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
+
+    It differs between shards along the mesh axes ``axes``.
+    """
+    for word in (number, *map(jax.lax.axis_index, axes)):
+        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
+    return key
+
+
+def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
+    if isinstance(key, Tracer):
+        return _fold_literals(key, tuple(map(tuple, words.tolist())))
+    return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
+
+
+@functools.partial(inlined, static_argnums=1)
+def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
+    """The keys of pairs of words, traced once for the same pairs.
+
+    The words are literals in the program: a constant array would become an input, and gradients would keep it.
+    """
+    columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
+    return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
+
+
+@inlined
+def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
+    """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
+
+    def fold_pair(high: Any, low: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        # Under vmap, a key of unsafe_rbg would depend on its neighbours.
+        return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
+    return jax.vmap(fold_pair)(high, low)
+
+
+LOOPED = 2**14
+"""The largest size of an array that draws in a loop. On a CPU, an array that draws alone adds a tenth of a second to
+compilation; an array that draws in a loop uses one core only, in every step."""
+
+
+def draw_at_sites(
+    step: Any, acting: Sequence[int], arrays: Mapping[Names, Any], key: Array, *, is_traced: bool
+) -> dict[int, Array]:
+    """For each of some sites of a step that draws, by their indices, its key; for noise its draw.
+
+    ``is_traced`` says whether a program may be made of the call. Else each operation runs as a program of its own, and
+    one of many results is slow to compile.
+    """
+    sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
+    for i in acting:
+        group = _group_key(sites[i], arrays) if step.draws_noise else i
+        groups_of_number.setdefault(step.numbers[i], {}).setdefault(i if group is None else group, []).append(i)
+    draws = dict[int, Array]()
+    for number in sorted(groups_of_number):
+        groups = list(groups_of_number[number].values())
+        batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
+        for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
+            keys, first = _part(batch, start, len(group), is_traced=is_traced), sites[group[0]]
+            if step.draws_noise:
+                drawn = _draw_group(first.stage, arrays[first.arrays["w"]], keys, is_traced=is_traced)
+                draws |= zip(group, drawn, strict=True)
+            else:
+                draws[group[0]] = keys[0]
+    return draws
+
+
+def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
+    """The noise of arrays that draw alike, for each of their keys: in a loop, if there are several."""
+    array = jnp.asarray(array)
+    if len(keys) == 1:
+        return [stage.draw(array, keys[0])]
+    draws = stage.draw(array, keys)
+    if not is_traced:
+        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(keys))]
+    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(keys))]
+
+
+def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
+    """What small arrays of one type and known sharding share, which draw together; None for one that draws alone."""
+    array = jnp.asarray(arrays[site.arrays["w"]])
+    sharding = jax.typeof(array).sharding
+    is_large = any(map(export.is_symbolic_dim, array.shape)) or array.size > LOOPED
+    # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
+    if is_large or AxisType.Auto in sharding.mesh.axis_types:
+        return None
+    return type(site.stage), site.stage.shared, array.shape, array.dtype, sharding
+
+
+def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
+    """Some of a batch. A program has its start as a literal; where each operation is one, each literal is another."""
+    if is_traced:
+        return jax.lax.slice_in_dim(batch, start, start + size)
+    return jax.lax.dynamic_slice_in_dim(batch, start, size)
+
+
+# Random arrays.
 
 
 def normal(key: Array, w: Array) -> Array:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,7 @@ from reparax.core.layers import Convention, convention_by_name, conventions_by_c
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     AxisNames,
+    Elsewhere,
     Names,
     PyTree,
     axis_names,
@@ -32,7 +33,7 @@ from reparax.core.paths import (
     require_one_place,
     type_of,
 )
-from reparax.core.values import Value, Values, value_of
+from reparax.core.values import Value, value_of
 from reparax.numerics.arithmetic import is_array
 
 FIXED = "@fixed"
@@ -42,25 +43,15 @@ OTHER_CHAIN = (
 )
 
 
-class Kind(Protocol):
-    """The fact about a stage that raw trees need: what its values are."""
-
-    raw_values: Values
-
-
-_kinds: dict[str, Kind] = {}
-
-
-def register_kind(kind: str, stage: Kind) -> None:
-    """Registers the stage whose marker is ``kind``; a later definition replaces an earlier one."""
-    _kinds[kind] = stage
+STAGES: dict[str, Any] = {}
+"""The class of stages whose marker is a kind; a later definition replaces an earlier one."""
 
 
 def registered_kind(kind: str) -> Any:
     """The class registered last for ``kind``, or None; a family of this package is imported for its kinds."""
-    if kind not in _kinds:
+    if kind not in STAGES:
         import_stage(kind)
-    return _kinds.get(kind)
+    return STAGES.get(kind)
 
 
 @dataclass(eq=False)
@@ -77,9 +68,8 @@ class Leaf:
       added: Whether it is added to a base that represents the array; only its place selects it.
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
       content: What stands there.
+      reading: What the values in a marker dict say of the array for which it stands, if they are read.
       tree: The tree that it is from, if anything but its path is known.
-      is_foreign: Whether it is a marker dict that another stage of the same kind made.
-      read_type: How the type of the array is found for which a marker dict stands.
     """
 
     place: Names
@@ -90,14 +80,13 @@ class Leaf:
     added: bool
     decays: bool
     content: Any = None
+    reading: Any = None
     tree: "Flat | None" = None
-    is_foreign: bool = False
-    read_type: "Callable[[Leaf], Any] | None" = None
 
     @property
     def array(self) -> Any:
         """The array, or its type; of a marker dict the type of the array for which it stands."""
-        return self.content if self.read_type is None else self.read_type(self)
+        return self.content if self.reading is None else self.reading.effective
 
     @cached_property
     def convention(self) -> Convention:
@@ -145,7 +134,7 @@ class Leaf:
     @property
     def is_there(self) -> bool:
         """Whether there is an array, or a marker dict that stands for one."""
-        return (is_array(self.content) or isinstance(self.content, Node)) and not self.is_foreign
+        return is_array(self.content) or isinstance(self.content, Node)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +144,12 @@ class Node:
     Attributes:
       place: The key path of the array that it stands for.
       mark: The marker.
-      below: The key paths of all that is below this place, in the order of the tree.
+      below: All that is below this place, by its key path, in the order of the tree.
     """
 
     place: Names
     mark: str
-    below: list[Names]
+    below: dict[Names, Any]
 
     @cached_property
     def inside(self) -> list[Names]:
@@ -168,14 +157,39 @@ class Node:
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
-    def is_alone(self) -> bool:
-        """Whether nothing stands beside the marker, as in each tree that is not damaged."""
-        return len(self.below) == len(self.inside)
-
-    @property
     def values(self) -> dict[str, Names]:
         """The key path of each value."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
+
+    def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
+        """The values by their names; an error for anything else in the dict or beside the marker.
+
+        Some formats store an empty dict as None.
+        """
+        depth = len(self.place)
+        is_alone = len(self.below) == len(self.inside)
+        if self.inside == [(*self.place, self.mark)]:
+            content = self.below[self.inside[0]]
+            if (is_empty(content) and is_alone) or (content is None and may_be_none):
+                return {}
+
+        def is_value(place: Names) -> bool:
+            n_markers = 2 if FIXED in place[depth:] else 1
+            return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.below[place])
+
+        arrays = {place[-1]: self.below[place] for place in self.inside if is_value(place)}
+        if not is_alone or len(arrays) < len(self.inside):
+            raise ValueError(self._describe_damage())
+        return arrays
+
+    def _describe_damage(self) -> str:
+        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
+        nested = dict[Any, Any]()
+        for place, x in self.below.items():
+            _put(nested, place[len(self.place) :], x)
+        if others := [name for name in nested if name != self.mark]:
+            return f"found {others[0]!r} beside {self.mark!r}: {OTHER_CHAIN}"
+        return _describe_wrong_values(self.mark, nested[self.mark])
 
 
 def is_mark(name: object) -> bool:
@@ -218,7 +232,7 @@ def marker(kind: str, n: int) -> str:
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
-def _stage_class(place: Names, i: int) -> Kind:
+def _stage_class(place: Names, i: int) -> Any:
     """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
     if (stage := registered_kind(kind_of(place[i]))) is None:
         raise ValueError(
@@ -332,19 +346,15 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
     return contents, describe_places(paths), treedef
 
 
-def empty_nodes(tree: PyTree) -> list[Names]:
-    """The path of each empty node: the places without a value of their own."""
-    return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
+def places_of(tree: PyTree) -> list[Names]:
+    """The place of each leaf, and of each empty node, which is a place without a value of its own."""
+    return flatten_with_names(tree, is_empty)[0]
 
 
-def outer_markers(tree: PyTree) -> dict[str, str]:
-    """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
-    markers: dict[str, str] = {}
-    for path in flatten_with_names(tree, is_empty)[0]:
-        mark = next((name for name in path if name.startswith("@")), None)
-        if mark is not None:
-            markers.setdefault(parameter_path(path), mark)
-    return markers
+def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
+    """The path of the first parameter that holds markers, and its outermost marker; None in a plain tree."""
+    marked = ((place, len(parameter_place(place))) for place in places)
+    return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
 
 def require_no_raw(who: object, params: PyTree, advice: str) -> None:
@@ -353,8 +363,8 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     Raises:
       ValueError: If it is a raw tree.
     """
-    if marks := outer_markers(params):
-        path, mark = next(iter(marks.items()))
+    if found := first_marker(places_of(params)):
+        path, mark = found
         _stage_class((path, mark), 1)
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
@@ -396,11 +406,19 @@ Swap = tuple[Sequence[Names], Mapping[Names, Any]]
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters."""
+    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters.
+
+    Attributes:
+      treedef: The structure.
+      places: The names.
+      boxes: The boxes.
+      first_places: For the later places of a parameter that has several, the first.
+    """
 
     treedef: Any
     places: tuple[Names, ...]
     boxes: Mapping[Names, Any]
+    first_places: Mapping[Names, Names]
 
     @cached_property
     def axis_names(self) -> Mapping[Names, AxisNames | None]:
@@ -425,7 +443,9 @@ class Frame:
     def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
-        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes).items()}
+        numbers = {place: i for i, place in enumerate(self.places)}
+        same = [numbers[self.first_places.get(place, place)] for place in self.places]
+        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes, same).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,12 +512,28 @@ class Flat:
     def nodes(self, kind: str) -> dict[Names, Node]:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
         marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
-        nodes = {place: Node(place, mark, below=[]) for place, mark in marks.items()}
-        for place in self.arrays:
+        nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
+        for place, x in self.arrays.items():
             for n in range(len(place)):
                 if place[:n] in nodes:
-                    nodes[place[:n]].below.append(place)
+                    nodes[place[:n]].below[place] = x
         return nodes
+
+    def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
+        """The marker dicts of a stage's kind; an error if there are none."""
+        if nodes := self.nodes(kind):
+            return nodes
+        if found := first_marker(self.arrays):
+            path, mark = found
+            if kind_of(mark) == kind:
+                raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
+            raise ValueError(
+                f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
+            )
+        raise ValueError(
+            f"{who} got a tree that never went through init: it holds no {marker(kind, 1)!r}. Call `raw = "
+            f"p.init(params)` once, with the whole chain, and pass `raw`."
+        )
 
     def _innermost_nodes(self) -> list[Names]:
         """The key path of each marker dict that holds no other marker."""
@@ -512,30 +548,6 @@ class Flat:
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
         """The tree with marker dicts in place of what is inside them."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-
-    def values_of(self, node: Node) -> dict[str, Any]:
-        """The values under a marker, by their names; an error for anything else under it or beside it."""
-        depth = len(node.place)
-        if node.is_alone and node.inside == [(*node.place, node.mark)] and is_empty(self.arrays[node.inside[0]]):
-            return {}
-
-        def is_value(place: Names) -> bool:
-            n_markers = 2 if FIXED in place[depth:] else 1
-            return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.arrays[place])
-
-        values = {place[-1]: self.arrays[place] for place in node.inside if is_value(place)}
-        if not node.is_alone or len(values) < len(node.inside):
-            raise ValueError(self._describe_damage(node))
-        return values
-
-    def _describe_damage(self, node: Node) -> str:
-        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
-        nested = dict[Any, Any]()
-        for place in node.below:
-            _put(nested, place[len(node.place) :], self.arrays[place])
-        if others := [name for name in nested if name != node.mark]:
-            return f"found {others[0]!r} beside {node.mark!r}: {OTHER_CHAIN}"
-        return _describe_wrong_values(node.mark, nested[node.mark])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
@@ -556,22 +568,23 @@ def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat, without its boxes."""
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
+    first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
+        content = node
         if is_box(node):
-            boxes[path] = node
-        content = value_in(node) if is_box(node) else node
+            boxes[path], content = node, value_in(node)
         parts = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
         for below, x in parts:
             place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
-            if is_box(x):
-                boxes_of_values[place] = x
-            value = value_in(x) if is_box(x) else x
-            arrays[place] = {} if is_box(x) and is_empty(value) else value
+            arrays[place] = x
+            if below and is_box(x):
+                boxes_of_values[place], value = x, value_in(x)
+                arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
     boxes |= _boxes_of_parameters(boxes_of_values)
-    return Flat(Frame(treedef, tuple(paths), boxes), arrays, boxes_of_values)
+    return Flat(Frame(treedef, tuple(paths), boxes, first_places), arrays, boxes_of_values)
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:

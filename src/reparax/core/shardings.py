@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text, types_of_result
-from reparax.core.raw import FIXED
+from reparax.core.raw import FIXED, require_no_raw
 from reparax.numerics.arithmetic import is_array
 
 AnyMesh = Mesh | AbstractMesh
@@ -30,6 +30,7 @@ def shardings_of_raw(
     ``follow`` finds that axis, and ``init`` puts boxes around the shardings. Fixed values lie in that kind of memory.
     """
     params = specs if like is None else like
+    require_no_raw(who, params, "Pass `like=params`, the parameters or their shapes and dtypes.")
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
     cuts = {
         path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
@@ -59,10 +60,6 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
         raise ValueError(
             f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
             f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
-        )
-    if raw_path := next((path for path in arrays if "/@" in f"/{path}"), None):
-        raise ValueError(
-            f"{who} got the raw tree as `like`: it holds {raw_path!r}. Pass the model's parameters, or their shapes."
         )
     for path in sorted(arrays.keys() ^ spec_of.keys()):
         with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")

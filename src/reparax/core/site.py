@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from reparax.core.calls import CallName
 from reparax.core.paths import Names
 from reparax.core.raw import FIXED, Leaf, Swap, is_fixed_value
-from reparax.core.values import value_of
+from reparax.core.values import RawValues, value_of
 
 Stages = Sequence[Any]
 Arrays = Mapping[Names, Any]
 """Arrays, or their types, by their key paths."""
-RawValues = Mapping[str, Mapping[str, Any]]
-"""For each array of a site, by the name that the formulas use, its raw values by their names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +54,7 @@ class Site:
         """The key paths of all that the formulas read."""
         return [*(place for places in self.values.values() for place in places.values()), *self.reads.values()]
 
-    def read(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
+    def read(self, arrays: Arrays) -> RawValues:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}

@@ -17,27 +17,27 @@ from jax.core import Tracer
 from reparax.core.boxes import boxes_of_values, stated_entries
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
-from reparax.core.keys import Keys
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
+from reparax.core.random import keys_of_draws
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
-from reparax.core.site import RawValues, Site, Stages, identity
-from reparax.core.values import value_of
+from reparax.core.site import Site, Stages, identity
+from reparax.core.values import RawValues, value_of
 from reparax.numerics.arithmetic import is_inexact
 
 
-def start(stages: Stages, params: Flat, keys: Keys) -> Flat:
+def start(stages: Stages, params: Flat, key: Array | None) -> Flat:
     """The raw tree of parameters, or of their types."""
     tree = params
     for i, stage in reversed(list(enumerate(stages))):
-        tree = start_at(stage.sites("init", tree.before(stages[i + 1 :])), tree, keys)
+        tree = start_at(stage.sites("init", tree.before(stages[i + 1 :])), tree, key)
     return tree
 
 
-def start_at(sites: Sequence[Site], tree: Flat, keys: Keys) -> Flat:
+def start_at(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     with_markers = [site for site in sites if site.nodes]
-    key_of_start, checked, swaps = _start_keys(with_markers, keys), set[Any](), list[Swap]()
+    key_of_start, checked, swaps = _start_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
             raise TypeError(
@@ -100,13 +100,13 @@ def _distance(x: Array, w: Array) -> float:
     return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
 
 
-def _start_keys(sites: Sequence[Site], keys: Keys) -> dict[int, Array | None]:
-    """For the index of each site of a stage with a random start its key, or None without one."""
-    drawing = {i: site for i, site in enumerate(sites) if site.stage._init_draws}
+def _start_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
+    """For the index of each site of a stage whose start takes a key that key, or None without one."""
+    drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
     if not drawing:
         return {}
     draws = [(next_number(site.arrays["w"], site.stage.kind), str(site.draw_path)) for site in drawing.values()]
-    return dict(zip(drawing, keys.of_draws(sites[0].stage.kind, draws), strict=True))
+    return dict(zip(drawing, keys_of_draws(key, sites[0].stage.kind, draws), strict=True))
 
 
 def _types_of(arrays: RawValues) -> list[Any]:

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jax import Array
+
+RawValues = dict[str, dict[str, Array]]
+"""For each array, by the name that the formulas use, its raw values by their names."""
+
 OTHERS = "*"
 """In a declaration, it stands for all values that have no entry of their own."""
 

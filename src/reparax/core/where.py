@@ -17,8 +17,8 @@ from jax.tree_util import register_static
 from reparax.core.calls import takes
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
-from reparax.core.paths import PyTree, describe, flatten_with_names, path_text
-from reparax.core.raw import Leaf, empty_nodes, nest, parameter_path
+from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
+from reparax.core.raw import Leaf, parameter_path
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
@@ -314,8 +314,8 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
     """The paths of the leaves of a tree, and of arrays without values of their own, such as tied ones."""
-    tree = leaves[0].tree
-    empty = () if tree is None else empty_nodes(nest(tree))
+    arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
+    empty = [place for place, x in arrays.items() if is_empty(x)]
     return [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
 
 

@@ -24,7 +24,7 @@ from reparax.core.axes_by_roles import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
-from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute
+from reparax.io._layouts import EXPERTS, LAYOUTS, axis_order, find_layout, layout_of, layouts_by_module, permute
 from reparax.numerics.arithmetic import is_array
 
 Rules = Mapping[str, str] | None
@@ -147,6 +147,11 @@ class Entry:
         is_convolution = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
         return replace(self, known=self.known or is_convolution)
 
+    def transposed(self) -> Self:
+        """The entry of the transposed matrix, for the same tensor."""
+        layout = "kernel" if axis_order(self.layout, 2) == (0, 1) else "same"
+        return replace(self, shape=self.shape[::-1], layout=layout)
+
     def part(self, x: Any) -> Any:
         """This tensor's part of a stack, or the type of it."""
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -184,30 +189,39 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
 
 
 def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
-    """The tensors for the parameters of ``tree``."""
+    """The tensors for the parameters of ``tree``, one for each index of a stack whose name has counters.
+
+    The layout of a parameter is what a rule of ``layouts`` says, or the class of its module, or its role, or its name.
+    """
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
-    name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
-    _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
+    names_of_tensors = _names_of_tensors(arrays, names)
+    layout_rules = {path: layout for path, (layout, *_) in _match_rules([*arrays], layouts, "layouts").items()}
+    _require_words(layout_rules.values(), "layout", LAYOUTS)
     module_layouts = layouts_by_module(tree)
     role_of = {} if roles is None else {path_text(path): role for path, role in roles_of("roles", roles).items()}
     entries: list[Entry] = []
     for path, x in arrays.items():
-        tensor, count, rule = default_name(path), 0, None
-        if path in name_rules:
-            name, match, rule = name_rules[path]
-            tensor, count = _expand_name(path, tuple(x.shape), match, name)
-        by_rule = layout_rules[path][0] if path in layout_rules else None
-        is_by_role = path in role_of and by_rule is None and path not in module_layouts
-        layout = layout_of(role_of[path], count) if is_by_role else None
-        is_known = True
+        tensor, count, rule = names_of_tensors[path]
         shape = tuple(x.shape[count:])
+        is_told = path in layout_rules or path in module_layouts
+        layout = layout_of(role_of[path], count) if path in role_of and not is_told else None
+        is_known = layout is not None
         if layout is None:
-            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))
+            name = path.split("/")[-1]
+            layout, is_known = find_layout(name, shape, layout_rules.get(path), module_layouts.get(path))
         entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
-    _require_different_names(entries)
+    require_different_names((entry.tensor, entry.path) for entry in entries)
     return entries
+
+
+def _names_of_tensors(arrays: Mapping[str, Any], names: Rules) -> dict[str, tuple[str, int, int | None]]:
+    """For each path the name of its tensors, how many counters it has, and which rule gave it, if one did."""
+    tensors: dict[str, tuple[str, int, int | None]] = {path: (default_name(path), 0, None) for path in arrays}
+    for path, (name, match, rule) in _match_rules([*arrays], names, "names").items():
+        tensors[path] = *_expand_name(path, tuple(arrays[path].shape), match, name), rule
+    return tensors
 
 
 def _number_name(name: str, index: Index) -> str:
@@ -217,13 +231,13 @@ def _number_name(name: str, index: Index) -> str:
     return name
 
 
-def _require_different_names(entries: Iterable[Entry]) -> None:
-    """Refuses names that two parameters have."""
+def require_different_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
+    """Refuses names that two parameters have, or values of them; each name comes with the path of its parameter."""
     owners: dict[str, str] = {}
-    for entry in entries:
-        owner = owners.setdefault(entry.tensor, entry.path)
-        if owner != entry.path:
-            raise ValueError(f"{owner!r} and {entry.path!r} are both called {entry.tensor!r}. Give different `names`.")
+    for name, path in paths_by_name:
+        owner = owners.setdefault(name, path)
+        if owner != path:
+            raise ValueError(f"{owner!r} and {path!r} are both called {name!r}. Give different `names`.")
 
 
 def require_known(entries: Iterable[Entry]) -> None:

@@ -29,7 +29,7 @@ from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_known, stack_parts
 from reparax.io._peft_adapters import Adapted, Stored, read_adapter, require_shapes
 from reparax.io._peft_config import BIAS, MERGE, METHODS, TOKENS, Method, ends_by_setting, is_fed_forward, read_config
-from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
+from reparax.io._peft_target import ATTENTION, WRAPPED, Target, is_loaded, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
@@ -106,8 +106,9 @@ def from_peft(
     arrays = _of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
-        plain = names_by_parameter(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
-    tensors_of, whole, lines = _sort_tensors(config, targets, {plain[name]: x for name, x in arrays.items()})
+        plain_names = names_by_parameter(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
+    _require_different(plain_names)
+    tensors_of, whole, lines = _sort_tensors(config, targets, arrays, plain_names)
     wholes, errors_of_wholes = _read_each(_read_whole, targets, whole)
     adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, config), targets, tensors_of)
     counts = Counter(target.path for target in targets.values())
@@ -153,9 +154,22 @@ def _of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None)
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
     # The lengths of DoRA are the weight of a module in memory, but not in a file.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
-    tensors = {x if method.end_of(x) else of_adapter[name][1]: arrays[name] for name, x in whole_names.items()}
-    modules = {name.removesuffix(f".{method.end_of(name)}") for name in tensors}
-    return tensors | _tensors_beside(others, adapter, config["bias"], modules)
+    file_names = {name: x if method.end_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
+    modules = {name.removesuffix(f".{method.end_of(name)}") for name in file_names.values()}
+    file_names |= _names_beside(others, adapter, config["bias"], modules)
+    _require_different(file_names)
+    return {file_name: arrays[name] for name, file_name in file_names.items()}
+
+
+def _require_different(names: Mapping[str, str]) -> None:
+    """Refuses two tensors that mean the same one; ``names`` says for each what it means."""
+    owners: dict[str, str] = {}
+    for name, meant in names.items():
+        if (other := owners.setdefault(meant, name)) != name:
+            raise ValueError(
+                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} are both {meant!r}. Leave "
+                f"out one of them."
+            )
 
 
 def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
@@ -171,19 +185,21 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
     return adapter or names[0]
 
 
-def _tensors_beside(arrays: Tensors, adapter: str, biases: str, adapted_modules: Collection[str]) -> Tensors:
-    """The tensors that train beside an adapter: modules that it saves whole, and biases, all or those of adapters."""
-    tensors: Tensors = {}
-    for name, x in arrays.items():
+def _names_beside(
+    names: Collection[str], adapter: str, biases: str, adapted_modules: Collection[str]
+) -> dict[str, str]:
+    """The names in a file of what trains beside an adapter: modules that it saves whole, and biases, all or some."""
+    file_names: dict[str, str] = {}
+    for name in names:
         is_adapted = name.removesuffix(f"{WRAPPED}.bias") in adapted_modules
         saved = re.fullmatch(r"(.*\.modules_to_save)\.([^.]+)(\..+)", name)
         if saved and saved[2] == adapter:
-            tensors[saved[1] + saved[3]] = x
+            file_names[name] = saved[1] + saved[3]
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
-            tensors[name] = x
+            file_names[name] = name
         elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
-            tensors[name] = x  # of a kind that is not read, which is an error later
-    return tensors
+            file_names[name] = name  # of a kind that is not read, which is an error later
+    return file_names
 
 
 def _live_names(method: Method) -> str:
@@ -193,13 +209,14 @@ def _live_names(method: Method) -> str:
 
 
 def _sort_tensors(
-    config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]
+    config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Tensors, plain_names: Mapping[str, str]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
     """The tensors of each adapted parameter, by their suffixes, the whole parameters, and errors for all others."""
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
     lines = list[str]()
-    for name, x in arrays.items():
+    for file_name, x in arrays.items():
+        name = plain_names[file_name]
         end = METHODS[config["peft_type"]].end_of(name)
         parameter = name if end is None else _parameter_of(name, end, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -208,6 +225,8 @@ def _sort_tensors(
             lines.append(f"{name}: expected finite numbers, got infinite ones or NaN")
         elif parameter not in targets:
             lines.append(f"{name}: {_why_unread(config['peft_type'], parameter, targets)}")
+        elif not is_loaded(config, parameter, end or "", file_name):
+            lines.append(f"{file_name}: PEFT's model has no such tensor by this `config`, so PEFT ignores it")
         elif end is None:
             whole[name] = x
         else:

@@ -17,7 +17,7 @@ from reparax.core.layers import convention_by_name
 from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, group_keys, list_entries
-from reparax.io._peft_config import names_end
+from reparax.io._peft_config import TOKENS, ends_by_setting, is_adapted, is_saved, names_end
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer"
@@ -190,3 +190,20 @@ def _adapted_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]
                 f"both."
             )
     return parameters
+
+
+def is_loaded(config: Mapping[str, Any], tensor: str, end: str, name: str) -> bool:
+    """Whether PEFT's model has a file's name for a parameter, or for the end of one that an adapter has for it.
+
+    Which modules a configuration without names means, only PEFT knows, and which table a list of tokens.
+    """
+    if config.get("target_modules") is None and config.get("target_parameters") is None:
+        return True
+    if end:
+        is_of_the_table = end == TOKENS and not isinstance(config.get("trainable_token_indices"), Mapping)
+        return is_of_the_table or any(end in ends for ends in ends_by_setting(config, tensor).values())
+    parts, module = name.split("."), tensor.rpartition(".")[0]
+    if is_saved(config, module):
+        return "base_layer" not in parts
+    is_wrapped = is_adapted(config, module) or (bool(config.get("target_parameters")) and "base_layer" in parts)
+    return "modules_to_save" not in parts and is_wrapped == ("base_layer" in parts)

@@ -27,6 +27,7 @@ from reparax.io._parameters import (
     given_maps,
     list_entries,
     names_by_layer,
+    require_different_names,
     require_known,
     stack_parts,
 )
@@ -268,7 +269,9 @@ def _make_plan(
             raw_values += naming.values_of(place, entry)
         else:
             tied_entries.append(entry)
-    return TorchPlan(weights, raw_values, tied_entries)
+    torch_plan = TorchPlan(weights, raw_values, tied_entries)
+    require_different_names((name, entry.path) for entry, of_entry in torch_plan.names.items() for name in of_entry)
+    return torch_plan
 
 
 def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:

@@ -154,7 +154,7 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        tensors = _orthogonal_to_torch(*_in_last_axes(stage, entry), values, with_base=with_base)
+        tensors = _orthogonal_to_torch(*_with_rows_first(stage, entry), values, with_base=with_base)
     else:
         tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
     real = jnp.finfo(entry.dtype).dtype
@@ -166,7 +166,7 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        raw_values = _orthogonal_from_torch(*_in_last_axes(stage, entry), values)
+        raw_values = _orthogonal_from_torch(*_with_rows_first(stage, entry), values)
     else:
         raw_values = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
     return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
@@ -232,19 +232,15 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     return slice_mask
 
 
-def _in_last_axes(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
-    """The stage without words for axes, and the array as the matrix that the stage reads, if it has two axes."""
-    if len(entry.shape) != 2:
+def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
+    """A stage of which the array has one axis of rows and one of columns, as one of its matrix, ``(rows, columns)``.
+
+    The raw values are those of this matrix. Stages of other arrays stay as they are.
+    """
+    axes = stage.axes_of(2) if len(entry.shape) == 2 else None
+    if axes not in (((0,), (1,)), ((1,), (0,))):
         return stage, entry
-    plain = replace(stage, rows=None, columns=None)
-    match stage.axes_of(2):
-        case (0,), (1,):
-            return plain, entry
-        case (1,), (0,):
-            layout = "kernel" if axis_order(entry.layout, 2) == (0, 1) else "same"
-            return plain, replace(entry, shape=entry.shape[::-1], layout=layout)
-        case _:
-            return stage, entry
+    return replace(stage, rows=None, columns=None), entry if axes == ((0,), (1,)) else entry.transposed()
 
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -26,6 +26,25 @@ def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None,
         got = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} first"
         raise TypeError(f"{who} takes an instance of `{name}`, but got {got}. Write `{who}(Model(...), p)`.")
     return p
+
+
+def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Collection[str]) -> None:
+    """Refuses a model with methods of names that the wrapper has for its own, so that nobody could call them.
+
+    Names ``of_library`` mean the same in both.
+    """
+    names = {name for name in dir(wrapper) if name[0] != "_" and _is_method(wrapper, name)}
+    for name in sorted(names - {*of_library}):
+        if _is_method(type(model), name):
+            raise ValueError(
+                f"{who} has {name!r} of its own, which would hide that of {type(model).__name__}. Rename the model's."
+            )
+
+
+def _is_method(cls: type[Any], name: str) -> bool:
+    """Whether a class has a method or a property of this name."""
+    x = inspect.getattr_static(cls, name, None)
+    return inspect.isfunction(x) or isinstance(x, property | staticmethod | classmethod)
 
 
 def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: str | None = None) -> bool:

@@ -91,6 +91,7 @@ class Parametrized(eqx.Module):
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
         self.p = base.check_arguments(_WHO, model, p)
+        base.require_reachable(_WHO, model, Parametrized, dir(eqx.Module))
         base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
         if raw is None:
             raw_model = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))

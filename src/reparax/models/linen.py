@@ -75,6 +75,7 @@ def parametrized(
       (1, 2)
     """
     base.check_arguments(_WHO, module, p, nn.Module, "nn.Module")
+    base.require_reachable(_WHO, module, _Parametrized, dir(nn.Module))
     base.check_updates(_WHO, p, updates, "module.update(variables)")
     wrapper = _make_class(type(module))
     return wrapper(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)

@@ -13,7 +13,7 @@ import jax
 from reparax.core.boxes import value_in
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
-from reparax.core.paths import PyTree, items, path_text
+from reparax.core.paths import Elsewhere, PyTree, items, path_text
 from reparax.core.raw import holds_markers
 from reparax.models import base
 from reparax.training import param_labels
@@ -29,7 +29,7 @@ _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
 _PLAIN = "plain"
 """The metadata that holds the type of a variable in the model."""
 _HIDDEN = object()
-"""A leaf for a variable that is no parameter, or for one that stands at an earlier path too."""
+"""A leaf for a variable that is no parameter."""
 
 Outputs = dict[Any, tuple[Any, Any]]
 """The parameters of a module and what was made of each, by identity; places that share variables are one."""
@@ -116,6 +116,7 @@ class Parametrized(nnx.Module):
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
         self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
+        base.require_reachable(_WHO, model, Parametrized, [*dir(nnx.Module), "set_view"])
         self._advances = base.check_updates(_WHO, p, updates, "model.update()")
         _require_pytrees(model)
         _require_param_class(variable)
@@ -427,11 +428,12 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     """The parameters of a module, each at its first path, with what ``fun`` of the whole tree gives for them."""
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first_index: dict[Any, int] = {}
+    leaves: list[Any] = [_HIDDEN] * len(nodes)
     for i, node in enumerate(nodes):
         if not _is_variable(node) or _is_parameter(node):
-            first_index.setdefault(_identity(node), i)
-    indices = set(first_index.values())
-    tree = treedef.unflatten([node if i in indices else _HIDDEN for i, node in enumerate(nodes)])
+            first = first_index.setdefault(_identity(node), i)
+            leaves[i] = node if first == i else Elsewhere(items(module, _is_place)[first][0])
+    tree = treedef.unflatten(leaves)
     outputs = treedef.flatten_up_to(fun(_to_model_types(tree)))
     return {identity: (nodes[i], outputs[i]) for identity, i in first_index.items()}
 

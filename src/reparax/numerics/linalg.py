@@ -151,25 +151,31 @@ def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Ar
 
 
 def with_length_detached(x: Array, length: Array, axes: Indices) -> Array:
-    """Like :func:`with_length`, but gradients treat the length of ``x`` as a constant."""
-    return x * (length / jax.lax.stop_gradient(_length(x, axes))).astype(x.dtype)
+    """Like :func:`with_length`, but gradients treat the length of ``x`` as a constant; that of zero has a gradient."""
+    own = _length_or_zero(jax.lax.stop_gradient(x), axes)
+    return x * jnp.where(own == 0, jnp.ones_like(own), length / jnp.where(own == 0, 1, own)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _length(x: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, or 1 if it is zero.
+    """The Euclidean length along ``axes``, or 1 if it is zero."""
+    length = _length_or_zero(x, axes)
+    return jnp.where(length == 0, 1, length)
+
+
+def _length_or_zero(x: Array, axes: Indices) -> Array:
+    """The Euclidean length along ``axes``.
 
     It sums the squares of ``x`` scaled up and of ``x`` scaled down, and uses the second sum if the first overflows.
     This saves a pass to find the largest magnitude. In float32 it is right for lengths from 4e-34 to 5e33.
     """
     upscale = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     sum_of_scaled_squares = _sum_of_squares(x * upscale, axes)
-    length = jnp.where(
+    return jnp.where(
         jnp.isfinite(sum_of_scaled_squares),
         jnp.sqrt(sum_of_scaled_squares) / upscale,
         jnp.sqrt(_sum_of_squares(x / upscale, axes)) * upscale,
     )
-    return jnp.where(length == 0, 1, length)
 
 
 @_length.defjvp

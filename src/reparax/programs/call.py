@@ -58,10 +58,7 @@ class Arguments:
     def paths(self) -> list[str]:
         """For each array, the name of its argument and its path in that argument."""
         all_names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
-        try:
-            parameters = list(inspect.signature(self.fun).parameters)
-        except (TypeError, ValueError):
-            parameters = []
+        parameters = _parameters_of(self.fun)
 
         def path(names: tuple[str, ...]) -> str:
             group, name, *path_in_argument = names
@@ -125,7 +122,9 @@ class Traced:
     restore: Callable[[list[Any]], Any]
 
 
-def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = False) -> str:
+def check_call(
+    method: str, fun: Any, argnums: Any, *, follows_weights: bool = False, among_its_own: Sequence[str] = ()
+) -> str:
     """Checks ``fun`` and ``argnums``, and returns a name of the call for later errors, as ``factored(loss)``.
 
     Args:
@@ -134,6 +133,7 @@ def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = F
       argnums: Which arguments of the function it is for.
       follows_weights: Whether the transform follows weights through the program: it then refuses a function that
         ``remat`` returned, which hides them.
+      among_its_own: The options of the transform that were given among the keyword arguments of the function.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
@@ -150,8 +150,26 @@ def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = F
         )
     # Not the function's repr, which may hold arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
+    if both := [name for name in among_its_own if name in _parameters_of(fun)]:
+        raise TypeError(
+            f"{who} got {both[0]}, which the function takes too, so it is not known whose it is. Bind that of the "
+            f"function: `{method}(lambda *args: loss(*args, {both[0]}=...), ...)`."
+        )
     _require_positions(who, argnums)
     return who
+
+
+def _parameters_of(fun: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none if it does not say."""
+    try:
+        return list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def given_options(**options: Any) -> list[str]:
+    """The names of the options that have another value than their default, which is None or False."""
+    return [name for name, value in options.items() if value is not None and value is not False]
 
 
 def _require_positions(who: str, argnums: Any) -> None:

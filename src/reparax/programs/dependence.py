@@ -3,17 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.core.recompute import MARK
+from reparax.core.unchanged import MARK
 from reparax.programs import jaxprs
 from reparax.programs.equations import Checkpoint, Jit, StopGradient, view_class_of
-from reparax.programs.jaxprs import part, values, variables, without_dead_code
+from reparax.programs.jaxprs import Env, evaluate, part, values, variables, without_dead_code
 
 T = TypeVar("T")
 
@@ -33,24 +32,60 @@ def has_tangent(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Equations of a program that are evaluated together.
+
+    Attributes:
+      eqns: The equations.
+      function: What runs the only equation, if a rule says it.
+      reads_beside: If these equations were delayed, all that the equation reads for which they are computed.
+    """
+
+    eqns: list[JaxprEqn]
+    function: Callable[..., Sequence[Any]] | None = None
+    reads_beside: Sequence[Any] = ()
+
+
+def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> None:
+    """Adds an equation behind the others: to the last batch, if neither has a function of its own or was delayed."""
+    function = rule(eqn)
+    if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
+        batches[-1].eqns.append(eqn)
+    else:
+        batches.append(Batch([eqn], function))
+
+
 def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None) -> list[Any]:
     """Evaluates a program without constants; ``rule`` may return another function for an equation."""
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    functions = {id(eqn): rule(eqn) for eqn in jaxpr.eqns}
-    segments = [list(eqns) for _, eqns in groupby(jaxpr.eqns, lambda eqn: functions[id(eqn)])]
-    uses = [variables(v for eqn in eqns for v in eqn.invars) for eqns in segments] + [variables(jaxpr.outvars)]
-    for i, eqns in enumerate(segments):
-        function = functions[id(eqns[0])]
-        if function is None:
-            read_later = {v for use in uses[i + 1 :] for v in use}
-            outvars = [v for eqn in eqns for v in eqn.outvars if v in read_later]
-            program = part(jaxpr, eqns, outvars)
-            outs = jaxprs.evaluate(program, values(env, program.invars))
-        else:
-            outvars = eqns[0].outvars
-            with jaxprs.as_written_by(eqns[0]):
-                outs = function(*values(env, eqns[0].invars))
-        env.update(zip(outvars, outs, strict=True))
+    batches = list[Batch]()
+    for eqn in jaxpr.eqns:
+        add_to_batches(batches, eqn, rule)
+    return run_batches(jaxpr, args, batches, lambda _, program, env: evaluate(program, values(env, program.invars)))
+
+
+def run_batches(
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    batches: Sequence[Batch],
+    run_batch: Callable[[Batch, Jaxpr, Env], Sequence[Any]],
+) -> list[Any]:
+    """The outputs of a program whose equations are in ``batches``.
+
+    ``run_batch`` gives the outputs of a batch without a function, from its program and all values before it.
+    """
+    env: Env = dict(zip(jaxpr.invars, args, strict=True))
+    read_later = [set(variables(jaxpr.outvars))]
+    for batch in reversed(batches):
+        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
+    for batch, later in zip(batches, read_later[-2::-1], strict=True):
+        if batch.function is None:
+            program = part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
+            env.update(zip(program.outvars, run_batch(batch, program, env), strict=True))
+            continue
+        (eqn,) = batch.eqns
+        with jaxprs.as_written_by(eqn):
+            env.update(zip(eqn.outvars, batch.function(*values(env, eqn.invars)), strict=True))
     return values(env, jaxpr.outvars)
 
 

@@ -279,58 +279,79 @@ def _enter_checkpoint(operation: Operation) -> list[Any]:
     return jax.checkpoint(body, policy=view.policy, prevent_cse=view.prevent_cse)(*operation.args)
 
 
-class _ScanInput(NamedTuple):
-    """An operand of a scan.
+@dataclass(frozen=True)
+class _Slices:
+    """A sum that a scan slices along the first axis.
 
     Attributes:
-      value: What the scan takes: an array, a sum, or a list of the arrays of a sum that it slices.
-      facts: What is known of it at every step.
-      shell: The sum that each step makes of its slices of such a list.
+      arrays: The arrays that vary along this axis, with it as the first.
+      rest: The sum of one step, whose factors lack these arrays.
     """
 
-    value: Any
-    facts: Facts
-    shell: Sum | None = None
+    arrays: list[Any]
+    rest: Sum
+
+    @classmethod
+    def of(cls, x: Sum) -> "_Slices | None":
+        """The slices of a sum; None if the first axis is merged or belongs to a diagonal."""
+        if not all(product.is_plain(0) for product in x.products):
+            return None
+        arrays = list[Any]()
+
+        def without_axis(factor: Factor, axis: Merged) -> Factor:
+            array = _with_axis_first(factor, axis)
+            if array is None:
+                return factor
+            arrays.append(array)
+            return replace(factor, array=None, labels=tuple(label for label in factor.labels if label not in axis))
+
+        def of_one_step(product: Product) -> Product:
+            first_axis, *other_axes = product.axes
+            return Product(tuple(without_axis(factor, first_axis) for factor in product.factors), tuple(other_axes))
+
+        rest = replace(x, products=tuple(map(of_one_step, x.products)), shape=x.shape[1:])
+        return cls(arrays, rest)
+
+    def at_step(self, arrays: Sequence[Any]) -> Sum:
+        """The sum of one step, from its slices of the arrays."""
+        arrays_left = iter(arrays)
+        return map_factors(self.rest, lambda x: replace(x, array=next(arrays_left)) if x.array is None else x)
+
+
+def _with_axis_first(factor: Factor, axis: Merged) -> Any:
+    """The array of a factor with an axis of its product first; None if it does not vary along this axis."""
+    if not axis:  # an axis of one index has no label
+        return factor.dense[None]
+    (label,) = axis
+    return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
 
 
 def _enter_scan(operation: Operation) -> Outs:
     """The outputs of a scan, which sums enter: constant ones as they are, carried ones formed, others in slices."""
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
-    n_steady, length, depth = n_consts + n_carry, Scan(eqn).length, len(interpreter.steps)
-    steady_facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
-    facts = [
-        x if i < n_consts else replace(x, steps=x.steps | {depth}, formula=None) for i, x in enumerate(steady_facts)
-    ]
-    operands = list(map(_ScanInput, operation.args, facts))
-    inputs = operands[:n_consts]
-    inputs += [operand._replace(value=interpreter.array(operand.value, eqn)) for operand in operands[n_consts:n_steady]]
-    pairs = zip(operands[n_steady:], jaxpr.invars[len(consts) + n_steady :], strict=True)
-    inputs += [_sliced_input(operation, operand, jaxpr, v) for operand, v in pairs]
-    body_facts = [*(NUMBER for _ in consts), *(each.facts for each in inputs)]
+    length, depth = Scan(eqn).length, len(interpreter.steps)
+    inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
+    for i in range(n_consts, len(inputs)):
+        facts[i] = replace(facts[i], steps=facts[i].steps | {depth}, formula=None)
+        if i < n_consts + n_carry:
+            inputs[i] = interpreter.array(inputs[i], eqn)
+        elif isinstance(inputs[i], Sum):
+            inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
+        elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
+            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], still=True)
+    body_facts = [*(NUMBER for _ in consts), *facts]
     numbers = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
         """One step: the values of the inputs, and then its number if that is read."""
         index = values[len(inputs)] if numbers else None
         pairs = zip(inputs, values, strict=False)
-        args = [x if each.shell is None else _fill_factors(each.shell, x) for each, x in pairs]
+        args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
-    return _run_with_body(operation, body, [*(each.value for each in inputs), *numbers])
-
-
-def _sliced_input(operation: Operation, operand: _ScanInput, jaxpr: Jaxpr, v: Any) -> _ScanInput:
-    """An operand of which a scan slices the value, for the input ``v`` of its body."""
-    if isinstance(operand.value, Sum):
-        parts = _unstack(operand.value)
-        if parts is None:
-            return operand._replace(value=operation.interpreter.array(operand.value, operation.eqn))
-        arrays, shell = parts
-        return operand._replace(value=arrays, shell=shell)
-    if not _gradient_stops(jaxpr, v):
-        return operand
-    return operand._replace(value=jax.lax.stop_gradient(operand.value), facts=replace(operand.facts, still=True))
+    operands = [x.arrays if isinstance(x, _Slices) else x for x in inputs]
+    return _run_with_body(operation, body, [*operands, *numbers])
 
 
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
@@ -356,54 +377,6 @@ def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Seq
     """The outputs of the equation with another body."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
-
-
-def _fill_factors(shell: Sum, arrays: Sequence[Any]) -> Sum:
-    """The sum with these arrays in the factors that have none."""
-    arrays_left = iter(arrays)
-
-    def fill(factor: Factor) -> Factor:
-        return replace(factor, array=next(arrays_left)) if factor.array is None else factor
-
-    return map_factors(shell, fill)
-
-
-def _unstack(x: Sum) -> tuple[list[Any], Sum] | None:
-    """The arrays that vary along the first axis of a sum, with this axis first, and the sum without them and the axis.
-
-    None if the first axis is merged or belongs to a diagonal.
-    """
-    parts = all_or_none(map(_unstack_product, x.products))
-    if parts is None:
-        return None
-    arrays = [array for arrays_of_product, _ in parts for array in arrays_of_product]
-    return arrays, replace(x, products=tuple(shell for _, shell in parts), shape=x.shape[1:])
-
-
-def _unstack_product(product: Product) -> tuple[list[Any], Product] | None:
-    """What :func:`_unstack` returns, for one product of the sum."""
-    first_axis, *other_axes = product.axes
-    if len(first_axis) > 1 or any(label in axis for axis in other_axes for label in first_axis):
-        return None
-    arrays = list[Any]()
-    shells = list[Factor]()
-    for factor in product.factors:
-        array = _with_axis_first(factor, first_axis)
-        if array is None:
-            shells.append(factor)
-        else:
-            arrays.append(array)
-            other_labels = tuple(label for label in factor.labels if label not in first_axis)
-            shells.append(replace(factor, array=None, labels=other_labels))
-    return arrays, Product(tuple(shells), tuple(other_axes))
-
-
-def _with_axis_first(factor: Factor, axis: Merged) -> Any:
-    """The array of a factor with an axis of its product first; None if it does not vary along this axis."""
-    if not axis:  # an axis of one index has no label
-        return factor.dense[None]
-    (label,) = axis
-    return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
 
 
 def _enter_cond(operation: Operation) -> list[Any]:

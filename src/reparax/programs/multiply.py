@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -124,65 +123,72 @@ def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> A
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
 
 
+# ---- rows in groups
+#
+# ``Segments`` is a matrix of ones and zeros that says which row is in which group. To multiply by it would cost rows
+# times groups, so it is split off. The other factors are multiplied in pairs, and where rows meet the parts of their
+# groups, one ``ragged_dot_general`` does what the matrix says.
+
+
 @dataclass(frozen=True)
 class Link:
-    """A label of rows and one of their groups.
+    """What a factor of ``Segments`` says of two labels: each index of ``rows`` is in one of ``group``.
 
     Attributes:
       rows: The label of the rows.
       group: The label of the groups.
-      is_kept: Whether the rows stay, so that each finds the part of its group; else each group sums its rows.
+      keeps_rows: Whether the whole product keeps rows, so that each meets the part of its group; else the rows of each
+        group are summed.
     """
 
     rows: Label
     group: Label
-    is_kept: bool
+    keeps_rows: bool
 
-    @classmethod
-    def of(cls, segments: Factor, out_labels: Labels) -> "Link":
-        """The link by a factor that says which row is in which group, in a product that keeps these labels."""
-        *_, rows, group = segments.labels
-        return cls(rows, group, rows in out_labels)
+    def spans(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
+        """The labels over which a product of factors with ``labels`` runs, and those that its result has.
 
-    def spans(self, loop_labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
-        """The labels over which a product of factors with these labels runs, and those that stay."""
+        ``keep`` are the labels that other factors or the whole product have. What has rows needs no label of groups, as
+        each row has one; what has none keeps groups until rows meet them.
+        """
         group = frozenset([self.group])
-        if not self.is_kept:
-            return loop_labels, (loop_labels | group if self.sums(loop_labels, keep) else loop_labels) & (keep | group)
-        if self.rows in loop_labels:
-            return loop_labels - group, (loop_labels - group) & keep
-        return loop_labels, loop_labels & (keep | group)
+        if self.rows not in labels:
+            return labels, labels & (keep | group)
+        if self.keeps_rows:
+            return labels - group, (labels - group) & keep
+        return labels, (labels | group if self.sums(labels, keep) else labels) & keep
 
-    def sums(self, loop_labels: Labels, keep: Labels) -> bool:
-        """Whether a product sums the rows of each group."""
-        return not self.is_kept and self.rows in loop_labels and self.rows not in keep
+    def sums(self, labels: Labels, keep: Labels) -> bool:
+        """Whether a product of factors with ``labels`` sums the rows of each group."""
+        return not self.keeps_rows and self.rows in labels and self.rows not in keep
 
 
-def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
-    """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    factors_of_segments = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not factors_of_segments:
-        return list(factors), None
-    (segments,) = factors_of_segments
+def split_off_segments(
+    factors: Sequence[Factor], out_labels: Labels
+) -> tuple[list[Factor], Factor | None, Link | None]:
+    """The factors that are multiplied in pairs, and the one of ``Segments`` with its link, if it is split off."""
+    segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
+    if segments is None:
+        return list(factors), None, None
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None
+        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None, None
     # Without a factor that has the rows no pair would bring rows and groups together.
-    is_split_off = rows in other_labels and (rows in out_labels) != (group in out_labels)
-    return (other_factors, segments) if is_split_off else (list(factors), None)
+    if rows not in other_labels or (rows in out_labels) == (group in out_labels):
+        return list(factors), None, None
+    return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
 
-def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels) -> Factor:
-    """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
-    link = Link.of(segments, out_labels)
-    loop_labels = frozenset(a.labels + b.labels)
-    _, result_labels = link.spans(loop_labels, keep)
-    if link.sums(loop_labels, keep):
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
+    """The product of two factors, summed over labels that are not in ``keep``, as ``segments`` says."""
+    labels = frozenset(a.labels + b.labels)
+    _, result_labels = link.spans(labels, keep)
+    if link.sums(labels, keep):
         return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
     for x, y in ((a, b), (b, a)):
-        if link.is_kept and link.rows in x.labels and link.group in y.labels:
+        if link.keeps_rows and link.rows in x.labels and link.group in y.labels:
             return _multiply_by_parts(x, y, result_labels, how, segments, link)
     return multiply_pair(a, b, result_labels, how)
 
@@ -242,6 +248,11 @@ def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDime
     return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
 
 
+# ---- the order of products
+#
+# What a product costs follows from the labels of its factors alone, so the cheapest order is found before any array is
+# made, and once for products of equal sizes.
+
 ENTRY = 16
 """The cost to write one number, in operations of a matrix product."""
 
@@ -271,21 +282,20 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
-    factors, segments = split_off_segments(product.factors, out_labels)
-    link = segments and Link.of(segments, out_labels)
+    factors, segments, link = split_off_segments(product.factors, out_labels)
 
     def first_place(factor: Factor) -> int:
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
-    for pair in cheapest_order(tuple(map(_cost_kind, factors)), out_labels, link)[1]:
+    for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
         # The operands' order sets the order of the result's axes.
         a, b = sorted((factors[i] for i in pair), key=first_place)
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
-        if segments is None:
+        if segments is None or link is None:
             result = multiply_pair(a, b, keep, how)
         else:
-            result = multiply_in_groups(a, b, keep, how, segments, out_labels)
+            result = multiply_in_groups(a, b, keep, how, segments, link)
         factors = [*other_factors, result]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
@@ -294,23 +304,23 @@ def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
-    factors, segments = split_off_segments(product.factors, out_labels)
-    return cheapest_order(tuple(map(_cost_kind, factors)), out_labels, segments and Link.of(segments, out_labels))[0]
+    factors, _, link = split_off_segments(product.factors, out_labels)
+    return cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[0]
 
 
 @dataclass(frozen=True)
-class CostKind:
+class FactorType:
     """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
 
     labels: Labels
     circle: Labels
     still: bool
 
-
-def _cost_kind(factor: Factor) -> CostKind:
-    """What the cost of a factor depends on."""
-    circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-    return CostKind(frozenset(factor.labels), frozenset(circle), factor.still)
+    @classmethod
+    def of(cls, factor: Factor) -> "FactorType":
+        """The type of a factor."""
+        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
+        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
 
 
 def with_numbers(product: Product) -> Product:
@@ -329,32 +339,37 @@ def _numbered_label(number: int, size: int) -> Label:
 
 
 @functools.lru_cache(maxsize=4096)
-def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors."""
+def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
+    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors.
+
+    For three factors ``a``, ``b`` and ``c``, the pairs (1, 2), (0, 1) are ``b c`` and then ``a (b c)``.
+    """
     if len(factors) == 1:
         return 0.0, ()
-
-    def multiply_first(pair: tuple[int, int]) -> tuple[float, tuple[CostKind, ...]]:
-        other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
-        a, b = (factors[k] for k in pair)
-        keep = out_labels.union(*(factor.labels for factor in other_factors))
-        labels = a.labels | b.labels
-        loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
-        result = CostKind(result_labels, frozenset(), a.still and b.still)
-        return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
-
-    pairs = list(itertools.combinations(range(len(factors)), 2))
+    pairs = itertools.combinations(range(len(factors)), 2)
+    ways = [(pair, *_multiply_types(factors, pair, out_labels, link)) for pair in pairs]
     if len(factors) > MANY:
-        pairs = [min(pairs, key=lambda pair: multiply_first(pair)[0])]
-    best: tuple[float, Order] = (math.inf, ())
-    for pair in pairs:
-        cost_of_pair, factors_left = multiply_first(pair)
+        ways = [min(ways, key=lambda way: way[1])]
+    orders = list[tuple[float, Order]]()
+    for pair, cost_of_pair, factors_left in ways:
         cost_of_rest, order = cheapest_order(factors_left, out_labels, link)
-        best = min(best, (cost_of_pair + cost_of_rest, (pair, *order)), key=lambda candidate: candidate[0])
-    return best
+        orders.append((cost_of_pair + cost_of_rest, (pair, *order)))
+    return min(orders, key=lambda each: each[0])
 
 
-def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: Labels) -> float:
+def _multiply_types(
+    factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
+) -> tuple[float, tuple[FactorType, ...]]:
+    """The cost of the product of a pair of factors, and the factors that are left then, with the result as the last."""
+    a, b = (factors[i] for i in pair)
+    other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
+    labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
+    loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+    result = FactorType(result_labels, frozenset(), a.still and b.still)
+    return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
+
+
+def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
     """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     moving = [factor for factor in (a, b) if not factor.still]

@@ -160,7 +160,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     if not labels_of_axis:  # of size 1
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
-    if len(labels_of_axis) > 1 or sum(label in labels for labels in product.axes) > 1:
+    if not product.is_plain(axis):
         return None
 
     def change_factor(factor: Factor) -> Factor:
@@ -169,7 +169,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         array = change(factor.dense, factor.labels.index(label))
         return replace(factor, array=array, labels=tuple(new_label if x is label else x for x in factor.labels))
 
-    axes = tuple(_axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
+    axes = tuple(sums.axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
@@ -191,16 +191,11 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | No
         if rows_of_product is None:
             return None
         axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
-        row_axes = map(_axis_of, rows)
+        row_axes = map(sums.axis_of, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
         return replace(rows_of_product, axes=new_axes)
 
     return x.map_products(take, view.type.shape)
-
-
-def _axis_of(label: Label) -> Merged:
-    """The labels of an axis with this label: none if its size is 1."""
-    return () if label.size == 1 else (label,)
 
 
 def _fills_all(view: equations.Gather) -> bool:
@@ -212,7 +207,7 @@ def _fills_all(view: equations.Gather) -> bool:
 def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     labels, factors = product.axes[axis], product.factors
-    if len(labels) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in labels) > 1:
+    if not product.is_plain(axis):
         return None
     if view.mode != lax.GatherScatterMode.CLIP:
         # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
@@ -318,9 +313,9 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 
 def _labelled_along(product: Product, axis: int, along: Label) -> Product | None:
     """The product with a label for an axis, which numbers have too; None if the axis is merged or on a diagonal."""
-    label, *others = product.axes[axis] or (Label(1),)
-    if others or sum(label in labels for labels in product.axes) > 1:
+    if not product.is_plain(axis):
         return None
+    (label,) = product.axes[axis] or (Label(1),)
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )

@@ -258,19 +258,19 @@ def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
-    """How all these parts follow from the inputs of a program; its function takes constants too, its axes do not.
+    """How parts of a body's values follow from parts of its inputs; the function takes constants too, the axes do not.
 
-    None if an input would be read along two axes, or if a value inside is large, or needed in part, but known as a
-    whole only.
+    Where the body cannot go on by parts, as at a norm over the axis, it needs a whole value. That is computed from
+    whole inputs, in each step again. None if such a value is large or needed in part, or an input along two axes.
     """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
     body_plan = plan(jaxpr, outputs, differentiable=differentiable)
-    inner_parts = [(v, axis) for v, axis in body_plan.parts if v not in jaxpr.invars]
-    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in inner_parts):
+    parts_inside = [(v, axis) for v, axis in body_plan.parts if v not in jaxpr.invars]
+    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in parts_inside):
         return None
-    inner_values = [v for v, _ in inner_parts]
-    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, inner_values), [True for _ in inner_values])[0]
+    whole_values = [v for v, _ in parts_inside]
+    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
     axes = dict(input_parts)
@@ -279,7 +279,7 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
 
     def run(i: Any, *inputs: Any) -> list[Any]:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= dict(zip(inner_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
+        env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
         return body_plan.run(i, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
     return PartRule([axes.get(v) for v in jaxpr.invars[n_consts:]], run)

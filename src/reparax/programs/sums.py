@@ -197,6 +197,11 @@ Merged = tuple[Label, ...]
 """The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
+def axis_of(label: Label) -> Merged:
+    """The axis with one label; an axis of size 1 has none."""
+    return () if label.size == 1 else (label,)
+
+
 @dataclass(frozen=True)
 class Draw:
     """What is known of an array of independent normal numbers.
@@ -241,7 +246,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
+    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated.
+
+    ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
+    ``((i,), (o,))``.
+    """
 
     factors: tuple[Factor, ...]
     axes: tuple[Merged, ...]
@@ -250,7 +259,7 @@ class Product:
     def of(cls, x: Any, *, still: bool) -> "Product":
         """A product with one array as its only factor."""
         labels = tuple(Label(n) for n in x.shape)
-        return cls((Factor(x, labels, still),), tuple((label,) if label.size != 1 else () for label in labels))
+        return cls((Factor(x, labels, still),), tuple(map(axis_of, labels)))
 
     @property
     def labels(self) -> set[Label]:
@@ -261,6 +270,11 @@ class Product:
     def labels_of_axes(self) -> list[Label]:
         """The labels of the axes, one after the other."""
         return [label for group in self.axes for label in group]
+
+    def is_plain(self, axis: int) -> bool:
+        """Whether an axis can be followed alone: it is not merged, and no other has its label, as on a diagonal."""
+        labels = self.axes[axis]
+        return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
 
     @property
     def is_smaller_in_factors(self) -> bool:
@@ -286,7 +300,7 @@ class Product:
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
         """This product broadcast to this shape, with its axes at ``places``."""
         axis_at = dict(zip(places, self.axes, strict=True))
-        return replace(self, axes=tuple(axis_at.get(i) or _new_axis(n) for i, n in enumerate(shape)))
+        return replace(self, axes=tuple(axis_at.get(i) or axis_of(Label(n)) for i, n in enumerate(shape)))
 
     def reshape(self, shape: Shape) -> "Product | None":
         """This product in another shape; None if this would split an axis across its labels."""
@@ -310,6 +324,25 @@ class Product:
                 parts = {label: tuple(map(Label, sizes_of_label))}
                 product = product._change_labels(partial(_split_labels, parts=parts), parts)
         return product
+
+    def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
+        """The entries at which the two axes of each pair have the same index: the pair shares its labels then.
+
+        Of an outer product of two vectors, they are the elementwise product, on a diagonal. Pairs with an axis of size
+        1 stay as they are. None if the axes of a pair are merged in different ways, or if a factor would have one label
+        twice.
+        """
+        product = self
+        for i, j in pairs:
+            first, second = product.axes[i], product.axes[j]
+            if not first or not second or first == second:
+                continue
+            refinement = _common_refinement([label.size for label in first], [label.size for label in second])
+            if refinement is None or len({*first, *second}) < len(first) + len(second):
+                return None
+            product = product.split_labels((*first, *second), (*refinement[0], *refinement[1]))
+            product = product.rename_labels(dict(zip(product.axes[j], product.axes[i], strict=True)))
+        return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
         """This product with other labels instead of some."""
@@ -365,36 +398,13 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
 
-def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
-    """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
-    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
-    for i, j in pairs:
-        aligned = _align_axes(a, b, i, j) if a.axes[i] and b.axes[j] else (a, b)
-        if aligned is None:
-            return None
-        a, b = aligned
-    factors = (*a.factors, *b.factors)
-    return None if any(len(set(factor.labels)) < len(factor.labels) for factor in factors) else (a, b)
-
-
-def _align_axes(a: Product, b: Product, i: int, j: int) -> tuple[Product, Product] | None:
-    """Two products whose axes ``i`` and ``j`` have the same labels."""
-    a_labels, b_labels = a.axes[i], b.axes[j]
-    refinement = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
-    if refinement is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
-        return None
-    a, b = a.split_labels(a_labels, refinement[0]), b.split_labels(b_labels, refinement[1])
-    names = dict(zip(b.axes[j], a.axes[i], strict=True))
-    return a.rename_labels(names), b.rename_labels(names)
-
-
 def multiply_entries(a: Product, b: Product) -> Product | None:
     """The elementwise product of two products; either may have axes of size 1."""
-    pair = align_labels(a, b, [(i, i) for i in range(len(a.axes))])
-    if pair is None:
+    n = len(a.axes)
+    entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
+    if entries is None:
         return None
-    a, b = pair
-    return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
+    return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
 
 
 def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
@@ -408,15 +418,21 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
             return None
         a = rows_in_groups
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
-    pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
-    if pair is None:
+    pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
+    entries = _outer(a, b).where_equal(pairs)
+    if entries is None:
         return None
-    a, b = pair
-    axes = dict(zip(rhs, b.axes, strict=True)) | dict(zip(lhs, a.axes, strict=True))
-    summed = [label for index in lhs if index not in contraction.output for label in axes[index]]
-    if not a.labels.union(b.labels).issuperset(summed):
+    axis_of = dict(zip((*lhs, *rhs), entries.axes, strict=True))
+    summed = [label for index in lhs if index not in contraction.output for label in axis_of[index]]
+    if not entries.labels.issuperset(summed):
         return None  # no factor has this summed label
-    return Product(a.factors + b.factors, tuple(axes[index] for index in contraction.output))
+    return replace(entries, axes=tuple(axis_of[index] for index in contraction.output))
+
+
+def _outer(a: Product, b: Product) -> Product:
+    """The outer product, with the axes of both: each entry of ``a`` times each of ``b``."""
+    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
+    return Product(a.factors + b.factors, a.axes + b.axes)
 
 
 def contract_with_data(
@@ -435,11 +451,6 @@ def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
-
-
-def _new_axis(n: int) -> Merged:
-    """An axis of size ``n`` with a label of its own; none if the size is 1."""
-    return (Label(n),) if n != 1 else ()
 
 
 def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:

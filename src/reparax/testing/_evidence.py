@@ -19,7 +19,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import all_leaves
 
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.keys import Keys
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import Stages, plan, run_steps
@@ -32,13 +31,14 @@ from reparax.training import combine, partition, transfer
 
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
     """The effective tree of a raw one, after these stages; without a key, their means."""
-    planned = plan("apply", stages, flatten(raw), mean=key is None)
-    return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, Keys(key))))
+    chain = Chain(tuple(stages))
+    planned = plan("apply", (chain.deterministic if key is None else chain)._parts, flatten(raw))
+    return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, key)))
 
 
 def init_stage(stage: Parametrization, tree: PyTree, key: Array) -> PyTree:
     """The raw tree of one stage."""
-    return nest(start((stage,), flatten(tree), Keys(key)))
+    return nest(start((stage,), flatten(tree), key))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:

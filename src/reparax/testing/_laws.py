@@ -22,8 +22,8 @@ from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization, from_json
 from reparax.core.checks import WrongType
 from reparax.core.config import code
-from reparax.core.paths import PyTree
-from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
+from reparax.core.paths import PyTree, is_empty
+from reparax.core.raw import flatten, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
 from reparax.testing import _evidence as evidence
@@ -254,7 +254,7 @@ def _require_independent(case: Case) -> None:
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
-    tied_paths = {parameter_path(path) for path in empty_nodes(case.raw)}
+    tied_paths = {parameter_path(path) for path, x in flatten(case.raw).arrays.items() if is_empty(x)}
     keys = jax.random.split(case.key, 128)
     drawn_trees = jax.jit(jax.vmap(case.chain.apply, in_axes=(None, 0)))(case.raw, keys)
     draws = {

@@ -20,9 +20,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.calls import BY_HAND, CallName, describe_non_stage, require_by_hand, require_chains, with_any_key
-from reparax.core.chain import Chain, Parametrization
+from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
-from reparax.core.keys import Keys
 from reparax.core.paths import (
     Names,
     PyTree,
@@ -39,7 +38,6 @@ from reparax.core.raw import (
     is_aligned,
     is_mark,
     kind_of,
-    outer_markers,
     parameter_path,
     registered_kind,
     require_no_raw,
@@ -181,14 +179,15 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
 
 def _require_advancing(p: Parametrization, raw: PyTree) -> None:
     """Requires a raw tree of ``p`` with its fixed values, or a model that holds the two."""
-    fixed = [(path, x) for path, x in items(raw, is_placeholder) if FIXED in path]
-    if not any(is_placeholder(x) for _, x in fixed):
+    leaves = items(raw, is_placeholder)
+    fixed = [x for path, x in leaves if FIXED in path]
+    if not any(map(is_placeholder, fixed)):
         try:
             types_of_result(lambda raw: _updated(p, raw), raw)
             return
         except ValueError:
-            kinds = {stage.kind for stage in p}
-            if fixed or not any(kind_of(mark) in kinds for mark in outer_markers(raw).values()):
+            kinds = {kind_of(name) for path, _ in leaves for name in path if is_mark(name)}
+            if fixed or kinds.isdisjoint(stage.kind for stage in p):
                 raise
     raise ValueError(
         f"optimizer.init needs the fixed values of the raw tree too, which {p!r} advances, but something keeps them "
@@ -265,9 +264,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        start(
-            tuple(Chain((p.deterministic,))), flatten(params), Keys(None)
-        )  # so that wrong parameters fail before the first step
+        start(p.deterministic._parts, flatten(params), None)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

@@ -8,7 +8,7 @@ import jax
 
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
-from reparax.core.raw import FIXED, flatten_leaves, state_flags
+from reparax.core.raw import FIXED, first_marker, flatten_leaves, places_of, state_flags
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import has_gradient
 
@@ -87,6 +87,29 @@ def is_none(x: object) -> bool:
 def is_placeholder(x: object) -> bool:
     """Whether ``x`` stands for a value that is not there: None, or optax's empty named tuple."""
     return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
+
+
+def is_parametrized(tree: PyTree) -> bool:
+    """Whether a tree is a raw tree with markers, such as ``"@lora"``, so that a model needs ``p.apply`` of it.
+
+    It is False for a raw tree of noise, dropout and casts alone: these change the arrays where they are, so that their
+    raw tree is that of the model's parameters, and only the chain knows of them.
+
+    Args:
+      tree: A tree of arrays, or of their types.
+
+    Raises:
+      TypeError: If ``tree`` is a chain or a text, not a tree.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+      >>> raw = p.init({"w": jnp.ones((2, 2))})
+      >>> rpx.is_parametrized(raw), rpx.is_parametrized(p.fold(raw))
+      (True, False)
+    """
+    require_tree("is_parametrized", tree, "rpx.is_parametrized(p.init(params))")
+    return first_marker(places_of(tree)) is not None
 
 
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:

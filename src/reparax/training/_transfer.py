@@ -17,10 +17,9 @@ from jax.core import Tracer
 
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
-from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for, run_steps
-from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
+from reparax.core.raw import FIXED, Flat, first_marker, kind_of, nest, parameter_path, places_of
 from reparax.core.site import Site
 from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
@@ -126,7 +125,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
     """The raw tree with the values of the new chain, of which the last stage is opened first."""
-    old_chain, keys = _OldChain(old, raw), Keys(jax.random.key(0))
+    old_chain, key = _OldChain(old, raw), jax.random.key(0)
     tree, kept_nodes, fresh = old_chain.effective, set[Names](), list[str]()
     for i, stage in reversed(list(enumerate(new))):
         sites = stage.sites("init", tree.before(tuple(new)[i + 1 :]))
@@ -135,7 +134,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         opened = [place for site, _, place in _places(sites) if site.nodes and place in kept]
         kept_nodes |= {_path_without_numbers(place) for place in opened if _all_within(kept_nodes, place)}
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
-        tree = _put_values(start_at(new_sites, tree, keys), kept)
+        tree = _put_values(start_at(new_sites, tree, key), kept)
     effective = nest(old_chain.effective)
     raw = nest(with_boxes(tuple(new), old_chain.effective, tree))
     return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
@@ -272,7 +271,7 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_part)
     flags = list(map(is_part, leaves))
     others = treedef.unflatten([None if flag else x for flag, x in zip(flags, leaves, strict=True)])
-    if not any(flags) or outer_markers(others):
+    if not any(flags) or first_marker(places_of(others)):
         raise ValueError(
             f"transfer found no raw tree of {old!r} in some part of the state. Pass the raw tree that the state "
             f"belongs to as `like`: a state of `rpx.optimizer` has no entries for fixed values, so their shapes come "
@@ -372,7 +371,7 @@ def _is_raw(x: PyTree, old: Parametrization) -> bool:
 
 def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
     """Whether a part of a state is a raw tree of ``old``, by its markers."""
-    return bool(outer_markers(x)) and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
+    return first_marker(places_of(x)) is not None and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
 
 
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from reparax.programs.call import REPORTED, Argnums, check_call
+from reparax.programs.call import REPORTED, Argnums, check_call, given_options
 from reparax.transforms._explained import Explained
 from reparax.transforms._factored import explain_sums
 
@@ -47,8 +47,9 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
+    who = check_call("explain", fun, argnums, follows_weights=True, among_its_own=given_options(argnums=argnums))
     for function in (fun, getattr(fun, "__wrapped__", None)):  # the second is what `jax.jit` wraps
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)
-    report = explain_sums(check_call("explain", fun, argnums, follows_weights=True), fun, argnums, args, kwargs)
+    report = explain_sums(who, fun, argnums, args, kwargs)
     return replace(report, head=f"with rpx.factored, {report.head}")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.core.paths import describe, type_of
@@ -739,17 +739,17 @@ def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequ
 
 @functools.cache
 def check_this_jax() -> None:
-    """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.check_this_jax(lambda: _products_of(lambda a, b, x: jaxprs.small_network(a @ b, x)) == [3])
+    """Raises an error if this JAX writes jaxprs in an unknown way: no product would be found."""
+    jaxprs.check_this_jax(_is_compatible)
 
 
-def _products_of(function: Callable[..., Array]) -> list[int]:
-    """For each weight that is not formed, how many products use its factors."""
+def _is_compatible() -> bool:
+    """Whether all three products of a small network with the one weight use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
-    program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
     plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
-    apart = [record for record in plan.records.values() if not record.is_formed]
-    return [sum(read.cost_in_factors is not None for read in record.reads) for record in apart]
+    records = [record for record in plan.records.values() if not record.is_formed]
+    return [sum(not read.needs_array for read in record.reads) for record in records] == [3]
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:

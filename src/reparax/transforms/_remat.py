@@ -3,7 +3,7 @@
 The policies of ``jax.checkpoint`` choose by operation or by name. But the same ``add`` or ``transpose`` computes a
 weight in one place and an activation in another, and you cannot add names to a network that is not yours. ``remat``
 looks at the inputs instead: a value computed from parameters and keys alone can be recomputed from these, which are in
-memory anyway. So it splits the loss into two programs, and builds the derivative from them:
+memory anyway. So it finds two programs in the loss:
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
 >>> def early(w, key):  # computed from parameters and key alone
@@ -17,15 +17,14 @@ memory anyway. So it splits the loss into two programs, and builds the derivativ
 >>> [rpx.transforms.saved_residuals(f, *args).bytes("weights") for f in (loss, rpx.remat(loss))]
 [512, 0]
 
-The late half is linearized. Residuals that depend on ``x`` are stored as without ``remat``: here ``x`` and what
-``tanh`` needs. The other residuals are outputs of the early half, here ``noisy.T``. They are not stored: the backward
-pass runs the early half again, and its derivative. No product of ``late`` runs twice.
+The loss is linearized. Residuals that depend on ``x`` are stored as without ``remat``: here ``x`` and what ``tanh``
+needs. The other residuals are values of the early half, here ``noisy.T``. They are not stored: the backward pass runs
+the early half again. No product of ``late`` runs twice.
 
 In both passes, each output of the early half is computed just before the late half uses it.
 
-``_remat_derivative`` finds the early half, by the ``Mark`` of each ``apply``, splits the program, and builds the
-derivative; ``_remat_rewrites`` changes the program before; ``_remat_order`` orders the equations of a program, and says
-which must wait. The primitives that hold a program are in ``_remat_derivative`` too.
+``_remat_derivative`` has the derivative, and the primitives that hold a program; ``_remat_rewrites`` changes the
+program before; ``_remat_order`` orders the equations of a program, and says which must wait.
 """
 
 from __future__ import annotations

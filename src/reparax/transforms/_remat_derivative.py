@@ -1,11 +1,11 @@
-"""A program split in two, whose derivative does not store what the early half can recompute.
+"""A program whose derivative does not store what known inputs determine: parameters and keys.
 
-The early half computes all values that depend on the known inputs only; the late half reads its outputs. The derivative
-linearizes both. It stores the residuals that depend on other inputs too, and recomputes all others in the backward
-pass, each just before it is used.
+The derivative linearizes the program. Of its residuals it stores those that depend on other inputs too. All others are
+recomputed in the backward pass, each just before it is used.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +142,7 @@ def call_of(params: Any) -> RematCall:
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
-# ---- both halves together
+# ---- the derivative
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
@@ -176,13 +176,20 @@ def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The derivative of a call that is differentiated: JAX asks for it, by a line of this file."""
+    """The outputs of a call and their tangents, which JAX asks for where it differentiates.
+
+    The call is linearized, which gives residuals and a linear program. A forward call computes the outputs, and those
+    residuals that it must store. A linear call reads these, and computes the other residuals itself.
+    """
+    outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
+    if not any(map(dependence.has_tangent, outvars)):
+        outs = _run_beside(tangent_of.values(), call, primals)
+        return outs, list(map(_zero_tangent, outs))
     try:
-        program, consts, linear_part = _linearize(call, primals, list(tangent_of))
+        program, consts, linear_program = _linearize(call, primals, list(tangent_of))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _jvp_without_linearization(call, primals, tangent_of)
-    n_outputs = len(call.program.outvars)
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
@@ -191,13 +198,11 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
     values = _run_beside(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
     outs, stored_values = values[:n_outputs], values[n_outputs:]
-    if linear_part is None:
-        return outs, list(map(_zero_tangent, outs))
-    read_values = jaxprs.values(inputs, residuals.read)
-    operands = [*read_values, *stored_values, *(tangent_of[v] for v in linear_part.moving)]
-    dots = iter(linear(residuals.linear_call(linear_part, is_known), operands))
-    pairs = zip(call.program.outvars, outs, strict=True)
-    return outs, [next(dots) if dependence.has_tangent(v) else _zero_tangent(x) for v, x in pairs]
+    operands = [*jaxprs.values(inputs, residuals.read), *stored_values, *tangent_of.values()]
+    dots = iter(linear(residuals.linear_call(linear_program, is_known), operands))
+    return outs, [
+        next(dots) if dependence.has_tangent(v) else _zero_tangent(x) for v, x in zip(outvars, outs, strict=True)
+    ]
 
 
 def _zero_tangent(x: Any) -> Any:
@@ -232,84 +237,39 @@ class _Residuals:
         stored = [v for v in needed if v not in available]
         return cls(names, early, read=[v for v in needed if v in inputs], stored=stored)
 
-    def linear_call(self, linear_part: "_LinearPart", is_known: Known) -> RematCall:
-        """The linear part as a call whose inputs are those that are read, the stored ones, and the tangents."""
-        late = linear_part.program
-        late = jaxprs.substitute_inputs(late, dict(zip(late.invars, self.names, strict=False)))
+    def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
+        """A linear program as a call whose inputs are those that are read, the stored ones, and the tangents."""
+        late = jaxprs.substitute_inputs(program, dict(zip(program.invars, self.names, strict=False)))
         inputs = [*self.read, *self.stored]
-        program = jaxprs.join_parts([self.early, late], [*inputs, *linear_part.moving])
-        known_inputs = [is_known[v] for v in inputs] + [False for _ in linear_part.moving]
-        return RematCall(program, known_inputs, len(linear_part.moving))
+        known_inputs = [is_known[v] for v in inputs] + [False for _ in late.invars]
+        joined = jaxprs.join_parts([self.early, late], [*inputs, *late.invars])
+        return RematCall(joined, known_inputs, n_tangents=len(late.invars))
 
 
-@dataclass(frozen=True)
-class _LinearPart:
-    """The linear part of a program.
+def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> tuple[Jaxpr, list[Any], Jaxpr]:
+    """A program of the outputs and residuals of a call, traced but not yet run, its constants, and a linear program.
 
-    Attributes:
-      program: From the residuals and from tangents, which have the names of ``moving``, to the tangents of all outputs
-        that can have any.
-      moving: The inputs that have tangents.
-      moved: The outputs that have tangents, each with the name of its tangent.
+    The inputs of this are the residuals and the tangents of the ``moving`` inputs; it gives the tangents of all outputs
+    that can have any.
     """
-
-    program: Jaxpr
-    moving: Sequence[Var]
-    moved: Env
-
-
-def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tuple[Jaxpr, list[Any], _LinearPart | None]:
-    """A program of outputs and residuals, traced but not yet run, its constants, and its linear part in ``wrt``.
-
-    There is no linear part if no output has a tangent.
-    """
-    early, late = dependence.halves(call.program, call.known_inputs)
-    parts: list[_LinearPart] = []
+    linear_programs = list[Jaxpr]()
 
     def outputs_and_residuals(*args: Any) -> list[Any]:
-        env = dict(zip(call.program.invars, args, strict=True))
-        early_outs, early_residuals, early_part = _linearize_half(early, env, wrt, lambda eqn: None)
-        env |= dict(zip(early.outvars, early_outs, strict=True))
-        outs, late_residuals, late_part = _linearize_half(late, env, [*wrt, *early_part.moved], _rule_of_call(call))
-        parts[:] = early_part, late_part
-        return [*outs, *early_residuals, *late_residuals]
+        inputs = dict(zip(call.program.invars, args, strict=True))
+
+        def outputs_at(*points: Any) -> tuple[list[Any], list[Any]]:
+            values = jaxprs.values(inputs | dict(zip(moving, points, strict=True)), call.program.invars)
+            outs = dependence.run(call.program, values, _rule_of_call(call))
+            return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
+
+        points = [inputs[v] for v in moving]
+        smooth, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
+        linear_program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
+        linear_programs.append(linear_program)
+        return [*outs, *residuals]
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(outputs_and_residuals)(*args))
-    early_part, late_part = parts
-    moving_vars = {*early_part.moving, *late_part.moving}
-    moving = [v for v in wrt if v in moving_vars]
-    residuals = [v for part in parts for v in part.program.invars if v not in moving_vars]
-    joined = [early_part.program, jaxprs.substitute_inputs(late_part.program, early_part.moved)]
-    whole = _LinearPart(jaxprs.join_parts(joined, [*residuals, *moving]), moving, {})
-    return program, consts, whole if late_part.moving else None
-
-
-def _linearize_half(
-    half: Jaxpr, env: Env, wrt: Sequence[Any], rule: EquationRule
-) -> tuple[list[Any], list[Any], _LinearPart]:
-    """The outputs of one half, its residuals, and its linear part in the inputs among ``wrt``."""
-    wrt_set = set(wrt)
-    moving = [v for v in half.invars if v in wrt_set]
-    smooth = [i for i, v in enumerate(half.outvars) if dependence.has_tangent(v)]
-
-    def outputs_at(*values: Any) -> tuple[list[Any], list[Any]]:
-        inputs = env | dict(zip(moving, values, strict=True))
-        outs = dependence.run(half, jaxprs.values(inputs, half.invars), rule)
-        return [outs[i] for i in smooth], outs
-
-    points = [env[v] for v in moving]
-    if not moving or not smooth:
-        return outputs_at(*points)[1], [], _LinearPart(jaxprs.part(half, [], []), [], {})
-    _, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
-    program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
-    n = len(residuals)
-    # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
-    from_residuals = dependence.known_variables(program, [i < n for i in range(len(program.invars))])
-    are_constant = dependence.are_known(from_residuals, program.outvars)
-    renamed = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
-    triples = zip(smooth, renamed.outvars, are_constant, strict=True)
-    moved = {half.outvars[i]: dot for i, dot, is_constant in triples if not is_constant}
-    return outs, residuals, _LinearPart(renamed.replace(invars=[*program.invars[:n], *moving]), moving, moved)
+    return program, consts, linear_programs[-1]
 
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:

@@ -4,7 +4,6 @@ So only one layer's weights are in memory at a time, in the forward pass and in 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -12,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
 from reparax.programs import dependence, equations, jaxprs
-from reparax.programs.dependence import EquationRule, Flags, Known
+from reparax.programs.dependence import Batch, EquationRule, Flags, Known
 from reparax.programs.equations import View, view_class_of
 from reparax.programs.jaxprs import Env, values, variables
 
@@ -21,40 +20,15 @@ def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
     """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
-    env: Env = dict(zip(jaxpr.invars, args, strict=True))
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    batches = reorder(jaxpr, is_known, rule)
-    read_later = [set(variables(jaxpr.outvars))]
-    for batch in reversed(batches):
-        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
-    for batch, later in zip(batches, read_later[-2::-1], strict=True):
-        if batch.function is not None:
-            (eqn,) = batch.eqns
-            with jaxprs.as_written_by(eqn):
-                env.update(zip(eqn.outvars, batch.function(*values(env, eqn.invars)), strict=True))
-            continue
-        program = jaxprs.part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
+
+    def run_batch(batch: Batch, program: Jaxpr, env: Env) -> Sequence[Any]:
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
         barrier = max(data, key=lambda x: x.ndim, default=None)
-        outs = jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
-        env.update(zip(program.outvars, outs, strict=True))
-    return values(env, jaxpr.outvars)
+        return jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Equations that are evaluated together.
-
-    Attributes:
-      eqns: The equations.
-      function: What runs the only equation, if a rule says it.
-      reads_beside: What the equation that needs these values reads beside them; they wait for it.
-    """
-
-    eqns: list[JaxprEqn]
-    function: Callable[..., Sequence[Any]] | None = None
-    reads_beside: Sequence[Any] = ()
+    return dependence.run_batches(jaxpr, args, reorder(jaxpr, is_known, rule), run_batch)
 
 
 def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
@@ -78,12 +52,8 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
     for eqn, waits in zip(jaxpr.eqns, can_wait, strict=True):
         if waits:
             continue
-        function = rule(eqn)
         add_makers(eqn.invars, eqn.invars)
-        if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
-            batches[-1].eqns.append(eqn)
-        else:
-            batches.append(Batch([eqn], function))
+        dependence.add_to_batches(batches, eqn, rule)
     add_makers(jaxpr.outvars, ())
     return batches
 

@@ -13,10 +13,10 @@ from jax import Array
 from jax.extend.core import Jaxpr, Var
 
 from reparax.core.paths import describe
-from reparax.core.recompute import recompute
 from reparax.core.reports import count_lines, fold_lines, readable_size, size_in_bytes
+from reparax.core.unchanged import recompute
 from reparax.programs import dependence, jaxprs
-from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.programs.call import Argnums, Arguments, check_call, given_options
 from reparax.programs.sources import line_of_output, lines_by_origin
 from reparax.transforms._remat_derivative import recomputing_function
 
@@ -127,7 +127,8 @@ def saved_residuals(
       >>> rpx.transforms.saved_residuals(rpx.remat(loss), *example).bytes("weights")
       0
     """
-    who = check_call("saved_residuals", fun, argnums)
+    options = given_options(argnums=argnums, has_aux=has_aux)
+    who = check_call("saved_residuals", fun, argnums, among_its_own=options)
     check_this_jax()
     return _report(who, fun, argnums, args, kwargs)
 
@@ -212,8 +213,5 @@ def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """Weights from an ``apply``, which a call, the steps of a loop and a custom derivative read."""
-    w = recompute(lambda w, _: jnp.sin(w), w, None)
-    x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
-    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
-    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)
+    """A small network with the weight of an ``apply``."""
+    return jaxprs.small_network(recompute(lambda w, _: jnp.sin(w), w, None), x)

@@ -262,6 +262,18 @@ def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_le
     )
 
 
+def test_a_column_of_zeros_under_a_detached_norm_stays_the_base_and_trains():
+    p, w = rpx.WeightNorm(detach=True), np.float32([[0, 3], [0, 4]])
+    raw = init(p, {"w": w})
+    assert np.array_equal(raw["w"]["@weight_norm"]["v"], w)
+    first = effective(p, raw)["w"]
+    for _ in range(2):  # first the direction moves, then the length
+        grads = pulled(p, raw, np.float32([[-3, 0], [-4, 0]]))
+        raw = {"w": jax.tree.map(lambda x, slope: x - slope, raw["w"], grads)}
+    np.testing.assert_array_equal(first, w)
+    np.testing.assert_allclose(effective(p, raw)["w"], [[3, 3], [4, 4]], rtol=1e-6)
+
+
 # What an attack found. ---------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import reparax as rpx
 from reparax.core import random
-from reparax.core.keys import LOOPED
+from reparax.core.random import LOOPED
 
 KEY = jax.random.key(11)
 KEYS = jax.random.wrap_key_data(np.arange(6, dtype=np.uint32).reshape(3, 2))

@@ -13,8 +13,8 @@ from jax import Array
 from reparax.core import random
 from reparax.core.axes import EACH, Axes, check_slices, other_axes
 from reparax.core.fields import Number, by_array, field, number_field
-from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
+from reparax.core.random import split_key
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened

@@ -91,6 +91,8 @@ class WeightNorm(_OfChannels):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
+        if self.detach:  # of an adapter, of which this is the base
+            return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

@@ -450,7 +450,7 @@ class Quantized(Scaled):
     acts_on_embeddings: ClassVar[bool] = False
 
     @property
-    def _init_draws(self) -> bool:
+    def random_init(self) -> bool:
         return self.rounding == "stochastic"
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -460,7 +460,7 @@ class Quantized(Scaled):
         return super()._why_refused(w) or self._scale_range_error(w)
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
-        codes, values = self._codes_and_scales(w, key)
+        codes, values = self._codes_and_scales(w, key if self.random_init else None)
         return {"q": pack(codes, self._format.numbers.bits, self._block_axis(w)), **values}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

@@ -159,10 +159,8 @@ def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
     """Requires ``total`` to be the sum of products of sizes; adds the one that is unknown to ``sizes``."""
-    unknown = _unknown_size(terms, sizes)
-    known_terms = [term for term in terms if all(_is_known(name, sizes) for name in term)]
-    factor = sum(_merged_sizes([term for term in terms if term not in known_terms], sizes))
-    remaining = total - sum(_merged_sizes(known_terms, sizes))
+    constant, factor, unknown = _linear_form(terms, sizes)
+    remaining = total - constant
     if remaining < 0 or (remaining % factor if factor else remaining):
         sum_text = " + ".join(" ".join(term) or "1" for term in terms)
         known_text = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
@@ -173,13 +171,18 @@ def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
         sizes[unknown] = remaining // max(factor, 1)
 
 
-def _unknown_size(terms: Sequence[Axis], sizes: Sizes) -> str | None:
-    """The letter of the size that is unknown in some of the products, or None; raises an error for several."""
+def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | None]:
+    """The sum of products of sizes as ``constant + factor * size``, with the letter of the size that is not known.
+
+    With ``h = 8``, ``h h + 3 h d`` is (64, 24, "d"). Raises an error if several sizes are unknown.
+    """
     unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for names in unknown_names for name in names})
     if len(letters) > 1 or any(len(names) > 1 for names in unknown_names):
         raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
-    return letters[0] if letters else None
+    known_parts = _merged_sizes(terms, sizes)
+    constant = sum(n for n, names in zip(known_parts, unknown_names, strict=True) if not names)
+    return constant, sum(known_parts) - constant, next(iter(letters), None)
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:

@@ -11,14 +11,14 @@ from jax import Array
 
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors, no_own_node_error
+from reparax.core.checks import locate_errors
 from reparax.core.config import changed_arguments
 from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
-from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node, nest
-from reparax.core.site import RawValues, Site, site_of
-from reparax.core.values import OTHERS, Values, main
+from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node
+from reparax.core.site import Site, site_of
+from reparax.core.values import OTHERS, RawValues, Values, main
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
 from reparax.stages.shared._cells import (
@@ -83,15 +83,14 @@ class _Rearranged(Parametrization):
         if method == "init":
             cells = self._cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
             return [site_of(self, who.at(cell) if cell else who, arrays) for cell, arrays in cells.items()]
-        nodes = tree.nodes(self.kind)
-        if not nodes:
-            raise no_own_node_error(str(who), self.kind, nest(tree))
+        nodes = tree.own_nodes(who, self.kind)
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
         sites: list[Site] = []
         for cell, arrays in self._cells(who, [leaf for leaf in leaves if isinstance(leaf.content, Node)]).items():
             who_here = who.at(cell) if cell else who
             with locate_errors(who_here):
-                _require_values(tree, [leaf.content for leaf in arrays.values()])
+                for leaf in arrays.values():
+                    leaf.content.arrays(may_be_none=True)
             copies = {_path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self._copies.items()}
             sites.append(site_of(self, who_here, arrays, copies=copies))
         return sites
@@ -171,13 +170,6 @@ class _Rearranged(Parametrization):
         """The array of the model at whose place a raw array is stored."""
         first_value = value_names(self._stored[raw_path])[0]
         return next(path for path, block in self._model.items() if first_value in value_names(block))
-
-
-def _require_values(tree: Flat, nodes: Sequence[Node]) -> None:
-    """Raises an error if the tree lacks a value of a node; one that is empty may be stored as None."""
-    for node in nodes:
-        if node.values or tree.arrays[node.inside[0]] is not None:
-            tree.values_of(node)
 
 
 def _path_below(cell: str, path: str) -> str:

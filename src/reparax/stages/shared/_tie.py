@@ -19,7 +19,8 @@ from reparax.core.config import code
 from reparax.core.fields import field
 from reparax.core.paths import Names, describe
 from reparax.core.raw import Flat, Leaf, Node
-from reparax.core.site import RawValues, Site, site_of
+from reparax.core.site import Site, site_of
+from reparax.core.values import RawValues
 from reparax.core.where import decides_nothing, matches, nearest
 from reparax.numerics.arguments import one_of
 
@@ -99,7 +100,7 @@ class Tie(Parametrization):
             if method == "init":
                 self._require_equal(leaves[target], leaves[source], transform)
             else:
-                _require_empty_node(who, tree, leaves[target], nodes.get(target))
+                _require_empty_node(who, leaves[target])
         sites: list[Site] = []
         for target in _sources_first({target: source for target, (source, _) in sources.items()}):
             source, transform = sources[target]
@@ -186,16 +187,15 @@ class Tie(Parametrization):
         return resolved_ties
 
 
-def _require_empty_node(who: CallName, tree: Flat, target: Leaf, node: Node | None) -> None:
-    """Raises an error if a tied place of a raw tree has no empty node, which some formats store as None."""
-    if node is None:
+def _require_empty_node(who: CallName, target: Leaf) -> None:
+    """Raises an error if a tied place of a raw tree has no empty node."""
+    if not isinstance(target.content, Node):
         raise ValueError(
             f"{who} got a tree that never went through init: {target.draw_path!r} holds a value of its "
             f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
         )
-    if tree.arrays[node.inside[0]] is not None:
-        with locate_errors(who.at(target.path)):
-            tree.values_of(node)
+    with locate_errors(who.at(target.path)):
+        target.content.arrays(may_be_none=True)
 
 
 def _sources_first(sources: Mapping[Names, Names]) -> list[Names]:

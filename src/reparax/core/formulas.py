@@ -1,8 +1,13 @@
-"""``update`` and ``update_base``: new values of stages, each after the steps before it, written to the raw tree."""
+"""``update``, ``update_base``, ``penalty`` and ``log_det``: formulas of stages, called at the sites of a plan.
+
+Each stage computes its own from the arrays that it reads, those after the steps before. New values are written to the
+raw tree; numbers are added up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -11,28 +16,29 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys, keys_of_stack
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import Plan, Step, run_steps
-from reparax.core.raw import Flat, is_fixed_value, nest, outer_markers
-from reparax.core.site import Arrays, RawValues, Site
-from reparax.numerics.arithmetic import inexact_places, is_array, is_inexact
+from reparax.core.random import keys_of_draws, keys_of_stack
+from reparax.core.raw import FIXED, Flat, first_marker, is_fixed_value, nest, places_of
+from reparax.core.site import Arrays, Site
+from reparax.core.values import RawValues
+from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
 
 
-def advance_fixed(who: object, plan: Plan, keys: Keys, grads: PyTree) -> Flat:
+def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
 
     def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
         """The new values at each site; none if the stage takes a gradient or a key that is not given."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
-        if (takes_grad and grads is None) or (takes_key and not keys.has_key):
+        if (takes_grad and grads is None) or (takes_key and key is None):
             return
         slopes = _grads_after(who, plan, i, arrays, grads) if takes_grad else {}
-        for site, key in zip(step.sites, _update_keys(step, keys) if takes_key else repeat(None), strict=False):
+        for site, key_here in zip(step.sites, _update_keys(step, key) if takes_key else repeat(None), strict=False):
             slopes_of_arrays = {name: slopes.get(place, 0.0) for name, place in site.arrays.items()} if slopes else {}
             with locate_errors(site.who):
-                values = site.stage._update_at(site, site.read(arrays), slopes_of_arrays, key)
+                values = site.stage._update_at(site, site.read(arrays), slopes_of_arrays, key_here)
             yield values
 
     return _change_values("update", plan, new_values)
@@ -83,14 +89,13 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
         raw[place] = x
 
 
-def _update_keys(step: Step, keys: Keys) -> Iterator[Any]:
+def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
     """The key with which ``update`` draws at each site, or the keys of its stacked arrays."""
-    draw_paths = [str(site.draw_path) for site in step.sites]
+    draws = [(number, str(site.draw_path)) for number, site in zip(step.numbers, step.sites, strict=True)]
     # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
-    kind = step.stage.kind
-    draws = list(zip(keys.numbers(kind, draw_paths), draw_paths, strict=True))
-    for site, key in zip(step.sites, keys.of_draws(f"{kind}.update", draws), strict=True):
-        yield keys_of_stack(key, step.made[site.arrays["w"]], site.stage.stacked_axes)
+    keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
+    for site, key_here in zip(step.sites, keys, strict=True):
+        yield keys_of_stack(key_here, step.made[site.arrays["w"]], site.stage.stacked_axes)
 
 
 def _grads_after(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
@@ -110,8 +115,8 @@ def _grads_after(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree)
 
 def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
     """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
-    if marks := outer_markers(grads):
-        path, mark = next(iter(marks.items()))
+    if found := first_marker(places_of(grads)):
+        path, mark = found
         raise ValueError(
             f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
@@ -135,3 +140,75 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
             f"{who} expected a real gradient at {path!r}, got one of dtype {grad.dtype}. Take its real part."
         )
     return jnp.asarray(grad).astype(w.dtype)
+
+
+def total_penalty(plan: Plan) -> Array:
+    """The sum of the penalties."""
+    return add_up([_total("penalty", step.sites, arrays) for step, arrays in _arrays_before(plan)])
+
+
+def total_log_det(plan: Plan) -> Array:
+    """The sum of the log-determinants over the values that train."""
+    log_dets = list[Array]()
+    producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
+    trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]
+    free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
+    for step, arrays in _arrays_before(plan):
+        _require_bijection(step.stage)
+        free_sites = [site for site in step.sites if not free_places.isdisjoint(site.arrays.values())]
+        for site in free_sites:
+            with locate_errors(site.who):
+                _require_free(site.free_values, free_places, producers)
+            n_values = _count_numbers(arrays[place] for place in site.free_values.values())
+            if site.stage.overcomplete or n_values < _count_numbers(step.made[place] for place in site.arrays.values()):
+                producers |= dict.fromkeys(site.arrays.values(), step.stage)
+        log_dets.append(_total("log_det", free_sites, arrays))
+    return add_up(log_dets)
+
+
+def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
+    """Each step, with the arrays that it reads."""
+    arrays: Arrays = plan.raw.arrays
+    for i, step in enumerate(plan.steps):
+        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)
+        yield step, arrays
+
+
+def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
+    """The sum of a formula over sites."""
+    totals: list[Array] = []
+    for site in sites:
+        with locate_errors(site.who):
+            totals.append(jnp.sum(site.stage._number_at(site, formula, site.read(arrays))))
+    return add_up(totals)
+
+
+def _require_bijection(stage: Any) -> None:
+    """Requires a stage that defines its log-determinant."""
+    if not stage._defines("log_det"):
+        raise ValueError(
+            f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+            f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+            f"Triangular; a stage of your own needs log_det_leaf(values)."
+        )
+
+
+def _require_free(values: Mapping[str, Names], free_places: set[Names], producers: Mapping[Names, Any]) -> None:
+    """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others."""
+    for name, place in values.items():
+        if place not in free_places:
+            raise ValueError(
+                f"expected that all values of an array train, or none, but {name!r} is frozen, and the log-determinant "
+                f"counts all. Freeze the others too, or train {name!r}."
+            )
+        if place in producers:
+            raise ValueError(
+                f"expected entries that are all free, but some of those that {producers[place]!r} gives follow from "
+                f"others, and the log-determinant would count them too. Put the stage before {producers[place]!r} in "
+                f"the chain, or write one stage for both with a log_det_leaf."
+            )
+
+
+def _count_numbers(arrays: Iterable[Any]) -> int:
+    """The number of real numbers in arrays."""
+    return sum(math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1) for x in arrays)
