@@ -27,7 +27,7 @@ class MeantTenth(Tenth):
     starts_elsewhere = True
 
 
-class Scaled(rpx.Reparametrization):
+class FromOne(rpx.Reparametrization):
     """A start that is right where it begins, as its scale is 1 there, and wrong elsewhere."""
 
     raw_values = {"v": rpx.stage.main(aligned=True), "log": rpx.stage.aux()}
@@ -39,7 +39,7 @@ class Scaled(rpx.Reparametrization):
         return values["v"] / jnp.max(jnp.abs(values["v"])) * jnp.exp(values["log"])
 
 
-class Gated(rpx.Reparametrization):
+class HalfOpen(rpx.Reparametrization):
     """A mean that the start forgets."""
 
     stochastic = True
@@ -54,7 +54,7 @@ class Gated(rpx.Reparametrization):
         return values["x"] / 2
 
 
-class Doubled(rpx.stage.Joint):
+class TwiceTogether(rpx.stage.Joint):
     """A start of several arrays that forgets a factor."""
 
     def init_leaves(self, arrays):
@@ -89,8 +89,8 @@ def text(who, formulas, by):
 
 ALARMS = {
     Tenth(): text("Tenth().init at 'w'", ("init_leaf", "apply_leaf"), "0.1"),
-    Gated(): text("Gated().init at 'w'", ("init_leaf", "mean_leaf"), "0.5"),
-    Doubled(): text("Doubled().init", ("init_leaves", "apply_leaves"), "1"),
+    HalfOpen(): text("HalfOpen().init at 'w'", ("init_leaf", "mean_leaf"), "0.5"),
+    TwiceTogether(): text("TwiceTogether().init", ("init_leaves", "apply_leaves"), "1"),
 }
 
 
@@ -103,12 +103,12 @@ def warned(p, params):
 
 @pytest.mark.parametrize("p", ALARMS, ids=repr)
 def test_a_start_that_is_no_inverse_is_told_once_for_a_type(p):
-    assert warned(p, {"w": W} if p == Doubled() else {"w": W, "z": W + 1}) == [ALARMS[p]]
+    assert warned(p, {"w": W} if p == TwiceTogether() else {"w": W, "z": W + 1}) == [ALARMS[p]]
 
 
 def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
-    (one,) = warned(Scaled(), {"w": W})
-    assert one.startswith("Scaled().init at 'w': init_leaf does not invert apply_leaf")
+    (one,) = warned(FromOne(), {"w": W})
+    assert one.startswith("FromOne().init at 'w': init_leaf does not invert apply_leaf")
     assert len(warned(Tenth(), {"w": W, "b": W[0]})) == 2
 
 

@@ -173,7 +173,7 @@ def test_a_module_of_equinox_holds_functions_and_a_wrapped_one_the_bits_of_fixed
         rpx.optimizer(adamw(), rpx.SpectralNorm(2)).init(eqx.filter(wrapped, eqx.is_array))
 
 
-class Counted(rpx.Reparametrization):
+class Ticking(rpx.Reparametrization):
     """A weight that counts its steps from 255 on, and knows whether their number is odd; or that holds a key."""
 
     keyed: bool = False
@@ -193,15 +193,15 @@ class Counted(rpx.Reparametrization):
 
 
 def test_integers_and_booleans_advance_to_the_bit() -> None:
-    raw, tx = Counted().init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Counted())
+    raw, tx = Ticking().init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Ticking())
     for n, odd in ((0, True), (1, False)):
         raw = optax.apply_updates(raw, tx.update(jax.tree.map(jnp.zeros_like, raw), tx.init(raw), raw)[0])
-        fixed = raw["w"]["@counted"]["@fixed"]
+        fixed = raw["w"]["@ticking"]["@fixed"]
         assert (fixed["n"], fixed["n"].dtype, fixed["odd"], fixed["odd"].dtype) == (n, np.uint8, odd, bool)
 
 
 def test_a_key_cannot_be_advanced_by_an_addition() -> None:
-    raw, tx = Counted(keyed=True).init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Counted(keyed=True))
+    raw, tx = Ticking(keyed=True).init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Ticking(keyed=True))
     with raises(
         ValueError,
         "optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` after "
