@@ -64,7 +64,7 @@ def training(p: rpx.Parametrization, size: Size) -> Callable[[Array, Array, Arra
     """Trains and measures, from the key of a seed, a learning rate, and both parts of a game."""
 
     def twice(key: Array, rate: Array, momentum: Array, turns: Array) -> dict[str, Array]:
-        tx = rpx.optimizer(optax.adam(rate, b1=momentum, b2=0.9))
+        tx = rpx.optimizer(optax.adam(rate, b1=momentum, b2=0.9), updates="by hand")
         both = jax.vmap(lambda key: once(p, key, tx, turns.astype(jnp.int32), size))(jax.random.split(key))
         numbers = {what: values[0] for what, values in both.items()}
         return numbers | {"coverage of another seed": both["coverage"][1]}

@@ -97,7 +97,7 @@ def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
-@pytest.mark.parametrize("stage", [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5)], ids=repr)
+@pytest.mark.parametrize("stage", [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.sparse.NByM(1, 2, along=0)], ids=repr)
 def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
     params = {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])}
     p = stage >> rpx.VarNoise(0.1) >> stage

@@ -31,7 +31,7 @@ KEEPING = [
     rpx.Freeze(),
     rpx.Mask(),
     rpx.MagnitudePruning(0.5),
-    rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.9),
+    rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.9, axis=-1),
     rpx.sparse.RandomPruning(0.5),
     rpx.sparse.NByM(2, 4, along=0),
     rpx.sparse.GlobalMagnitudePruning(0.5),

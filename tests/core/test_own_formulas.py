@@ -20,6 +20,7 @@ class Own(rpx.Reparametrization):
     """Reads a global function, an attribute of its class, and a function in a tuple, as well as its raw value."""
 
     raw_values = {"x": rpx.stage.main(aligned=True)}
+    starts_elsewhere = True
     gain = 1
     functions: tuple = ()
 
@@ -35,6 +36,7 @@ class OwnDraw(rpx.Reparametrization):
     """The same with a draw, of which the formula uses nothing."""
 
     raw_values = {"x": rpx.stage.main(aligned=True)}
+    starts_elsewhere = True
     stochastic = True
 
     def init_leaf(self, w):
@@ -60,6 +62,8 @@ class OwnNoise(rpx.VarNoise):
 class OwnTogether(rpx.stage.Joint):
     """A stage on several arrays."""
 
+    starts_elsewhere = True
+
     def init_leaves(self, arrays):
         return {path: {"x": w} for path, w in arrays.items()}
 
@@ -69,6 +73,8 @@ class OwnTogether(rpx.stage.Joint):
 
 class OwnTerms(rpx.Reparametrization):
     """A stage that says its terms."""
+
+    starts_elsewhere = True
 
     def init_leaf(self, w):
         return {"x": w}

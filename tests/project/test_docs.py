@@ -172,10 +172,11 @@ def described(page: Path):
 def test_the_api_pages_have_every_public_name_once():
     documented = [name for page in API for name in described(page)]
     public = [f"reparax.{family}.{name}" for family, (_, names) in TABLE.items() for name in names]
-    assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
+    of_tests = [f"reparax.testing.{name}" for name in ("check_laws", "check_step")]
+    assert sorted(documented) == sorted([*public, *of_tests])
     index = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
     top = {f"reparax.{family_of()[name]}.{name}": f"rpx.{name}" for name in TOP}
-    called = top | {"reparax.testing.check_laws": "reparax.testing.check_laws"}
+    called = top | dict(zip(of_tests, of_tests, strict=True))
     assert sorted(index) == sorted(called.get(name, name.replace("reparax.", "rpx.")) for name in documented)
 
 

@@ -21,6 +21,7 @@ P = (
     >> rpx.MagnitudePruning(0.5, where="sparse")
     >> rpx.SpectralNorm(where="spectral")
 )
+untouched = partial(rpx.optimizer, updates="by hand")
 DECAYED = partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
@@ -78,7 +79,7 @@ def adamw(rate: Any = 1e-2, mask: Any = None) -> optax.GradientTransformationExt
 @pytest.mark.thorough
 def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -> None:
     raw = init(P, params())
-    after, state = trained(rpx.optimizer(adamw()), raw, 500)
+    after, state = trained(untouched(adamw()), raw, 500)
     (free, fixed), (free_after, fixed_after) = rpx.partition(raw), rpx.partition(after)
     assert len(jax.tree.leaves(fixed)) == 5  # w; base; mask; u and v
     assert bits(fixed_after) == bits(fixed)
@@ -117,7 +118,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("wrapped", INSIDE)
 def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
     raw = P.init(params())
-    after, state = trained(rpx.optimizer(INSIDE[wrapped]()), raw, 6)
+    after, state = trained(untouched(INSIDE[wrapped]()), raw, 6)
     assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
     assert not any("@fixed" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
     assert (after["sparse"]["@magnitude_pruning"]["w"] != raw["sparse"]["@magnitude_pruning"]["w"]).any()
@@ -166,7 +167,7 @@ def test_masks_of_weight_decay_may_be_functions_or_trees(mask: str) -> None:
 
 
 def test_gradients_may_be_those_of_the_free_part_or_of_the_whole() -> None:
-    raw, tx = init(P, params()), rpx.optimizer(adamw())
+    raw, tx = init(P, params()), untouched(adamw())
     free, fixed = rpx.partition(raw)
     update = jax.jit(tx.update)
     whole = update(jax.jit(jax.grad(loss))(raw), tx.init(raw), raw)
@@ -180,7 +181,7 @@ def test_gradients_may_be_those_of_the_free_part_or_of_the_whole() -> None:
 
 
 def test_parameters_are_not_needed_where_the_transformation_needs_none() -> None:
-    raw, tx = init(P, params()), rpx.optimizer(optax.adam(1e-2))
+    raw, tx = init(P, params()), untouched(optax.adam(1e-2))
     updates, _ = jax.jit(tx.update)(jax.grad(loss)(raw), tx.init(raw))
     after = optax.apply_updates(raw, updates)
     assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
@@ -224,7 +225,7 @@ def test_every_bit_of_a_fixed_float_stays(compiled) -> None:
         for dtype in FLOATS
     }
     raw = rpx.Freeze(where="w/.*").init({"w": w, "b": jnp.ones(2)})
-    tx = rpx.optimizer(adamw())
+    tx = untouched(adamw())
     updates, _ = (jax.jit(tx.update) if compiled else tx.update)(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
     after = (jax.jit(optax.apply_updates) if compiled else optax.apply_updates)(raw, updates)
     assert bits(after["w"]) == bits(w)
@@ -283,6 +284,10 @@ def test_what_cannot_be_added_gets_none() -> None:
 
 
 # Errors. ----------------------------------------------------------------------------------------------------------
+
+TYPES = jax.eval_shape(P.init, params())
+SPECTRAL = rpx.SpectralNorm()
+SPECTRAL_TYPES = jax.eval_shape(SPECTRAL.init, {"w": np.ones((2, 2), np.float32)})
 
 
 @table(__file__)

@@ -13,6 +13,15 @@ from reparax.core.paths import PyTree, is_reference, items, path_text
 from reparax.core.random import check_key, is_one_key
 from reparax.numerics.arithmetic import is_array
 
+BY_HAND = "by hand"
+"""Says that whoever trains calls ``update``."""
+
+
+def require_by_hand(who: str, updates: object) -> None:
+    """Requires None or the words that say so."""
+    if updates not in (None, BY_HAND):
+        raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
+
 
 def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
     """Whether a function can be called with so many arguments by position; ``unsure`` if it does not say."""

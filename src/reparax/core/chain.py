@@ -70,6 +70,10 @@ class Parametrization(Static, ABC):
 
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes trainable values, as when pruned weights restart at zero."""
+    needs_update: ClassVar[bool] = False
+    """Whether the weights are wrong unless ``update`` is called in each step, so that :func:`optimizer` requires it."""
+    starts_elsewhere: ClassVar[bool] = False
+    """Whether ``init`` is meant to start at another array than ``apply`` made, of which you would else be warned."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""

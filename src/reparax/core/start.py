@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from reparax.core.boxes import boxes_of_values, stated_entries
 from reparax.core.checks import locate_errors
+from reparax.core.config import is_of_package
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
 from reparax.core.random import keys_of_draws
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
 from reparax.core.site import Site, Stages, identity
-from reparax.core.values import RawValues
+from reparax.core.values import RawValues, value_of
+from reparax.numerics.arithmetic import is_inexact
 
 
 def start(stages: Stages, params: Flat, key: Array | None) -> Flat:
@@ -43,8 +49,55 @@ def start_at(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
             if (group := (identity(site.stage), *_types_of({"": arrays, **values}))) not in checked:
                 site.stage._check_start(values, arrays)
                 checked.add(group)
+                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere):
+                    _warn_if_no_inverse(site, values, arrays, key_of_start.get(i))
         swaps += _swaps(site, values)
     return tree.swap(swaps)
+
+
+def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
+    """Warns if a start does not give back an array that its stage makes: at the start, and where free values moved."""
+    if any(isinstance(x, Tracer) for x in arrays.values()):
+        return
+    stage, draw, distance = site.stage, np.random.default_rng(0), 0.0
+
+    def made(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def made_again(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return made(stage._init_at(site, arrays, key))
+
+    def moved(value: str, x: Array) -> Array:
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
+        return x * jnp.asarray(1 + 0.1 * draw.standard_normal(x.shape), x.dtype) if is_free else x
+
+    with suppress(Exception):  # of any type: a formula of yours need not take what no training reaches
+        points = [made(values)]
+        if key is None:
+            points.append(
+                made({name: {value: moved(value, x) for value, x in values[name].items()} for name in values})
+            )
+            if any(declared.fixed for declared in stage.raw_values.values()):  # which belong to the start
+                points[1] = made_again(points[1])
+        distance = max(_distance(made_again(point)[name], w) for point in points for name, w in point.items())
+    if distance > 0:
+        init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
+        apply = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
+        warnings.warn(
+            f"{site.who}: {init} does not invert {apply}: for an array w that {apply} has made, {apply}({init}(w)) "
+            f"differs by {distance:.2g} of the largest entry, so training may not start at your weights. Mend one of "
+            f"the two; if this is meant, set `starts_elsewhere = True` in the class.",
+            stacklevel=2,
+        )
+
+
+def _distance(x: Array, w: Array) -> float:
+    """The largest difference of two arrays, over the largest entry of ``w``; 0 if that is rounding, or not finite."""
+    tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
+    x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
+    largest = float(jnp.max(jnp.abs(w), initial=0))
+    difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf))
+    return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
 
 
 def _start_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:

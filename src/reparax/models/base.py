@@ -8,16 +8,13 @@ from typing import Any, ClassVar
 
 import jax
 
-from reparax.core.calls import CallName, needed_key
+from reparax.core.calls import BY_HAND, CallName, needed_key, require_by_hand
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
 from reparax.core.plan import plan_for
 from reparax.numerics.arithmetic import has_gradient
 from reparax.training import partition
-
-BY_HAND = "by hand"
-"""Says that whoever trains calls ``update``."""
 
 
 def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None, name: str = "") -> Parametrization:
@@ -63,14 +60,15 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
     Raises:
       ValueError: If they must be advanced by hand, and the user does not say so.
     """
-    if updates not in (None, BY_HAND):
-        raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
-    if p.moves_weights:
+    require_by_hand(who, updates)
+    instead = ", or train with `rpx.optimizer(tx, p)`"
+    if any(stage.moves_weights for stage in p):
+        instead = ""
         why = "which may move weights too, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
             f"{CallName(p, 'update')} advances fixed values, once per training step, {why}. Call `{call}` "
-            f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
+            f'after each step{instead}, and say so: `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,8 @@ class Parametrized(eqx.Module):
     value))``.
 
     A call cannot change a module, so if ``p.update`` advances fixed values, as power iteration does, call
-    ``model = model.update()`` after each step, and say so by ``updates="by hand"``.
+    ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
+    eqx.is_array)``; and say so by ``updates="by hand"``.
 
     Args:
       model: The model.
@@ -76,6 +77,8 @@ class Parametrized(eqx.Module):
     values: Any
     """The raw tree, with integers in the place of fixed values."""
     p: Any = eqx.field(static=True)
+
+    holds_chain: ClassVar[bool] = True
 
     def __init__(
         self,

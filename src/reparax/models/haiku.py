@@ -35,7 +35,8 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
     If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state does
     so, and returns them in it. Without a state, or for stages that move weights too (:class:`RigL`, :class:`SET`),
-    call ``update`` after each step, and say so by ``updates="by hand"``.
+    call ``update`` after each step, or train the former with :func:`optimizer` and the chain, and say so by
+    ``updates="by hand"``.
 
     The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 

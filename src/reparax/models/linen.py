@@ -58,7 +58,8 @@ def parametrized(
       module: The module. Inside another one, make it with ``parent=None``.
       p: The chain, for the collection ``params``.
       name: The name of the result inside another module, as for any module.
-      updates: ``"by hand"`` if the trainer calls ``update``, and no call of the module advances fixed values.
+      updates: ``"by hand"`` if the trainer calls ``update``, or ``rpx.optimizer(tx, p)`` does for ``params =
+        module.raw(variables)``, and no call of the module advances fixed values.
 
     Raises:
       TypeError: If ``module`` is not a linen module, or ``p`` is not a chain.

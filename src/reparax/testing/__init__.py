@@ -1,6 +1,7 @@
-"""Tests for your own stages: ``check_laws`` checks the laws of parametrizations.
+"""Tests of yours: ``check_laws`` checks the laws of a stage, and ``check_step`` a training step.
 
 Imports core, numerics and training; nothing imports it.
 """
 
 from reparax.testing._laws import check_laws as check_laws
+from reparax.testing._step import check_step as check_step

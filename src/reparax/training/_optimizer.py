@@ -11,21 +11,31 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.calls import CallName, require_chains, with_any_key
+from reparax.core.calls import BY_HAND, CallName, describe_non_stage, require_by_hand, require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
-from reparax.core.paths import Names, PyTree, flatten_with_names, is_traceable, items, path_text
-from reparax.core.raw import FIXED, flatten, is_aligned, require_no_raw
+from reparax.core.paths import Names, PyTree, flatten_with_names, is_traceable, items, path_text, types_of_result
+from reparax.core.raw import (
+    FIXED,
+    flatten,
+    is_aligned,
+    is_mark,
+    kind_of,
+    parameter_path,
+    registered_kind,
+    require_no_raw,
+)
 from reparax.core.start import start
 from reparax.numerics.arithmetic import is_array
-from reparax.training._partition import combine, is_none, partition, require_tree
+from reparax.training._partition import combine, is_none, is_placeholder, partition, require_tree
 
 T = TypeVar("T")
 
@@ -43,14 +53,20 @@ CALL = "Call `tx.update(grads, state, raw)`."
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
-def optimizer(tx: T) -> T:
-    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values, and leaves fixed values unchanged.
+def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
+    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values; only ``p.update`` moves fixed values.
+
+    With the chain, ``optax.apply_updates`` gives ``p.update(raw)`` of the raw tree after the step of ``tx``: masks and
+    other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
+    step, and a train step that knows nothing of them stays as it is. What needs a key or gradients does not advance:
+    for :class:`SET` and :class:`RigL`, call ``p.update(raw, key, grads)`` beside it, in which other stages of the chain
+    advance once more.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
-    and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves that cannot be added, such
-    as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats numbers below 1.2e-38 in float32
-    (subnormal ones) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the free
-    part::
+    and its norms do not count it. What does not advance gets zero updates that keep every bit. Leaves that cannot be
+    added, such as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats numbers below 1.2e-38 in
+    float32 (subnormal ones) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the
+    free part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
@@ -58,19 +74,25 @@ def optimizer(tx: T) -> T:
     The state is that of ``free``: functions of optax that read it, such as ``schedule_free_eval_params``, also take
     ``free``.
 
-    Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values.
+    Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values, and
+    scales how they advance. Around it, masks and partitions hide fixed values.
     Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
     or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
+      p: The chain that made the raw tree.
+      updates: ``"by hand"``, instead of the chain, if you call ``raw = p.update(raw)`` after each step.
 
     Returns:
-      A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
+      A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part. Its ``init`` raises an
+      error if a stage would be wrong without ``update``, such as :class:`SpectralNorm`, and there is neither ``p`` nor
+      ``updates``, or if the tree has not the fixed values of ``p``.
 
     Raises:
-      TypeError: If ``tx`` is not a transformation.
+      TypeError: If ``tx`` is not a transformation, or ``p`` is not a chain.
+      ValueError: If ``updates`` is another word, or beside ``p``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -82,6 +104,11 @@ def optimizer(tx: T) -> T:
       >>> updates, state = tx.update(jax.tree.map(jnp.ones_like, raw), state, raw)
       >>> optax.apply_updates(raw, updates)
       {'b': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}, 'w': Array([0.9, 0.9], dtype=float32)}
+      >>> p = rpx.MagnitudePruning(0.5)
+      >>> raw, tx = p.init({"w": jnp.array([[1.0, 2.0]])}), rpx.optimizer(optax.sgd(1.0), p)
+      >>> updates, _ = tx.update(jax.tree.map(lambda x: 1.5 * (x == 2), raw), tx.init(raw), raw)
+      >>> p.fold(optax.apply_updates(raw, updates))["w"]  # 1 is now the larger one
+      Array([[1., 0.]], dtype=float32)
     """
     inner: Any = tx
     if hasattr(inner, "gradient_transformation"):
@@ -91,18 +118,95 @@ def optimizer(tx: T) -> T:
             f"optimizer takes an optax transformation, but got a value of type {type(tx).__name__!r}. "
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
+    if p is not None and not isinstance(p, Parametrization):
+        raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
+    require_by_hand("optimizer", updates)
+    if p is not None and updates is not None:
+        raise ValueError(f"optimizer takes the chain, which it advances, or updates={BY_HAND!r}, but got both.")
+    advancing, by_hand = p if p is not None and p.has_update else None, updates is not None
 
     def init(params: PyTree) -> PyTree:
         require_tree("optimizer.init", params, "tx.init(p.init(params))")
         return inner.init(partition(params)[0])
 
+    def checked_init(params: PyTree) -> PyTree:
+        if advancing is not None:
+            _require_advancing(advancing, params)
+        elif not by_hand:
+            _require_no_update(params)
+        return init(params)
+
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
+        if advancing is not None and params is None:
+            raise ValueError(f"optimizer.update needs the raw tree, of which it advances fixed values. {CALL}")
         free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
-        return combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1])), state
+        new_updates = combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1]))
+        return (new_updates if advancing is None else _advance(advancing, raw, new_updates)), state
 
-    return type(inner)(init, explain_errors(init, update))
+    return type(inner)(checked_init, explain_errors(init, update))
+
+
+def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
+    """Updates to what ``p.update`` makes of the raw tree after these ones."""
+
+    def added(w: Any, u: Any) -> Any:
+        return w if u is None else jnp.asarray(w + u).astype(w.dtype)
+
+    def update_to(new: Any, moved: Any, w: Any, u: Any) -> Any:
+        if new is moved:
+            return u
+        if jnp.issubdtype(new.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` "
+                f"after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+            )
+        return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else new - w
+
+    moved = jax.tree.map(added, raw, updates, is_leaf=is_none)
+    return jax.tree.map(update_to, _updated(p, moved), moved, raw, updates, is_leaf=is_none)
+
+
+def _updated(p: Parametrization, raw: PyTree) -> PyTree:
+    """``p.update`` of a raw tree, or of a model that holds the chain."""
+    if not getattr(type(raw), "holds_chain", False):
+        return p.update(raw)
+    if raw.p != p:
+        raise ValueError(f"optimizer got a model of the chain {raw.p!r}, but is to advance {p!r}. Pass the same chain.")
+    return raw.update()
+
+
+def _require_advancing(p: Parametrization, raw: PyTree) -> None:
+    """Requires a raw tree of ``p`` with its fixed values, or a model that holds the two."""
+    leaves = items(raw, is_placeholder)
+    fixed = [x for path, x in leaves if FIXED in path]
+    if not any(map(is_placeholder, fixed)):
+        try:
+            types_of_result(lambda raw: _updated(p, raw), raw)
+            return
+        except ValueError:
+            kinds = {kind_of(name) for path, _ in leaves for name in path if is_mark(name)}
+            if fixed or kinds.isdisjoint(stage.kind for stage in p):
+                raise
+    raise ValueError(
+        f"optimizer.init needs the fixed values of the raw tree too, which {p!r} advances, but something keeps them "
+        f"apart. Put masks and partitions inside, `rpx.optimizer(optax.masked(tx, mask), p)`; filter a model of "
+        f"equinox by `eqx.is_array`; of a model that holds its chain pass `module.raw(variables)`, or let its calls "
+        f"advance them, with `tx` alone."
+    )
+
+
+def _require_no_update(raw: PyTree) -> None:
+    """Refuses a raw tree with values that must advance in each step."""
+    for path, _ in items(raw, is_placeholder):
+        for mark, below in pairwise(path):
+            if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
+                raise ValueError(
+                    f"optimizer.init found {mark!r} at {parameter_path(path)!r}, whose fixed values must advance in "
+                    f"each step, or the weights are wrong. Pass the chain, `rpx.optimizer(tx, p)`; or call `raw = "
+                    f"p.update(raw)` after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+                )
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:

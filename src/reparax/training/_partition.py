@@ -84,6 +84,11 @@ def is_none(x: object) -> bool:
     return x is None
 
 
+def is_placeholder(x: object) -> bool:
+    """Whether ``x`` stands for a value that is not there: None, or optax's empty named tuple."""
+    return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
+
+
 def is_parametrized(tree: PyTree) -> bool:
     """Whether a tree is a raw tree with markers, such as ``"@lora"``, so that a model needs ``p.apply`` of it.
 

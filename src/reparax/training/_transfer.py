@@ -22,7 +22,7 @@ from reparax.core.raw import Flat, first_marker, kind_of, nest, parameter_path, 
 from reparax.core.site import Site
 from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
-from reparax.training._partition import are_free
+from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
@@ -384,7 +384,7 @@ class _Moments:
         """Reads the moments, and for which raw values there are some."""
         moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
         self.arrays = moments
-        self.placeholder = next(filter(_is_placeholder, jax.tree.leaves(tree, is_leaf=_is_placeholder)), None)
+        self.placeholder = next(filter(is_placeholder, jax.tree.leaves(tree, is_leaf=is_placeholder)), None)
         self.holds_fixed = not moments.keys().isdisjoint(raw_arrays.keys() - free_paths)
         self._has_all = all(path in moments and moments[path].shape == raw_arrays[path].shape for path in free_paths)
 
@@ -410,16 +410,11 @@ def _free_paths(tree: PyTree) -> set[Names]:
     return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 
-def _is_placeholder(x: object) -> bool:
-    """Whether ``x`` is a placeholder for a value without a moment: None, or optax's empty named tuple."""
-    return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
-
-
 def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
     if type(x) is not type(like):
         return False
-    paths = {path_text(path) for path in flatten_with_names(x, _is_placeholder)[0]}
+    paths = {path_text(path) for path in flatten_with_names(x, is_placeholder)[0]}
     return bool(paths) and paths <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 

@@ -130,6 +130,7 @@ def test_gradients_behind_noise_are_those_by_its_mean():
 
 class Remembers(rpx.Reparametrization):
     raw_values = {"x": rpx.stage.main(), "seen": rpx.stage.fixed(), "drawn": rpx.stage.fixed()}
+    starts_elsewhere = True
 
     def init_leaf(self, w):
         return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}

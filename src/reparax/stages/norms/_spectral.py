@@ -223,6 +223,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
+    needs_update: ClassVar[bool] = True
     random_init: ClassVar[Any] = False  # any start of the iteration leads to the same vectors
     acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 

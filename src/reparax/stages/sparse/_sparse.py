@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from jax.core import Tracer
 
 from reparax.core import axes
 from reparax.core.axes import EACH, LAST, Axes, Axis
+from reparax.core.calls import CallName
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
 from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
-from reparax.core.raw import Flat, Leaf
+from reparax.core.raw import Flat, Leaf, is_mark, kind_of
 from reparax.core.roles import CHANNELS
 from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
@@ -253,9 +255,14 @@ def count_left(stage: Any, size: int) -> Any:
     if stage.count is not None:
         return size - stage.count
     remaining: Any = size
-    for share in stage.sparsity if isinstance(stage.sparsity, tuple) else (stage.sparsity,):
+    for share in _as_tuple(stage.sparsity):
         remaining = remaining - _round_share(share, remaining)
     return remaining
+
+
+def _as_tuple(sparsity: Any) -> tuple[Any, ...]:
+    """Shares in turn, of which one alone is the only one."""
+    return sparsity if isinstance(sparsity, tuple) else (sparsity,)
 
 
 def _round_share(amount: Any, count: Any) -> Any:
@@ -324,9 +331,8 @@ class MagnitudePruning(_Prune):
     :func:`reset_moments` then sets their momentum to zero. ``p.original(raw)`` undoes pruning.
 
     A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
-    quarter: a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` has a sparsity of 0.5, as the second
-    stage finds its half among the zeros of the first. To rank the weights of all arrays
-    together, use :class:`GlobalMagnitudePruning`.
+    quarter: a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` is refused, as both would prune the
+    same half. To rank the weights of all arrays together, use :class:`GlobalMagnitudePruning`.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
@@ -357,6 +363,20 @@ class MagnitudePruning(_Prune):
     """
 
     ord: float = field(_ORDER, default=2.0, kw_only=True)
+
+    def _checked_for(self, method: str, leaf: Leaf) -> Self:
+        """As for any stage; an array right under another pruning is refused, as both would prune the same weights."""
+        stage = super()._checked_for(method, leaf)
+        laters = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
+        if laters and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
+            shares = (*_as_tuple(self.sparsity), *_as_tuple(laters[0].sparsity))
+            is_same = replace(laters[0], sparsity=self.sparsity, where=self.where) == self
+            if is_same and all(isinstance(share, float) for share in shares):
+                raise ValueError(
+                    f"{CallName(self, method, (leaf.path,))} would prune weights that {laters[0]!r} prunes too. Write "
+                    f"{replace(self, sparsity=shares)!r}: each share is of what those before it leave."
+                )
+        return stage
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, _slice_scores(w, self.axis, self.ord))

@@ -1,0 +1,69 @@
+"""What a training step must have done to the values that do not train."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax.core.calls import CallName, require_chains
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree, items, path_text
+from reparax.numerics.arithmetic import is_inexact
+from reparax.testing import _evidence as evidence
+from reparax.training import combine, partition
+
+
+def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
+    """Checks that one training step moved fixed values as ``p.update`` does, and no others; use it in a test.
+
+    It finds an optimizer that moves what is frozen, as weight decay does, and a step that calls ``p.update`` never, or
+    twice. Pass two raw trees of your own training, one step apart, and before training has converged.
+
+    What reads a key or gradients in ``update``, such as the masks of :class:`SET` and :class:`RigL`, is not checked.
+
+    Args:
+      p: The chain.
+      before: The raw tree before the step.
+      after: The raw tree after it.
+
+    Raises:
+      AssertionError: If a fixed value is not what ``p.update`` makes of the old fixed and the new free ones.
+      ValueError: If a fixed value moved that ``p.update`` does not advance, or if the trees are none of the chain.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> from reparax.testing import check_step
+      >>> p = rpx.MagnitudePruning(0.5)
+      >>> before = p.init({"w": jnp.array([[1.0, 2.0]])})
+      >>> after = jax.tree.map(lambda x: jnp.where(x == 2, 0.5, x), before)  # a step, without `p.update`
+      >>> check_step(p, before, p.update(after))
+      >>> check_step(p, before, after)
+      Traceback (most recent call last):
+        ...
+      AssertionError: MagnitudePruning(sparsity=0.5).update makes other fixed values of this step:
+        w/@magnitude_pruning/@fixed/mask: got what it was before the step
+      Let the optimizer advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.
+    """
+    require_chains("testing.check_step(p, before, after)", p)
+    p.check(after, since=before)
+    old_values, new_values = partition(before)[1], partition(after)[1]
+    expected_values = partition(p.update(combine(partition(after)[0], old_values)))[1]
+    rows = zip(items(new_values), jax.tree.leaves(old_values), jax.tree.leaves(expected_values), strict=True)
+    # `update` leaves what it does not advance as the same object.
+    advanced = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
+    if lines := [f"\n  {path}: got {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
+        raise AssertionError(
+            f"{CallName(p, 'update')} makes other fixed values of this step:{''.join(lines)}\nLet the optimizer "
+            f"advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."
+        )
+
+
+def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
+    """What a value is instead of the expected one; empty if they differ by rounding alone."""
+    eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
+    ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
+    if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
+        return ""
+    if evidence.equal(new, old):
+        return "what it was before the step"
+    return f"numbers that differ by {difference:.1e} of the largest"

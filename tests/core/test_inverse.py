@@ -1,0 +1,133 @@
+"""The warning of a start that does not invert its stage: by whole text, and never for a stage of this package."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES
+
+import reparax as rpx
+
+W = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+
+
+class Tenth(rpx.Reparametrization):
+    """A start that forgets a factor."""
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return 1.1 * values["x"]
+
+
+class MeantTenth(Tenth):
+    starts_elsewhere = True
+
+
+class FromOne(rpx.Reparametrization):
+    """A start that is right where it begins, as its scale is 1 there, and wrong elsewhere."""
+
+    raw_values = {"v": rpx.stage.main(aligned=True), "log": rpx.stage.aux()}
+
+    def init_leaf(self, w):
+        return {"v": w, "log": jnp.ones((), w.dtype)}
+
+    def apply_leaf(self, values):
+        return values["v"] / jnp.max(jnp.abs(values["v"])) * jnp.exp(values["log"])
+
+
+class HalfOpen(rpx.Reparametrization):
+    """A mean that the start forgets."""
+
+    stochastic = True
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values, key):
+        return values["x"] * jax.random.bernoulli(key, 0.5, values["x"].shape)
+
+    def mean_leaf(self, values):
+        return values["x"] / 2
+
+
+class TwiceTogether(rpx.stage.Joint):
+    """A start of several arrays that forgets a factor."""
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: 2 * x["x"] for name, x in values.items()}
+
+
+class Strict(rpx.Reparametrization):
+    """A start that takes no array but one of numbers that add up to 1."""
+
+    raw_values = {"x": rpx.stage.main()}
+
+    def init_leaf(self, w):
+        if not np.isclose(np.sum(w), 1, atol=1e-3):
+            raise ValueError("not a distribution")
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return values["x"]
+
+
+def text(who, formulas, by):
+    init, apply = formulas
+    return (
+        f"{who}: {init} does not invert {apply}: for an array w that {apply} has made, {apply}({init}(w)) differs by "
+        f"{by} of the largest entry, so training may not start at your weights. Mend one of the two; if this is meant, "
+        f"set `starts_elsewhere = True` in the class."
+    )
+
+
+ALARMS = {
+    Tenth(): text("Tenth().init at 'w'", ("init_leaf", "apply_leaf"), "0.1"),
+    HalfOpen(): text("HalfOpen().init at 'w'", ("init_leaf", "mean_leaf"), "0.5"),
+    TwiceTogether(): text("TwiceTogether().init", ("init_leaves", "apply_leaves"), "1"),
+}
+
+
+def warned(p, params):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        p.init(params)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("p", ALARMS, ids=repr)
+def test_a_start_that_is_no_inverse_is_told_once_for_a_type(p):
+    assert warned(p, {"w": W} if p == TwiceTogether() else {"w": W, "z": W + 1}) == [ALARMS[p]]
+
+
+def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
+    (one,) = warned(FromOne(), {"w": W})
+    assert one.startswith("FromOne().init at 'w': init_leaf does not invert apply_leaf")
+    assert len(warned(Tenth(), {"w": W, "b": W[0]})) == 2
+
+
+@pytest.mark.parametrize("p", [MeantTenth(), Strict()], ids=repr)
+def test_what_is_meant_and_what_refuses_other_arrays_is_no_mistake(p):
+    assert warned(p, {"w": np.abs(W) / np.abs(W).sum()}) == []
+
+
+def test_nothing_is_computed_where_no_number_is_known():
+    with warnings.catch_warnings(action="error"):
+        jax.jit(Tenth().init)({"w": W})
+        jax.eval_shape(Tenth().init, {"w": W})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_no_stage_of_this_package_would_be_told_so_if_it_were_yours(name, key, monkeypatch):
+    seen = []
+    monkeypatch.setattr("reparax.core.start.is_of_package", lambda cls: seen.append(cls))
+    p, params = CASES[name]
+    p.init(params(), key)  # a warning is an error in all tests
+    assert seen or not any(stage.raw_values for stage in p)

@@ -1,0 +1,57 @@
+"""``check_step``: the verdict on steps as users write them, right and wrong ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_step
+
+W = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+P = rpx.Freeze(where="base") >> rpx.SpectralNorm(where="norm") >> rpx.MagnitudePruning(0.5, where="sparse")
+
+
+@jax.jit
+def stepped(raw):
+    """Numbers that train move so far that another half of them is the larger one."""
+    tx = rpx.optimizer(optax.sgd(1.0), updates="by hand")
+    grads = jax.tree.map(lambda x: jnp.where(jnp.abs(x) > 0.5, 0.9 * x, -x), raw)
+    return optax.apply_updates(raw, tx.update(grads, tx.init(raw), raw)[0])
+
+
+BEFORE = stepped(P.init({"base": W, "norm": W, "sparse": W}))  # whose vectors the power iteration still moves
+FREE = stepped(BEFORE)
+
+
+def test_a_step_with_one_update_is_right():
+    check_step(P, BEFORE, P.update(FREE))
+    check_step(P, BEFORE, jax.jit(P.update)(FREE))
+    check_step(rpx.sparse.SET(0.5), *(rpx.sparse.SET(0.5).init({"w": w}, jax.random.key(0)) for w in (W, W + 1)))
+
+
+def test_a_forgotten_update_is_found():
+    with raises(
+        AssertionError,
+        f"({P!r}).update makes other fixed values of this step:\n"
+        "  norm/@spectral_norm/@fixed/u: got what it was before the step\n"
+        "  norm/@spectral_norm/@fixed/v: got what it was before the step\n"
+        "  sparse/@magnitude_pruning/@fixed/mask: got what it was before the step\n"
+        "Let the optimizer advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.",
+    ):
+        check_step(P, BEFORE, FREE)
+
+
+def test_an_update_before_the_step_or_twice_is_found():
+    for after in (stepped(P.update(BEFORE)), P.update(P.update(FREE))):
+        with pytest.raises(AssertionError, match="norm/@spectral_norm/@fixed/u: got numbers that differ by"):
+            check_step(P, BEFORE, after)
+
+
+def test_a_frozen_base_that_moved_is_found():
+    tx = optax.sgd(1.0)
+    after = optax.apply_updates(BEFORE, tx.update(jax.tree.map(jnp.ones_like, BEFORE), tx.init(BEFORE), BEFORE)[0])
+    with pytest.raises(ValueError, match="base/@freeze/@fixed/w: 12 of 12 numbers differ"):
+        check_step(P, BEFORE, P.update(after))
