@@ -19,13 +19,20 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.calls import BY_HAND, CallName, describe_non_stage, require_by_hand, require_chains, with_any_key
+from reparax.core.calls import (
+    BY_HAND,
+    CallName,
+    describe_non_stage,
+    is_stage,
+    require_by_hand,
+    require_chains,
+    with_any_key,
+)
 from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.paths import (
     Names,
     PyTree,
-    Transformation,
     flatten_with_names,
     is_traceable,
     items,
@@ -49,12 +56,21 @@ from reparax.training._partition import combine, is_none, is_placeholder, partit
 T = TypeVar("T")
 
 Update = Callable[..., tuple[PyTree, PyTree]]
+
+
+class Transformation(NamedTuple):
+    """A transformation with optax's interface."""
+
+    init: Callable[[PyTree], PyTree]
+    update: Update
+
+
 CALL = "Call `tx.update(grads, state, raw)`."
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
-    """An optimizer for a whole raw tree: applies ``tx`` to the values that train; only ``p.update`` moves fixed values.
+    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values; only ``p.update`` moves fixed values.
 
     With the chain, ``optax.apply_updates`` gives ``p.update(raw)`` of the raw tree after the step of ``tx``: masks and
     other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
@@ -118,7 +134,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
             f"optimizer takes an optax transformation, but got a value of type {type(tx).__name__!r}. "
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
-    if p is not None and not isinstance(p, Parametrization):
+    if p is not None and not is_stage(p):
         raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
