@@ -49,7 +49,7 @@ def start_at(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
             if (group := (identity(site.stage), *_types_of({"": arrays, **values}))) not in checked:
                 site.stage._check_start(values, arrays)
                 checked.add(group)
-                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere):
+                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere or site.stage.changes_type):
                     _warn_if_no_inverse(site, values, arrays, key_of_start.get(i))
         swaps += _swaps(site, values)
     return tree.swap(swaps)
