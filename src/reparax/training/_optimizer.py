@@ -76,7 +76,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
     step, and a train step that knows nothing of them stays as it is. What needs a key or gradients does not advance:
     for :class:`SET` and :class:`RigL`, call ``p.update(raw, key, grads)`` beside it, in which other stages of the chain
-    advance once more.
+    advance once more. Nor do booleans under ``eqx.apply_updates``, which makes integers of them.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. What does not advance gets zero updates that keep every bit. Leaves that cannot be
