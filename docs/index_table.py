@@ -44,7 +44,7 @@ def _section(page: str, families: list[str]) -> str:
     rows = []
     for family in families:
         module = importlib.import_module(f"reparax.{family}" if family == "testing" else FAMILIES[family].module)
-        for name in FAMILIES[family].names if family in FAMILIES else ("check_laws",):
+        for name in FAMILIES[family].names if family in FAMILIES else ("check_laws", "check_step"):
             rows.append(_row(family, name, getattr(module, name)))
     return "\n".join([f"## [{TITLES[page]}]({page}.md)", "", "| | |", "|---|---|", *rows])
 

@@ -33,7 +33,7 @@ class FromOne(rpx.Reparametrization):
     raw_values = {"v": rpx.stage.main(aligned=True), "log": rpx.stage.aux()}
 
     def init_leaf(self, w):
-        return {"v": w, "log": jnp.ones((), w.dtype)}
+        return {"v": w, "log": jnp.zeros((), w.dtype)}
 
     def apply_leaf(self, values):
         return values["v"] / jnp.max(jnp.abs(values["v"])) * jnp.exp(values["log"])

@@ -49,7 +49,7 @@ def start_at(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
             if (group := (identity(site.stage), *_types_of({"": arrays, **values}))) not in checked:
                 site.stage._check_start(values, arrays)
                 checked.add(group)
-                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere):
+                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere or site.stage.changes_type):
                     _warn_if_no_inverse(site, values, arrays, key_of_start.get(i))
         swaps += _swaps(site, values)
     return tree.swap(swaps)
@@ -69,7 +69,8 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
 
     def moved(value: str, x: Array) -> Array:
         is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
-        return x * jnp.asarray(1 + 0.1 * draw.standard_normal(x.shape), x.dtype) if is_free else x
+        tenth = jnp.asarray(0.1 * draw.standard_normal(x.shape), x.dtype)
+        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
 
     with suppress(Exception):  # of any type: a formula of yours need not take what no training reaches
         points = [made(values)]

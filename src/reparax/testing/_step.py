@@ -1,4 +1,4 @@
-"""What a training step must have done to the values that do not train."""
+"""What a training step must have done to fixed values."""
 
 from typing import Any
 

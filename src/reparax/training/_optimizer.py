@@ -19,7 +19,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.calls import BY_HAND, CallName, describe_non_stage, require_by_hand, require_chains, with_any_key
+from reparax.core.calls import (
+    BY_HAND,
+    CallName,
+    describe_non_stage,
+    is_stage,
+    require_by_hand,
+    require_chains,
+    with_any_key,
+)
 from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.paths import Names, PyTree, flatten_with_names, is_traceable, items, path_text, types_of_result
@@ -60,7 +68,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
     step, and a train step that knows nothing of them stays as it is. What needs a key or gradients does not advance:
     for :class:`SET` and :class:`RigL`, call ``p.update(raw, key, grads)`` beside it, in which other stages of the chain
-    advance once more.
+    advance once more. Nor do booleans under ``eqx.apply_updates``, which makes integers of them.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. What does not advance gets zero updates that keep every bit. Leaves that cannot be
@@ -118,7 +126,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
             f"optimizer takes an optax transformation, but got a value of type {type(tx).__name__!r}. "
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
-    if p is not None and not isinstance(p, Parametrization):
+    if p is not None and not is_stage(p):
         raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
