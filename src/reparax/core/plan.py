@@ -25,7 +25,7 @@ from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, paramete
 from reparax.core.site import Site, Stages, identity, read_value
 from reparax.core.unchanged import recompute
 
-UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+UPTO = "For the input of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
 CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 

@@ -44,7 +44,7 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 
 
 def optimizer(tx: T) -> T:
-    """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
+    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves that cannot be added, such
