@@ -94,8 +94,8 @@ def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over()
     raw = jax.jit(old.init)(params)
     text = (
         "WeightNorm(axis=-1).apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
-        "chain or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`. For what stage "
-        "k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+        "chain or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`. For the input "
+        "of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
     )
     with raises(ValueError, text):
         new.apply(raw)

@@ -235,7 +235,7 @@ def _read_lora(stored: Stored) -> Adapted:
         ) from error
     _, outputs = target.sides_of_array
     is_last = outputs == (len(target.heads or target.shape) - 1,)
-    axis = -1 if is_last else outputs if len(outputs) > 1 else outputs[0]
+    axis = -1 if is_last else outputs[0] if len(outputs) == 1 else outputs
     return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
 
 

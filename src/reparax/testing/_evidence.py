@@ -32,7 +32,7 @@ from reparax.training import combine, partition, transfer
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
     """The effective tree of a raw one, after these stages; without a key, their means."""
     chain = Chain(tuple(stages))
-    planned = plan("apply", (chain.deterministic if key is None else chain)._parts, flatten(raw))
+    planned = plan("apply", tuple(chain.deterministic if key is None else chain), flatten(raw))
     return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, key)))
 
 

@@ -272,7 +272,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        start(p.deterministic._parts, flatten(params), None)  # so that wrong parameters fail before the first step
+        start(tuple(p.deterministic), flatten(params), None)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
