@@ -336,7 +336,7 @@ def _parse_tie(target: Any, value: Any) -> Tied:
         case str(), [str(), transform] if callable(transform):
             return target, *value
         case str(), [[*sources], transform] if callable(transform) and sources and _are_paths(sources):
-            return target, tuple(sources), transform
+            return (target, tuple(sources), *value[1:])
         case _:
             raise TypeError(
                 f"Tie takes a path, or a pair of one path or several and a function, for each target path, but got "
