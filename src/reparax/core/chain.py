@@ -69,7 +69,7 @@ class Parametrization(Static, ABC):
     """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
+    """Whether ``update`` also changes trainable values, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""

@@ -50,7 +50,7 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     optimizer's state, counters and the moments of kept values are kept, and of a LoRA of another rank those of ``a``,
     and of ``b`` if the scale is the same; all other moments start at zero.
 
-    A state may have moments for only some of the values that train, as under ``optax.masked``. Then new values are an
+    A state may have moments for only some of the trainable values, as under ``optax.masked``. Then new values are an
     error, because the state does not show which of them need moments.
 
     ``transfer(p, p, raw)`` converts raw trees of older versions, in which markers were numbered over the whole tree.
@@ -406,7 +406,7 @@ def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
-    """The paths of the values that train."""
+    """The paths of the trainable values."""
     return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 

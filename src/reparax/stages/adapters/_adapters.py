@@ -176,7 +176,7 @@ def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 class TrainableSlices(Reparametrization):
-    r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
+    r"""Fixed weights with a few trainable slices, such as the rows of new tokens in a table.
 
     Raw values: ``x`` (main), these slices, like ``w`` with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
     base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
@@ -343,7 +343,7 @@ class LoRA(RowsAndColumns):
     ================================  =========================================================
 
     ``Freeze`` also freezes the rest of the model, such as biases, norms and embeddings; ``rpx.partition(raw)[0]`` holds
-    the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
+    the trainable values. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
     With ``init_weights="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.

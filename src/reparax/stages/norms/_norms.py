@@ -1,4 +1,4 @@
-"""Lengths of weights: weight norm, weight standardization, a largest norm, spheres and the Poincaré ball."""
+"""Norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class WeightNorm(_OfChannels):
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. Default: the outputs, as the class of an nnx or equinox layer
-        says them, or the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
+        ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or equinox
+        layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
         By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
         of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
