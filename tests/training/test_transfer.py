@@ -303,6 +303,12 @@ def test_a_dora_takes_the_base_the_adapter_and_its_moments_from_a_lora(base):
     assert np.all(moments["g"] == 0)
 
 
+def test_a_difference_under_another_penalty_is_no_other_adapter():
+    old, new = (rpx.adapters.Delta(strength=strength) for strength in (1.0, 2.0))
+    raw = moved(init(old, PARAMS))
+    assert_equal(rpx.transfer(old, new, raw), raw)
+
+
 @pytest.mark.parametrize("alpha", [8.0, 2.0])
 def test_the_moments_of_a_larger_rank_begin_with_those_of_the_smaller_where_the_slope_is_the_same(alpha):
     new = rpx.LoRA(4, alpha=alpha)

@@ -413,6 +413,14 @@ class Parametrization(Static, ABC):
     _converts: ClassVar[tuple[str, ...]] = ()
     """The fields in which another stage of the class may differ whose raw values ``_convert`` takes."""
 
+    def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raw values of the same array from those of another stage, and from those at which this one would start."""
+        return values
+
+    def _grown_values(self, old: Any) -> Sequence[str]:
+        """The names of the values of ``_convert`` whose gradients begin with those of ``old``."""
+        return ()
+
     @property
     def update_reads(self) -> tuple[str, ...]:
         """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""

@@ -20,7 +20,7 @@ from reparax.core.paths import Names
 from reparax.core.plan import Plan
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, by_pattern, is_fed_forward, token_indices
-from reparax.io._peft_target import Target
+from reparax.io._peft_target import Target, one_or_all
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
@@ -235,7 +235,7 @@ def _read_lora(stored: Stored) -> Adapted:
         ) from error
     _, outputs = target.sides_of_array
     is_last = outputs == (len(target.heads or target.shape) - 1,)
-    axis = -1 if is_last else outputs[0] if len(outputs) == 1 else outputs
+    axis = -1 if is_last else one_or_all(outputs)
     return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
 
 
@@ -271,8 +271,9 @@ def _require_dora(stage: WeightNorm, target: Target) -> None:
     axis, (_, outputs) = last_to_number(stage.axis), target.sides_of_array
     axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
     if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
-        along = outputs[0] if len(outputs) == 1 else outputs
-        raise ValueError(f"PEFT has lengths of outputs, along axis {along}, but no equivalent of {stage!r}")
+        raise ValueError(
+            f"PEFT has lengths of outputs, along axis {one_or_all(outputs)}, but no equivalent of {stage!r}"
+        )
 
 
 def _read_bias(stored: Stored) -> Adapted:

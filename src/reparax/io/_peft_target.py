@@ -117,8 +117,7 @@ class Target(Entry):
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
         if is_named and not self.unlike_class and (inputs, outputs) == ((0,), (1,)):
             return {}
-        rows, columns = (axes[0] if len(axes) == 1 else axes for axes in (inputs, outputs))
-        return {"rows": rows, "columns": columns}
+        return {"rows": one_or_all(inputs), "columns": one_or_all(outputs)}
 
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
@@ -130,10 +129,9 @@ class Target(Entry):
             rows = tuple(sorted(set(range(ndim)) - {axis % ndim for axis in columns}))
         is_turned = self.heads and stage.axes_of(ndim) != (inputs, outputs)
         if set(rows) != set(inputs) or is_turned:
-            columns = outputs if self.heads else self.output_axis
             raise ValueError(
-                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={columns}), but no equivalent of "
-                f"{stage!r}"
+                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={one_or_all(outputs)}), but no "
+                f"equivalent of {stage!r}"
             )
 
     def read_inputs(self, factor: Array) -> Array:
@@ -148,6 +146,11 @@ class Target(Entry):
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
         return (rank, *permute(self.shape, self.adapter_layout)[1:])
+
+
+def one_or_all(axes: tuple[int, ...]) -> int | tuple[int, ...]:
+    """The axis if there is one, else all of them, as stages take them."""
+    return axes[0] if len(axes) == 1 else axes
 
 
 def targets_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -70,6 +70,7 @@ class Delta(Reparametrization):
     strength: Number = field(by_array(_STRENGTH), default=0.0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
+    _converts: ClassVar[tuple[str, ...]] = ("strength",)
     min_ndim: ClassVar[int] = 2
     elementwise: ClassVar[Any] = True
 
@@ -447,8 +448,8 @@ class LoRA(RowsAndColumns):
         factors = [1.0 if stage.alpha is None else stage.alpha / stage._divisor for stage in (self, other)]
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
-    def _convert(self, old: LoRA, values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
-        """Raw values of the same array from those of ``old`` and of a start; the nearest ones of a smaller rank."""
+    def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
+        """The same product of factors, scaled otherwise; the nearest one of a smaller rank."""
 
         def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
             a, b = values["a"], values["b"]
@@ -463,10 +464,9 @@ class LoRA(RowsAndColumns):
                 b = (widened(b) * (old_factor / jnp.where(factor == 0, 1, factor))).astype(b.dtype)
             return {"a": a, "b": b, "w": values["w"]}
 
-        return self._map_stacked(convert_matrix)(values, fresh)
+        return self._map_stacked(convert_matrix)(dict(values), dict(fresh))
 
     def _grown_values(self, old: LoRA) -> Sequence[str]:
-        """The names of the values of ``_convert`` whose gradients begin with those of ``old``."""
         if self.rank < old.rank:
             return ()
         return ("a", "b") if self._has_factor_of(old) else ("a",)
