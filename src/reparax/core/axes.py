@@ -96,10 +96,8 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
             numbers.append(axis)
             continue
         names = None if leaf is None else leaf.axes.names
-        if names is None or names.count(axis) > 1 or axis in WORDS:
-            number_axes(axis, names)  # raises the error
-        else:
-            numbers += [i for i, name in enumerate(names) if name == axis]
+        if names is None or axis in names or axis in WORDS:
+            numbers.append(number_axes(axis, names) + len(names or ()))
     return tuple(sorted(numbers))
 
 
@@ -156,7 +154,7 @@ def _refuse_word(axis: str) -> None:
         )
 
 
-def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
+def number_axes(axes: Axes, names: AxisNames | None) -> Any:
     """``axes`` with names replaced by numbers, counted from the back, because a vmapped axis is usually the first.
 
     Raises:

@@ -191,12 +191,12 @@ class Leafwise(Parametrization):
     @cached_property
     def asks_stacked(self) -> bool:
         """Whether the stacked axes are for the array's role to say."""
-        if are_words(self.stacked):
-            return True
-        if self.stacked != () or (self.elementwise and not self.axes_asked):
+        if self.stacked != ():
+            return are_words(self.stacked)
+        if self.elementwise and not self.axes_asked:
             return False
         # Axes by number, and those that are called stacked, count all axes of the array, as nobody set ``stacked``.
-        others = [getattr(self, name) for name in self._axis_fields if name not in self.axes_asked]
+        others = [axes for name, axes in self._given_axes.items() if name not in self.axes_asked]
         counts_all = any(are_words(axes, (STACKED,)) for axes in self.axes_asked.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
 
