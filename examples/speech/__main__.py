@@ -218,6 +218,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if not asked.data and (asked.manifest or asked.strict):
         parser.error("--manifest and --strict are about the recordings of --data DIR")
+    for name in ("steps", "utterances", "hours", "longest", "epochs"):
+        if not getattr(asked, name) > 0:
+            parser.error(f"--{name} {getattr(asked, name)}: expected a number above 0")
     return asked
 
 

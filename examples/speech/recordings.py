@@ -5,6 +5,7 @@ What cannot be used is left out and counted by its reason, or, if asked to be st
 
 import collections
 import csv
+import io
 import itertools
 import json
 import re
@@ -85,7 +86,7 @@ def listed(root: Path, manifest: Path | None = None) -> list[Recording]:
     ]
     if not found and beside:
         found[".txt"] = lambda: [
-            Recording(path, path.with_suffix(".txt").read_text("utf-8"), path.parent.name, split_of(path.parent, root))
+            Recording(path, text_of(path.with_suffix(".txt")), path.parent.name, split_of(path.parent, root))
             for path in beside
         ]
     if not found:
@@ -102,10 +103,18 @@ def split_of(path: Path, root: Path) -> str:
     return next((split for part in parts for split in SPLITS if part.startswith(split)), "")
 
 
+def text_of(path: Path) -> str:
+    """What a file of transcripts says."""
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+
+
 def of_librispeech(transcripts: Path, root: Path) -> list[Recording]:
     """Lines of a name, which begins with the speaker, and a text; the audio is in the same folder."""
     made = list[Recording]()
-    for line in transcripts.read_text("utf-8").splitlines():
+    for line in text_of(transcripts).splitlines():
         name, _, text = line.partition(" ")
         files = [transcripts.parent / (name + ending) for ending in AUDIO]
         path = next((file for file in files if file.exists()), files[0])
@@ -115,13 +124,16 @@ def of_librispeech(transcripts: Path, root: Path) -> list[Recording]:
 
 def of_table(table: Path, root: Path) -> list[Recording]:
     """Rows with a path, a text and perhaps a speaker. In a .tsv, as Common Voice writes it, quotes are letters."""
-    with table.open(encoding="utf-8", newline="") as opened:
+    lines = io.StringIO(text_of(table))
+    try:
         if table.suffix == ".jsonl":
-            rows = [json.loads(line) for line in opened if line.strip()]
+            rows = [dict(json.loads(line)) for line in lines if line.strip()]
         elif table.suffix == ".tsv":
-            rows = list(csv.DictReader(opened, delimiter="\t", quoting=csv.QUOTE_NONE))
+            rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
         else:
-            rows = list(csv.DictReader(opened))
+            rows = list(csv.DictReader(lines))
+    except (TypeError, ValueError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read as {table.suffix}: {error}.") from error
     columns = list(rows[0]) if rows else []
     path, text, speaker = (next((name for name in names if name in columns), "") for names in (PATHS, TEXTS, SPEAKERS))
     if not path or not text:
@@ -131,10 +143,12 @@ def of_table(table: Path, root: Path) -> list[Recording]:
         )
     made = list[Recording]()
     for row in rows:
-        places = [folder / row[path] for folder in (table.parent, table.parent / "clips", root, root / "clips")]
+        given = (row.get(column) for column in (path, text, speaker))
+        name, told, who = ("" if each is None else str(each) for each in given)
+        places = [folder / name for folder in (table.parent, table.parent / "clips", root, root / "clips")]
         file = next((place for place in places if place.exists()), places[0])
-        who = str(row[speaker]) if speaker else file.parent.name
-        made.append(Recording(file, row[text] or "", who, split_of(table, root) or split_of(file.parent, root)))
+        split = split_of(table, root) or split_of(file.parent, root)
+        made.append(Recording(file, told, who or file.parent.name, split))
     return made
 
 

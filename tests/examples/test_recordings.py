@@ -78,7 +78,7 @@ def test_a_tone_is_itself_whatever_its_format_its_rate_and_its_channels(folder, 
 
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def test_tables_of_common_voice_have_quotes_as_letters_and_clips_in_their_folder(folder):
@@ -105,6 +105,14 @@ def test_other_tables_and_texts_beside_the_audio_are_found_and_speakers_are_spli
     assert {each.text for each in found} == {"a, b"}
     assert sorted(each.split for each in found) == ["dev"] * 2 + ["test"] * 2 + ["train"] * 16
     assert listed(folder / "hf") == found
+    write(
+        folder / "short/metadata.csv", "\ufefffile_name,text,speaker\n0.wav\n1.wav,a,\n2.wav,b,0\n"
+    )  # as Excel writes it
+    assert [(each.text, each.speaker) for each in sorted(listed(folder / "short"))] == [
+        ("", "short"),
+        ("a", "short"),
+        ("b", "0"),
+    ]
     lines = [json.dumps({"audio_filepath": name, "text": "b", "speaker": int(name[1]) % 3}) for name in names]
     write(folder / "nemo/all.jsonl", "\n".join(lines) + "\n")
     by_split = {split: {e.speaker for e in listed(folder / "nemo") if e.split == split} for split in recordings.SPLITS}
@@ -164,9 +172,9 @@ def only_broken():
     return loaded([each._replace(path=Path("nowhere")) for each in listed(librispeech(Path("data")))])
 
 
-def table_of(text):
+def table_of(text, ending="tsv"):
     """A folder whose table is this text."""
-    write(Path("data/all.tsv"), text)
+    write(Path(f"data/all.{ending}"), text)
     return listed(Path("data"))
 
 
@@ -265,6 +273,9 @@ def test_the_program_trains_on_a_folder_and_goes_on_where_it_stopped(monkeypatch
     with pytest.raises(SystemExit):
         demo.main(["--strict"])
     assert "--manifest and --strict are about the recordings of --data DIR" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        demo.main(["--hours", "0"])
+    assert "--hours 0.0: expected a number above 0" in capsys.readouterr().err
 
 
 def small(words):
