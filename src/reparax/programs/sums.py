@@ -168,12 +168,9 @@ class Product:
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
         """This product with several labels of these sizes instead of each."""
-        product = self
-        for label, sizes_of_label in zip(labels, sizes, strict=True):
-            if len(sizes_of_label) > 1:
-                parts = {label: tuple(map(Label, sizes_of_label))}
-                product = product._change_labels(partial(_split_labels, parts=parts), parts)
-        return product
+        pairs = zip(labels, sizes, strict=True)
+        parts = {label: tuple(map(Label, sizes_of_label)) for label, sizes_of_label in pairs if len(sizes_of_label) > 1}
+        return self._change_labels(partial(_split_labels, parts=parts), parts)
 
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
         """The entries at which the two axes of each pair have the same index: the pair shares its labels then.
