@@ -147,11 +147,6 @@ def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
-def words_to_numbers(axes: Axes, numbers: Mapping[Any, Numbers]) -> tuple[Axis, ...]:
-    """``axes`` with numbers in place of words."""
-    return tuple(number for axis in _as_tuple(axes) for number in numbers.get(axis, (axis,)))
-
-
 def _refuse_word(axis: str) -> None:
     """Raises an error for a word, which only the program of the network turns into axes."""
     if axis in WORDS:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error, words_to_numbers
+from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
@@ -24,7 +24,7 @@ from reparax.core.layers import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
-from reparax.core.roles import INPUTS, Misfit, Numbers, Role, axes_by_word
+from reparax.core.roles import INPUTS, Misfit, Numbers, Role, axes_by_word, one_or_tuple
 from reparax.core.start import follow
 from reparax.numerics.arithmetic import is_array
 
@@ -94,7 +94,7 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     """The axes of each field that asks for them, at an array with that role."""
-    axes_of_field = {"stacked": _one_or_tuple(role.stacked)} if stage.asks_stacked else {}
+    axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.asks_stacked else {}
     if not stage.axes_asked:
         return axes_of_field
     stacked = role.stacked if stage.asks_stacked else find_axes(stage.stacked, leaf)
@@ -102,7 +102,8 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
         raise ValueError(f"{why}, or leave it out with `where`.")
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_asked.items():
-        number = _one_or_tuple(words_to_numbers(axes, numbers))
+        given = axes if isinstance(axes, tuple) else (axes,)
+        number = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(number, tuple) and stage._checks[name].check.single:
             raise ValueError(
                 f"{name} is one axis, but the network has {len(number)} for it, {number} of shape {role.shape}. Give "
@@ -121,11 +122,6 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
         return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
     return ""
-
-
-def _one_or_tuple(axes: Sequence[Any]) -> Any:
-    """A single axis as a number, several in a tuple."""
-    return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -69,7 +69,7 @@ class Parametrization(Static, ABC):
     """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
+    """Whether ``update`` also changes trainable values, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""
@@ -158,14 +158,17 @@ class Parametrization(Static, ABC):
         """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
 
         :meth:`fold` gives the weights that the model reads; this gives those under the stages. A pruned or masked
-        weight has its own number again, bit for bit; a frozen one and the base of an adapter are as they were; what
-        else trains under noise, pruning or a spectral norm is as trained. It is what torch calls the original of a
-        parametrization: ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
+        weight has its own number again, bit for bit; a frozen one and the base of an adapter, also under the norm of
+        DoRA, are as they were; what else trains under noise, pruning or a spectral norm is as trained. Of
+        :class:`Quantized` these are the weights for which the codes stand. In a jitted step the arrays are those of
+        ``raw``, not copies. It is what torch calls the original of a parametrization:
+        ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays.
           ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
             arrays, as those of :class:`Orthogonal`, or several that train together, as those of :class:`WeightNorm`.
+            What is pruned under a norm, ``fold(raw, without=MagnitudePruning)`` gives with the norm.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -301,8 +304,8 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
-    def raw_paths(self, params: PyTree) -> dict[str, str]:
-        """For each array of ``params``, the path at which the raw tree holds its value.
+    def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
+        """For each array of ``params``, the path at which the raw tree holds its value; of a tie to several, each path.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
@@ -316,13 +319,18 @@ class Parametrization(Static, ABC):
         steps = plan_for(self, types_of_result(with_any_key(self.init), params)).steps
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
-        def owner(path: str) -> str:
-            for sources in reversed(sources_of_stages):
-                while path in sources:
-                    path = sources[path]
-            return path
+        def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
+            """Where the values are of an array after these stages."""
+            if not stages:
+                return [path]
+            *earlier, last = stages
+            if path not in last:
+                return owners(path, earlier)
+            return [owner for source in last[path] for owner in owners(source, stages)]
 
-        return {leaf.path: owner(leaf.path) for leaf in flatten(params).leaves() if leaf.is_there}
+        paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
+        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
@@ -398,6 +406,8 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
+    _converts: ClassVar[tuple[str, ...]] = ()
+    """The fields in which another stage of the class may differ whose raw values ``_convert`` takes."""
 
     @property
     def update_reads(self) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def total_penalty(plan: Plan) -> Array:
 
 
 def total_log_det(plan: Plan) -> Array:
-    """The sum of the log-determinants over the values that train."""
+    """The sum of the log-determinants over the trainable values."""
     log_dets = list[Array]()
     producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
     trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]

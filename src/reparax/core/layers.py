@@ -16,7 +16,7 @@ from typing import Any
 
 from reparax.core.names import layers_of_library
 from reparax.core.paths import AxisNames, has_ancestor
-from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
+from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, one_or_tuple
 
 Spec = tuple[Any, ...]
 """The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
@@ -100,7 +100,7 @@ class KnownAxes:
         held = f"{self.source} has one of shape {self.sizes}"
         if not stacks:
             return held
-        return f"{held}, so the stacked axes may be {' or '.join(show_axes(stack) for stack in stacks)}"
+        return f"{held}, so the stacked axes may be {' or '.join(str(one_or_tuple(stack)) for stack in stacks)}"
 
     def _why_not_stacked(self, w: Any, stacked: Numbers, tree: Any) -> str:
         """Why these axes are not those of a stack of layers: another array of the layer has others in ``tree``."""
@@ -147,7 +147,7 @@ _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "tabl
 def known_by_name(name: str) -> KnownAxes:
     """What a plain tree says of an array of that name."""
     letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name) if letters else _NO_ROLE, PLAIN, name)
+    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), PLAIN, name)
 
 
 def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, KnownAxes]:

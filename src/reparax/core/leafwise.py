@@ -223,13 +223,13 @@ class Leafwise(Parametrization):
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
         return replace(self, **{name: value.at(name, path, like) for name, value in self._varying_fields.items()})
 
-    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: Numbers = ()) -> Self:
-        """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
+    def _for_leaf(self, leaf: Leaf, w: Any, stacked: Numbers = ()) -> Self:
+        """This stage with the numbers and axes for one array like ``w``.
 
         Names of stacked axes that the array does not have are ignored. ``stacked`` are axes of a type that stands for
         the array.
         """
-        stage = (self._typical if typical else self).for_array(leaf.path, w)
+        stage = self.for_array(leaf.path, w)
         axes = axes_at(stage, leaf, w, stacked)
         if self._uses_axis_names:
             axes = numbered_fields(stage._given_axes | axes, leaf)
@@ -425,7 +425,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     """
     aligned = stage._aligned(types)
     if aligned is not None:
-        return Reading(stage._for_leaf(leaf, aligned, typical=True), aligned)
+        return Reading(stage._typical._for_leaf(leaf, aligned), aligned)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
@@ -457,7 +457,7 @@ def _checked(reading: Reading, types: Mapping[str, Any]) -> Reading:
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
     """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
-    stage_here = stage._for_leaf(leaf, w, typical=True, stacked=stacked)
+    stage_here = stage._typical._for_leaf(leaf, w, stacked)
     return Reading(stage_here, _type_made(stage_here, types))
 
 

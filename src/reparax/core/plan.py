@@ -25,7 +25,7 @@ from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, paramete
 from reparax.core.site import Site, Stages, identity, read_value
 from reparax.core.unchanged import recompute
 
-UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+UPTO = "For the input of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
 CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 
@@ -45,7 +45,7 @@ class Step:
     made: Mapping[Names, Any]
     draws: bool
 
-    @property
+    @cached_property
     def draws_noise(self) -> bool:
         """Whether its draws depend on the types of arrays alone, so that several can be drawn together."""
         return self.draws and self.stage.draws_by_type

@@ -156,9 +156,9 @@ class Misfit:
     def __str__(self) -> str:
         lines = ", ".join(dict.fromkeys(use.line for use in self.role.uses))
         return (
-            f"{self.stage} takes {self.field}={show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
+            f"{self.stage} takes {self.field}={one_or_tuple(self.got)} at {self.path!r} of shape {self.role.shape}, "
             f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
-            f"axes {self.role.stacked} ({lines}). Write {self.field}={show_axes(self.expected)}, or "
+            f"axes {self.role.stacked} ({lines}). Write {self.field}={one_or_tuple(self.expected)}, or "
             f"`p.with_axes(rpx.roles(loss, params, batch))`."
         )
 
@@ -172,6 +172,6 @@ class Misfits(tuple[Misfit, ...]):
         return "\n".join(map(str, self)) or "All axes fit."
 
 
-def show_axes(axes: Numbers) -> str:
+def one_or_tuple(axes: Sequence[Any]) -> Any:
     """A single axis as a number, several in a tuple."""
-    return repr(axes[0] if len(axes) == 1 else axes)
+    return axes[0] if len(axes) == 1 else tuple(axes)

@@ -166,7 +166,7 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     moving = [factor for factor in (a, b) if not factor.still]
     for circle, factor in ((a, b), (b, a)):
-        label = fourier_label(circle.circle, circle.labels, factor.labels, result_labels)
+        label = fourier_label(circle, factor, result_labels)
         if label is not None:
             rows = _entries_along((factor.labels | circle.labels) - circle.circle)
             return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
@@ -188,7 +188,7 @@ def _entries_along(labels: Labels) -> int:
 def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
     for circle, other in ((a, b), (b, a)):
-        label = _label_of_circle(circle, other, keep)
+        label = fourier_label(FactorType.of(circle), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circle, other, label, keep, how)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
@@ -234,18 +234,14 @@ def dot_numbers(
     return places(contracting), places(batch)
 
 
-def fourier_label(circle: Labels, labels: Labels, other_labels: Labels, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
-    contracting, rows = circle & other_labels, circle - other_labels
+def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
+    """The label along which Fourier transforms multiply a circulant matrix with another factor.
+
+    None if the first factor is no such matrix, or does not meet the other along one of its two axes alone.
+    """
+    contracting, rows = a.circle & b.labels, a.circle - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
-    return next(iter(contracting)) if is_circulant and labels - circle <= keep else None
-
-
-def _label_of_circle(circle: Factor, other: Factor, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms multiply a factor with another; None if it is no circulant matrix."""
-    if not isinstance(circle.array, Circle):
-        return None
-    return fourier_label(frozenset(circle.labels[-2:]), frozenset(circle.labels), frozenset(other.labels), keep)
+    return next(iter(contracting)) if is_circulant and a.labels - a.circle <= keep else None
 
 
 def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:

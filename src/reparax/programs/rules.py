@@ -211,28 +211,33 @@ def _take_in_product(
     view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any, *, nearest: bool
 ) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
-    labels, factors = product.axes[axis], product.factors
     if not product.is_plain(axis):
+        return None
+    labels = product.axes[axis]
+    is_told = nearest or view.mode == lax.GatherScatterMode.CLIP
+    factors = product.factors if is_told else _repeat_along(product.factors, labels)
+    if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
     mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
-    if not nearest and mode != lax.GatherScatterMode.CLIP:
-        # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
-        dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
-        have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
-        if not labels or not any(have_numbers):
-            return None
-        factors = _with_label(factors, have_numbers, labels[0])
     take = partial(_take_from_factor, along=labels, rows=rows, places=places, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
 
 
-def _with_label(factors: Sequence[Factor], have_numbers: Sequence[bool], label: Label) -> tuple[Factor, ...]:
-    """The factors that lack a label, repeated along it: those with gradients, or all if no floating numbers have it."""
+def _repeat_along(factors: Sequence[Factor], labels: Merged) -> Sequence[Factor] | None:
+    """The factors of a product of which places beyond an axis give no gradient, and may give entries of their own.
+
+    Each factor with a gradient has to know of these places, so it is repeated along the axis if it lacks it; and all
+    are, if no floating numbers have the axis. None if the axis has size 1, or if there are no floating numbers.
+    """
+    dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
+    have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
+    if not labels or not any(have_numbers):
+        return None
+    (label,) = labels
     pairs = zip(factors, have_numbers, strict=True)
     repeats_all = not any(label in factor.labels for factor, has_numbers in pairs if has_numbers)
-    are_repeated = [label not in factor.labels and (repeats_all or not factor.still) for factor in factors]
-    return tuple(_repeat(x, label) if is_repeated else x for x, is_repeated in zip(factors, are_repeated, strict=True))
+    return [_repeat(x, label) if label not in x.labels and (repeats_all or not x.still) else x for x in factors]
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:

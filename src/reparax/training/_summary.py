@@ -33,7 +33,7 @@ class Row:
       value: The markers and the name under which the raw tree holds it; empty for an array that no stage replaced.
       type: Its dtype and shape; empty if there is no array.
       free: How many of its numbers train.
-      fixed: How many do not train, according to :func:`partition`.
+      fixed: How many are not trainable, according to :func:`partition`.
       bytes: Its size.
       off: How far the parameter's start is from its weight: the largest difference over the largest entry; 0 if it is
         rounding, and None if only shapes are known.

@@ -110,6 +110,7 @@ class Record:
     @property
     def costs(self) -> tuple[float, float]:
         """The cost of all reads of the sum if it stays in factors, and if it is formed."""
+        # In factors, the array is formed where it is read, which may be more often than the sum is made.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)

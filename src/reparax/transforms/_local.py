@@ -455,10 +455,14 @@ def _has_noise_along(x: Sum, axis: int) -> bool:
 
 
 def _made(operation: Operation, type: Any) -> Made:
-    """What made the output of an equation, which belongs to a weight of this type."""
+    """What made the output of an equation, which belongs to a weight of this type.
+
+    In a scan, data may change a weight in each step, as a mask does, while its noise is drawn before the scan.
+    """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
     weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
+    # A weight differs in more steps than data account for, if its noise is drawn in them.
     steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
     return Made(operation.out_facts, type, steps_of_data - steps_of_noise)
 

@@ -1,4 +1,4 @@
-"""Frozen and masked weights, and pruning: how many entries go and which, once, again, or with masks that regrow."""
+"""Frozen and masked weights, and pruning: which entries and how many, once, repeatedly, or with masks that regrow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reparax.numerics.select import largest, largest_of_all
 
 
 class Freeze(Reparametrization):
-    """Weights that do not train: ``w`` itself, as a fixed value.
+    """Frozen weights: ``w`` itself, as a fixed value.
 
     Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
     weight decay changes it. ``init`` is exact.
