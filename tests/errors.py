@@ -16,10 +16,11 @@ def raises(error, text):
 
 
 class Case(NamedTuple):
-    """An expression, and what Python says of the error that it raises."""
+    """An expression, what Python says of the error that it raises, and what that advises, to be run."""
 
     code: str
     said: str
+    advised: tuple[str, ...] = ()
 
     def check(self, names: dict[str, Any], **more: Any) -> None:
         """The error is this one, word for word, and the arrays that ``names`` holds are bit for bit as before."""
@@ -29,17 +30,33 @@ class Case(NamedTuple):
         except Exception as error:
             found = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         assert found == self.said, found
+        for line in self.advised:
+            _follow(line, self.said, {**names, **more})
         assert _bits(names) == before
+
+
+def _follow(line: str, said: str, names: dict[str, Any]) -> None:
+    """Runs what a text advises word for word: ``code ;; the names in it ;; where it stands``, with ``@`` for it."""
+    code, bound, around = (*line.split(" ;; "), "", "")[:3]
+    assert code in said, code
+    exec(around.replace("@", code) or code, {**names, **eval(f"dict({bound})", {**names})})
 
 
 def table(file: str) -> pytest.MarkDecorator:
     """The cases of the text beside a test file, as ``case``: each is an expression and, indented, its error.
 
-    Lines that begin with ``#`` are titles.
+    A line after it that begins with ``=>`` is code that the error advises. Lines that begin with ``#`` are titles.
     """
     blocks = re.split(r"\n+(?=\S)", Path(file).with_suffix(".txt").read_text().strip())
-    cases = [Case(*block.replace("\n    ", "\n").partition("\n")[::2]) for block in blocks if block[0] != "#"]
+    cases = [_read_case(block.replace("\n    ", "\n")) for block in blocks if block[0] != "#"]
     return pytest.mark.parametrize("case", cases, ids=[case.code for case in cases])
+
+
+def _read_case(block: str) -> Case:
+    """One case of a table."""
+    code, *lines = block.split("\n")
+    said = [line for line in lines if not line.startswith("=> ")]
+    return Case(code, "\n".join(said), tuple(line[3:] for line in lines if line.startswith("=> ")))
 
 
 def _bits(names: dict[str, Any]) -> list[Any]:

@@ -45,6 +45,11 @@ def said(path, array):
     return "kernel"
 
 
+def total(params):
+    """The sum of all entries."""
+    return sum(map(jnp.sum, jax.tree.leaves(params)))
+
+
 def step(tx, *args):
     """A step of an optimizer under ``jit``, whose program is not compiled."""
     return jax.eval_shape(tx.update, *args)
