@@ -155,27 +155,49 @@ def add_sidebar(app, page, source):
         source[0] += SIDEBAR
 
 
-NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+NAME = re.compile(r"(rpx\.)?(?:(\w+)\.)?(\w+)(?:\(.*\))?")
 PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
 """Where each public name is described."""
-WRAPPER = re.compile(r"rpx\.((?:nnx|linen|equinox|haiku)\.\w+)(?:\(.*\))?")
-"""Several libraries have wrappers of one name."""
+WRAPPERS = {"nnx", "linen", "equinox", "haiku"}
+"""Families whose names several of them have."""
+WORDS = {"main", "aux", "fixed", "field"}
+"""Names that are words of tables and trees too."""
+
+
+def place_of(code):
+    """Where a name, a call or a method of a chain is described; None for all other code."""
+    match = NAME.fullmatch(code)
+    if match is None or code in WORDS:
+        return None
+    ours, family, name = match.groups()
+    if family == "p":
+        return f"stage.Parametrization.{name}"
+    if ours and family in WRAPPERS:
+        return f"{family}.{name}"
+    place = PLACES.get(name)
+    return place if place and family in (None, place.partition(".")[0]) else None
 
 
 def link_names(app, doctree):
-    """Makes each name of the library in running text a link to its description."""
+    """Makes each name of the library in running text a link to its description, and in a chain each stage."""
     page = app.env.docname
     if page.startswith("api/") and page != "api/index":  # whose docstrings say where they link to
         return
     for literal in list(doctree.findall(nodes.literal)):
-        match = NAME.fullmatch(literal.astext())
-        name, method = match.groups() if match else (None, None)
-        wrapper = WRAPPER.fullmatch(literal.astext())
-        target = (wrapper and wrapper[1]) or PLACES.get(name) or (f"stage.Parametrization.{method}" if method else None)
-        if target and not isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
-            link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
-            literal.replace_self(link)
-            link += literal
+        if isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
+            continue
+        pieces = re.split(r"( >> )", literal.astext())
+        if any(map(place_of, pieces)):
+            literal[:] = [linked(piece, place_of(piece), page) for piece in pieces]
+
+
+def linked(code, place, page):
+    """A piece of code, as a link if it has a place."""
+    if place is None:
+        return nodes.Text(code)
+    link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{place}", refdoc=page)
+    link += nodes.inline("", code)
+    return link
 
 
 def find_by_name(app, env, node, content):
@@ -203,7 +225,7 @@ def without_empty_last_lines(app, doctree):
 
 LONG_WORD = re.compile(r"\S{28,}")  # which may not fit into a line on a phone
 BREAK = re.compile(r"(?<=[\w\])}])(?=\.[^\W\d])|(?<=[(\[{])(?=[^)\]}])|(?<=[_/=,:])(?=[@\w\"'({\[])")
-COLUMNS = re.compile(r"\S {2,}[^\s#]")  # a comment is none
+COLUMNS = re.compile(r"(?<=\S)(?<!^\.\.\.) {2,}[^\s#]", flags=re.MULTILINE)  # comments and indented lines are none
 NUMBERS = re.compile(r"[\d\s.,±%()-]*")
 INDENT = re.compile(r"(?:>>> |\.\.\. )?\s*")
 WITH_NUMBER = re.compile(r"(?<=±) |(?<=\d) (?=%|(?:dB|[KMG]i?B|ms)\b)|(?<=\bp) (?=[=<] \d)|(?<=\bp [=<]) (?=\d)")

@@ -7,7 +7,7 @@ FOLDER = Path(__file__).parent
 BUDGETS = {
     "index": 350,
     "quickstart": 800,
-    "concepts": 920,
+    "concepts": 950,
     "recognizer": 2700,
     "fine_tuning": 2000,
     "gallery": 150,
@@ -18,7 +18,7 @@ BUDGETS = {
     "own_stage": 1250,
     "evidence": 1800,
     "coming_from": 1400,
-    "questions": 1400,
+    "questions": 1450,
 }
 """Of each page of the sidebar beside the API, code and tables included."""
 TOTAL = 18_500

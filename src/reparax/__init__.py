@@ -10,7 +10,7 @@ The names that most programs use are here. Their families have more, and ``dir(r
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
 ``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
-``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
+``rpx.adapters``    small trainable differences: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``explain`` and more

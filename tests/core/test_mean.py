@@ -122,7 +122,7 @@ def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
     roles = rpx.roles(network, params, jnp.ones((5, 2)))
     p = rpx.Gaussian(0.1, axis="outputs")
     assert p.deterministic.with_axes(roles) == p.with_axes(roles).deterministic
-    assert p.deterministic.with_axes(roles).stage.axis.at("out", None) == -2
+    assert p.deterministic.with_axes(roles).stage.axis.at("axis", "out", None) == -2
 
 
 @table(__file__)

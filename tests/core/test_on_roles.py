@@ -127,6 +127,17 @@ def test_a_norm_of_factors_is_that_of_each_column_of_both():
     np.testing.assert_allclose(np.asarray(q.fold(raw)["query"]).reshape(4, 6), nearest, rtol=1e-4, atol=1e-5)
 
 
+def test_what_multiplies_rows_that_are_looked_up_is_a_product_by_program_and_by_name():
+    params = {"embedding": normal(5, 3)}
+    found = rpx.roles(lambda params, tokens: params["embedding"][tokens], params, jnp.arange(4))
+    p = rpx.norms.Sphere() >> rpx.LowRank(2)
+    q = p.with_axes(found)
+    of_u, of_v = (f"Sphere(along={axis}, where='embedding/@low_rank/{name}')" for name, axis in (("u", -1), ("v", -2)))
+    assert repr(q) == f"{of_u} >> {of_v} >> LowRank(2, columns=-1)"
+    by_program, by_name = (jax.jit(each.fold)(jax.jit(each.init)(params))["embedding"] for each in (q, p))
+    np.testing.assert_allclose(by_program, by_name, rtol=1e-6)
+
+
 def test_functions_among_the_leaves_of_a_model_have_no_roles():
     model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
     roles = rpx.roles(lambda model, x: jax.vmap(model)(x), model, X)

@@ -212,7 +212,7 @@ def on_mesh(name, axes=AxisType.Explicit):
 
 
 def slope(f, raw, key):
-    """The gradient of the sum of what ``f`` gives, by the values that train."""
+    """The gradient of the sum of what ``f`` gives, by the trainable values."""
     free, fixed = rpx.partition(raw)
 
     def total(free):

@@ -257,6 +257,70 @@ def test_every_array_is_right_in_torch_or_refused(name):
     assert (len(arrays) - len(refused), len(refused)) == COUNTS[name]
 
 
+def transposed(x, kernel, *dimensions, **how):
+    return jax.lax.dot_general(x, kernel.T, *dimensions, **how)
+
+
+class Turned(nnx.Linear):
+    """A layer that multiplies with the transposed kernel."""
+
+    def __call__(self, x):
+        return x @ self.kernel[...].T
+
+
+class Own(nnx.Module):
+    """A module of which nothing but a name is known."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(square())
+
+
+class TurnedEquinox(eqx.nn.Linear):
+    def __call__(self, x, key=None):
+        return self.weight.T @ x
+
+
+class Transposed(eqx.Module):
+    w: jax.Array
+
+    def __jax_array__(self):
+        return self.w.T
+
+
+def with_transposed_weight():
+    return eqx.tree_at(lambda layer: layer.weight, eqx.nn.Linear(N, N, key=jax.random.key(0)), Transposed(square()))
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: nnx.Linear(N, N, dot_general=transposed, rngs=nnx.Rngs(0)), "kernel"),
+        (lambda: Turned(N, N, rngs=nnx.Rngs(0)), "kernel"),
+        (Own, "kernel"),
+        (lambda: TurnedEquinox(N, N, key=jax.random.key(0)), "weight"),
+        (with_transposed_weight, "weight/w"),
+    ],
+    ids=["another function", "a subclass", "an own class", "a subclass of equinox", "a module in place of an array"],
+)
+def test_a_layer_that_may_compute_otherwise_than_its_class_has_no_layout(make, path):
+    with pytest.raises(ValueError, match=f"^to_torch: neither a name nor a class determines the axes of '{path}'"):
+        rpx.io.to_torch(rpx.Chain(), make())
+    layouts = {path: "kernel"}
+    state = rpx.io.to_torch(rpx.Chain(), numbers(make()), names={path: "w"}, layouts=layouts)
+    like = jax.eval_shape(make)
+    back = rpx.io.from_torch(rpx.Chain(), state, like, names={path: "w"}, layouts=layouts)
+    found = next(x for keys, x in items(back) if path_text(keys) == path)
+    np.testing.assert_array_equal(state["w"], np.asarray(found).T)
+
+
+def test_an_adapter_of_a_module_of_ones_own_is_read_by_its_layout():
+    like = {"dense": Own()}
+    a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, N), (N, 2)))
+    tensors, config = {"dense.lora_A.weight": a, "dense.lora_B.weight": b}, {"peft_type": "LORA", "r": 2}
+    p, raw = rpx.io.from_peft(tensors, config, like, layouts={"dense/kernel": "kernel"})
+    np.testing.assert_allclose(p.fold(raw)["dense"].kernel[...], 4 * (b @ a).T, rtol=1e-5, atol=1e-6)
+
+
 @EACH
 def test_every_matrix_is_right_in_peft_or_refused(name):
     tree, arrays = arrays_of(name)

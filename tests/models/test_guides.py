@@ -53,7 +53,7 @@ GUIDES = {
         rpx.Freeze(where="Dense_0/.*") >> rpx.WeightNorm(where="Dense_1/kernel"),
         {
             "mlp = MLP()": "mlp = rpx.linen.parametrized(MLP(), p)",
-            CREATE: 'fixed = {"fixed": variables["fixed"]}; '  # as the chain has values that do not train
+            CREATE: 'fixed = {"fixed": variables["fixed"]}; '  # as the chain has fixed values
             + CREATE.replace("mlp.apply", "lambda some, **kwargs: mlp.apply({**fixed, **some}, **kwargs)"),
         },
         {

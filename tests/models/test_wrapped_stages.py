@@ -55,7 +55,7 @@ def haiku_pair(params: Any) -> Any:
 
 
 def all_results(p: Any, params: Any) -> Any:
-    """What the models of all libraries read, and the numbers of their values that train."""
+    """What the models of all libraries read, and the numbers of their trainable values."""
     of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3, noise=4), updates="by hand")
     streams = nnx.Rngs(params=3, noise=4)
     start, key = streams.params(), streams.noise.fork()()

@@ -142,7 +142,7 @@ def test_where_no_call_can_the_user_is_told_to_update_by_hand(library: str, p: A
     if can:
         make()
     else:
-        said = r"update advances values that do not train, once per training step, which .*Call `.*update\(.*\)` after"
+        said = r"update advances fixed values, once per training step, which .*Call `.*update\(.*\)` after"
         with pytest.raises(ValueError, match=said + r' each step, and say so: `.*updates="by hand"\)`\.$'):
             make()
     make(updates="by hand")

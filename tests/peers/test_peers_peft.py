@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from flax import nnx
 from grids import mostly_thorough
 from safetensors.numpy import load_file, save_file
 
@@ -295,6 +296,52 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
         "it with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
+
+
+class Heads(torch.nn.Module):
+    """Attention of linear layers, as in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("query", "key", "value", "out"):
+            setattr(self, name, torch.nn.Linear(8, 8))
+
+    def forward(self, x):
+        q, k, v = (getattr(self, name)(x).unflatten(-1, (2, 4)).transpose(1, 2) for name in ("query", "key", "value"))
+        return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def linen_attention(x):
+    module = nn.MultiHeadDotProductAttention(num_heads=2)
+    return module.init(jax.random.key(1), x, x)["params"], lambda params, x: module.apply({"params": params}, x, x)
+
+
+def nnx_attention(x):
+    module = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(1))
+    graph, params = nnx.split(module)
+    return params, lambda params, x: nnx.merge(graph, params)(x)
+
+
+@pytest.mark.parametrize("make", [linen_attention, nnx_attention])
+@pytest.mark.parametrize("is_dora", [False, True], ids=["lora", "dora"])
+def test_attention_with_heads_goes_to_peft_and_comes_back(make, is_dora, tmp_path):
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+    params, call = make(x)
+    roles = rpx.roles(call, params, x)
+    net = Heads()
+    base = rpx.io.to_torch(rpx.Chain(), params, roles=roles)
+    net.load_state_dict({name: torch.from_numpy(w) for name, w in base.items()})
+    np.testing.assert_allclose(net(torch.from_numpy(x)).detach(), call(params, x), rtol=1e-4, atol=1e-5)
+    lora = rpx.LoRA(3, alpha=6.0)
+    p = (rpx.Freeze() >> (lora >> rpx.WeightNorm(detach=True) if is_dora else lora)).with_axes(roles)
+    free, fixed = rpx.partition(p.init(params, jax.random.key(2)))
+    raw = rpx.combine(jax.tree.map(lambda w: w + 0.3 * jnp.sin(jnp.arange(w.size)).reshape(w.shape), free), fixed)
+    model = load_into(net, *rpx.io.to_peft(p, raw, roles=roles), tmp_path / "ours")
+    want = call(p.fold(raw), x)
+    assert np.max(np.abs(want - call(params, x))) > 0.01
+    np.testing.assert_allclose(model(torch.from_numpy(x)).detach(), want, rtol=1e-4, atol=1e-5)
+    q, back = rpx.io.from_peft(*saved(model, tmp_path / "theirs"), params, roles=roles)
+    np.testing.assert_allclose(call(q.fold(back), x), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)

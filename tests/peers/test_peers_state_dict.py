@@ -361,6 +361,29 @@ def test_modules_without_trivialization_load_what_is_written(map, layout):
         np.testing.assert_allclose(x.detach(), before[name], rtol=0, atol=1e-12)
 
 
+def test_a_module_of_several_styles_loads_what_is_written():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abcd"}).double()
+    old(torch.nn.utils.weight_norm)(model["a"])
+    parametrizations.weight_norm(model["b"])
+    for name in "cd":
+        parametrizations.orthogonal(model[name], orthogonal_map="cayley", use_trivialization=name == "d")
+    like = {name: {"kernel": np.eye(3)} for name in "abcd"}
+    p = rpx.WeightNorm(where="[ab]/kernel") >> rpx.Orthogonal(where="[cd]/kernel")
+    rules = {"orthogonal_map": {"[cd]/kernel": "cayley"}}
+    with jax.enable_x64():
+        raw = rpx.io.from_torch(p, model.state_dict(), like, **rules)
+        for how in ({"style": {"a/.*": "hooks", "c/.*": "no_trivialization"}}, {"like": model.state_dict()}):
+            state = rpx.io.to_torch(p, raw, **rules, **how)
+            before = {name: x.detach().numpy() for name, x in weights(model).items()}
+            with torch.no_grad():
+                for x in model.parameters():
+                    x.zero_()
+            model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=True)
+            for name, x in weights(model).items():
+                np.testing.assert_allclose(x.detach(), before[name], rtol=0, atol=1e-12)
+
+
 def steps_of_torch(model, targets, n_steps=10):
     """Steps of gradient descent away from where the modules are."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -46,6 +46,7 @@ def said(path: str) -> str:
 
 # What a page shows ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", [page for page in PROGRAMS if blocks(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):

@@ -115,6 +115,14 @@ def test_pages_link_to_the_descriptions_of_what_they_name(page):
     assert re.search(r'href="[./]*api/\w+\.html#reparax\.\w+', text[text.index("<article") : text.index("</article>")])
 
 
+def test_each_stage_of_a_chain_leads_to_its_own_description():
+    text = (SITE / "concepts.html").read_text()
+    stages = r'<a [^>]*#reparax\.sparse\.Freeze".{1,200}</a>.{1,60}&gt;&gt;.{1,60}<a [^>]*#reparax\.adapters\.LoRA"'
+    assert re.search(stages, text)
+    assert "numbers.html#reparax.numbers.Bounded" in (SITE / "choosing.html").read_text()
+    assert "#reparax.stage.fixed" not in (SITE / "quickstart.html").read_text()
+
+
 FIRST = {"lora": "adapters", "weight norm": "norms", "freeze": "sparse", "spectral": "norms"}
 
 

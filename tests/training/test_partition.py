@@ -35,6 +35,18 @@ def assert_parted(raw: Any, free: set[str]) -> None:
     assert {name.removesuffix("/value") for name in labelled} == free
 
 
+def test_a_tree_with_markers_is_parametrized() -> None:
+    params = {"w": X, "tied": X}
+    for p in (rpx.WeightNorm(axis=-1), rpx.Tie({"tied": "w"}), rpx.VarNoise(0.1) >> rpx.Freeze()):
+        raw = p.init(params)
+        assert rpx.is_parametrized(raw)
+        assert rpx.is_parametrized(jax.eval_shape(p.init, params))
+        assert not rpx.is_parametrized(p.fold(raw))
+    assert not rpx.is_parametrized(rpx.VarNoise(0.1).init(params))
+    with pytest.raises(TypeError, match="is_parametrized takes"):
+        rpx.is_parametrized(rpx.VarNoise(0.1))
+
+
 def test_only_floating_arrays_of_a_plain_tree_train() -> None:
     raw = {
         "array": jnp.ones(2),

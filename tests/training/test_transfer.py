@@ -1,6 +1,7 @@
 """Raw trees and the states of optimizers, from one chain to another."""
 
 import collections
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -153,8 +154,8 @@ def test_a_chain_that_cannot_start_at_the_weights_is_refused():
         ValueError,
         "transfer would change the model: Orthogonal() cannot start at the weights before. In units of the largest "
         "entry of each array it would change 'd' by 0.9, 'f' by 0.75, 'a' by 0.5, 1 more. Leave these arrays out with "
-        "`where`, take stages that can represent them, or pass `nearest=True` to start where "
-        "`new.init(old.fold(raw))` does.",
+        "`where`, take stages that can represent them, or pass `nearest=True` to start as near as "
+        "it can.",
     ):
         rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params)
     moved = rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params, nearest=True)
@@ -170,8 +171,8 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
     with raises(
         ValueError,
         "transfer cannot compare traced weights with those that VarNoise(0.1) >> WeightNorm() starts at: it computes "
-        "new values of 'b/kernel'. Call it outside of `jax.jit`, or pass `nearest=True` to start where "
-        "`new.init(old.fold(raw))` does.",
+        "new values of 'b/kernel'. Call it outside of `jax.jit`, or pass `nearest=True` to start as near as "
+        "it can.",
     ):
         jax.eval_shape(lambda raw: rpx.transfer(old, new, raw), raw)
     for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
@@ -210,6 +211,125 @@ def test_codes_stay_under_an_adapter_that_starts_at_zero():
     raw = init(stored, {"w": normal(8, 4)})
     got = rpx.transfer(stored, stored >> rpx.LoRA(2, columns=-1, where="w"), raw)
     assert_equal(got["w"]["@lora"]["@fixed"]["w"], raw["w"])
+
+
+# ---- adapters
+
+LORA, LORA_OF_4 = rpx.LoRA(2, alpha=4.0), rpx.LoRA(4, alpha=8.0, columns=-1)
+
+
+def difference(raw, c, path=("a", "kernel", "@lora")):
+    """The scaled product of the factors, in numpy."""
+    for name in path:
+        raw = raw[name]
+    a, b = (np.asarray(raw[name], np.float64) for name in "ab")
+    return c * a.reshape(len(a), -1) @ b.reshape(len(b), -1)
+
+
+@pytest.mark.parametrize(
+    ("new", "c"),
+    [
+        (rpx.LoRA(2), 1),
+        (rpx.LoRA(2, alpha=1.0), 0.5),
+        (rpx.LoRA(4, alpha=8.0), 2),
+        (rpx.LoRA(4, alpha=4.0, use_rslora=True), 2),
+        (rpx.LoRA(3, alpha=1.5, init_weights="pissa"), 0.5),
+    ],
+    ids=repr,
+)
+def test_a_lora_of_another_rank_or_scale_keeps_the_base_and_the_adapter(new, c):
+    old = rpx.Freeze() >> LORA
+    raw = moved(init(old, PARAMS, jax.random.key(1)))
+    got = rpx.transfer(old, rpx.Freeze() >> new, raw)
+    assert jax.tree.structure(got) == jax.tree.structure(raw)
+    assert_equal(got["a"]["kernel"]["@lora"]["@fixed"], raw["a"]["kernel"]["@lora"]["@fixed"])
+    assert_equal(got["a"]["kernel"]["@lora"]["a"][:, :2], raw["a"]["kernel"]["@lora"]["a"])
+    np.testing.assert_allclose(difference(got, c), difference(raw, 2), rtol=1e-5, atol=1e-6)
+    assert np.all(got["a"]["kernel"]["@lora"]["b"][2:] == 0)
+    assert np.all(np.any(got["a"]["kernel"]["@lora"]["a"] != 0, 0))  # so that the new rows of b train
+
+
+@pytest.mark.parametrize("axes", [{"columns": (1, 2)}, {"columns": (0, 2)}, {"stacked": 1}], ids=repr)
+def test_so_does_one_of_heads_and_of_layers(axes):
+    old, new = rpx.LoRA(2, alpha=4.0, **axes), rpx.LoRA(3, alpha=1.0, **axes)
+    raw = moved(old.init({"w": normal(4, 3, 5)}, jax.random.key(1)))
+    np.testing.assert_allclose(new.fold(rpx.transfer(old, new, raw))["w"], old.fold(raw)["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_many_ranks_and_scales_run_in_one_program():
+    served, programs = rpx.LoRA(8, alpha=16.0, columns=-1), []
+
+    @jax.jit
+    def apply(raw, x):
+        programs.append(raw)
+        return x @ served.apply(raw)["w"]
+
+    w, x = normal(12, 9), normal(3, 12, seed=1)
+    for i, adapter in enumerate([LORA_OF_4, replace(LORA_OF_4, alpha=3.0), replace(LORA_OF_4, rank=8)]):
+        raw = moved(adapter.init({"w": w}, jax.random.key(i)))
+        want = x @ (np.asarray(w, np.float64) + difference(raw, adapter.alpha / adapter.rank, ("w", "@lora")))
+        got = apply(rpx.transfer(adapter, served, raw), x)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    assert len(programs) == 1
+
+
+def test_a_smaller_rank_is_the_nearest_and_is_refused_unless_the_weights_stay():
+    old, new = rpx.LoRA(3, columns=-1), rpx.LoRA(2, alpha=1.0, columns=-1)
+    raw = old.init({"w": normal(5, 4)}, jax.random.key(1))
+    raw["w"]["@lora"]["b"] = normal(3, 4, seed=1)
+    with pytest.raises(ValueError, match=r"transfer would change the model: LoRA\(2, .*\) cannot start at the weights"):
+        rpx.transfer(old, new, raw)
+    got = rpx.transfer(old, new, raw, nearest=True)
+    u, singular, vh = np.linalg.svd(difference(raw, 1, ("w", "@lora")))
+    want = u[:, :2] * singular[:2] @ vh[:2]
+    np.testing.assert_allclose(difference(got, 0.5, ("w", "@lora")), want, rtol=1e-4, atol=1e-5)
+    assert_equal(got["w"]["@lora"]["@fixed"], raw["w"]["@lora"]["@fixed"])
+    grown = rpx.transfer(new, replace(old, rank=6), got)
+    again = rpx.transfer(replace(old, rank=6), new, grown)
+    np.testing.assert_allclose(new.fold(again)["w"], new.fold(got)["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [rpx.Freeze(), rpx.Quantized("int8", where=".*/kernel", axis=-1)], ids=repr)
+def test_a_dora_takes_the_base_the_adapter_and_its_moments_from_a_lora(base):
+    old, new = base >> LORA, base >> LORA >> rpx.WeightNorm(detach=True)
+    raw = moved(init(old, PARAMS, jax.random.key(1)))
+    got = rpx.transfer(old, new, raw)
+    assert_equal(got["a"]["kernel"]["@weight_norm"]["v"], raw["a"]["kernel"])
+    assert_same_model(got, old, raw, new)
+    tx = rpx.optimizer(optax.adam(1e-3))
+    state = trained(tx, raw)
+    moments = rpx.transfer(old, new, state, like=raw)[0].mu["a"]["kernel"]["@weight_norm"]
+    assert_equal(moments["v"], state[0].mu["a"]["kernel"])
+    assert np.all(moments["g"] == 0)
+
+
+@pytest.mark.parametrize("alpha", [8.0, 2.0])
+def test_the_moments_of_a_larger_rank_begin_with_those_of_the_smaller_where_the_slope_is_the_same(alpha):
+    new = rpx.LoRA(4, alpha=alpha)
+    raw = init(LORA, PARAMS, jax.random.key(1))
+    state = trained(optax.adam(1e-3), raw)
+    got, before = transferred(LORA, new, state)[0].nu["a"]["kernel"]["@lora"], state[0].nu["a"]["kernel"]["@lora"]
+    np.testing.assert_array_equal(got["a"], np.pad(before["a"], ((0, 0), (0, 2))))
+    np.testing.assert_array_equal(got["b"], np.pad(before["b"] * (alpha == 8.0), ((0, 2), (0, 0))))
+
+
+MERGING = [
+    (rpx.Freeze() >> LORA, rpx.Freeze() >> rpx.adapters.Rotated(5)),
+    (LORA, rpx.LoRA(2, alpha=4.0, rows=1)),
+    (LORA >> rpx.WeightNorm(detach=True), rpx.adapters.Delta()),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), MERGING, ids=repr)
+def test_an_adapter_that_would_become_a_part_of_another_base_is_refused(old, new):
+    raw = moved(init(old, PARAMS, jax.random.key(1)))
+    with raises(
+        ValueError,
+        f"transfer would merge the adapter of LoRA(2, alpha=4.0) at 'a/kernel' into the base of {new[-1]!r}. Keep LoRA "
+        f"for this array, or pass `nearest=True` to merge it.",
+    ):
+        rpx.transfer(old, new, raw)
+    assert_same_model(rpx.transfer(old, new, raw, nearest=True), old, raw, new)
 
 
 def test_numbers_over_the_whole_tree_become_numbers_by_array():
@@ -290,7 +410,7 @@ def test_a_tree_of_another_chain_is_refused():
     with raises(
         ValueError,
         "Chain().apply does not know '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the chain "
-        "that made it; `p.check(raw, like=params)` lists every difference. For what stage k of a longer chain reads, "
+        "that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer chain, "
         "call its `apply(raw, key, upto=k)`.",
     ):
         rpx.transfer(rpx.Chain(), NEW, raw)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from reparax.axes._reading import Reading, is_weight
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins, union
-from reparax.core.axes_by_roles import visit_with_roles
+from reparax.core.axes_at import visit_with_roles
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
-from reparax.core.paths import Names, PyTree
+from reparax.core.paths import PyTree
 from reparax.core.raw import Flat
 from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
 from reparax.programs.call import Arguments, check_call, given_options
@@ -209,8 +209,8 @@ def check_axes(
     require_chains("axes.check_axes(p, loss, params, batch)", p)
     misfits_by_stage = list[Sequence[Misfit]]()
 
-    def visit(stage: Any, tree: Flat, roles_of_arrays: Mapping[Names, Role]) -> list[Any]:
-        misfits_by_stage.append(stage._unwrapped._misfits(tree, roles_of_arrays))
+    def visit(stage: Any, tree: Flat) -> list[Any]:
+        misfits_by_stage.append(stage._unwrapped._misfits(tree))
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)

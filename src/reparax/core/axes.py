@@ -18,7 +18,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.paths import AxisNames
-from reparax.core.raw import OTHER_CHAIN
+from reparax.core.raw import OTHER_CHAIN, Leaf
 from reparax.core.roles import WORDS, Numbers
 from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arguments import is_whole
@@ -84,8 +84,8 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     return checked_axes
 
 
-def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
-    """The numbers of ``axes`` in an array with these axis names; names that it does not have are left out.
+def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
+    """The numbers of ``axes`` in an array; names that it does not have are left out.
 
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
@@ -94,14 +94,16 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     for axis in _as_tuple(axes):
         if isinstance(axis, int):
             numbers.append(axis)
-        elif names is None or names.count(axis) > 1 or axis in WORDS:
+            continue
+        names = None if leaf is None else leaf.axes.names
+        if names is None or names.count(axis) > 1 or axis in WORDS:
             number_axes(axis, names)  # raises the error
         else:
             numbers += [i for i, name in enumerate(names) if name == axis]
     return tuple(sorted(numbers))
 
 
-def require_axes(who: object, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
+def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) -> None:
     """Requires that each axis name in ``axes`` is one of these arrays' names: :func:`find_axes` would ignore a typo.
 
     Arrays without any names do not count: :func:`find_axes` refuses them by their paths.
@@ -109,9 +111,10 @@ def require_axes(who: object, field: str, axes: Axes, names: Sequence[AxisNames 
     Raises:
       ValueError: If arrays have axis names, and none has the name of an axis.
     """
-    known_names = {name: None for array_names in names for name in array_names or ()}
-    for axis in _as_tuple(axes):
-        if isinstance(axis, str) and known_names and axis not in known_names:
+    given_names = [axis for axis in _as_tuple(axes) if isinstance(axis, str)]
+    known_names = {name: None for leaf in leaves for name in leaf.axes.names or ()} if given_names else {}
+    for axis in given_names:
+        if known_names and axis not in known_names:
             list_of_names = ", ".join(repr(name) for name in known_names if name is not None) or "none"
             raise ValueError(
                 f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The names there "
@@ -142,11 +145,6 @@ def has_names(axes: Axes | None) -> bool:
 def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
     """Whether any of these axes is given by what the network does with it."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
-
-
-def words_to_numbers(axes: Axes, numbers: Mapping[Any, Numbers]) -> tuple[Axis, ...]:
-    """``axes`` with numbers in place of words."""
-    return tuple(number for axis in _as_tuple(axes) for number in numbers.get(axis, (axis,)))
 
 
 def _refuse_word(axis: str) -> None:
@@ -180,6 +178,15 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
 
     numbers = tuple(map(number, _as_tuple(axes)))
     return numbers if isinstance(axes, tuple) else numbers[0]
+
+
+def numbered_fields(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
+    """The axes of each field by number, with names as those of the array; only ``"stacked"`` counts all its axes."""
+    names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
+    names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
+    others = {name: axes for name, axes in axes_of_field.items() if name != "stacked" and has_names(axes)}
+    numbered = {name: number_axes(axes, names_of_one) for name, axes in others.items()}
+    return {**axes_of_field, **numbered, "stacked": stacked}
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:

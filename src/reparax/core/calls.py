@@ -121,8 +121,8 @@ def describe_non_stage(x: Any) -> str:
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):
         return (
-            "a function. Make a stage of it, `rpx.numbers.Elementwise(function, its_inverse)`, or call it on the "
+            "a function. Turn it into a stage, `rpx.numbers.Elementwise(function, its_inverse)`, or call it on the "
             "weights."
         )
     text = f"{x!r} of type" if isinstance(x, bool | int | float | str | None) else "a value of type"
-    return f"{text} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
+    return f"{text} {type(x).__name__}. Join only stages: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."

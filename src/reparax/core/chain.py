@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes_by_roles import visit_with_roles
+from reparax.core.axes_at import visit_with_roles
 from reparax.core.calls import (
     CallName,
     checked_key,
@@ -27,10 +27,10 @@ from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, t
 from reparax.core.names import METHODS, VERBS
 from reparax.core.originals import require_unmoved, undo, with_array
 from reparax.core.origins import Origins
-from reparax.core.paths import Names, PyTree, types_of_result
+from reparax.core.paths import PyTree, types_of_result
 from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
-from reparax.core.roles import Misfit, Role
+from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.site import Site, identity
 from reparax.core.start import follow, start, with_boxes
@@ -69,7 +69,7 @@ class Parametrization(Static, ABC):
     """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
+    """Whether ``update`` also changes trainable values, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""
@@ -158,14 +158,17 @@ class Parametrization(Static, ABC):
         """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
 
         :meth:`fold` gives the weights that the model reads; this gives those under the stages. A pruned or masked
-        weight has its own number again, bit for bit; a frozen one and the base of an adapter are as they were; what
-        else trains under noise, pruning or a spectral norm is as trained. It is what torch calls the original of a
-        parametrization: ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
+        weight has its own number again, bit for bit; a frozen one and the base of an adapter, also under the norm of
+        DoRA, are as they were; what else trains under noise, pruning or a spectral norm is as trained. Of
+        :class:`Quantized` these are the weights for which the codes stand. In a jitted step the arrays are those of
+        ``raw``, not copies. It is what torch calls the original of a parametrization:
+        ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays.
           ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
             arrays, as those of :class:`Orthogonal`, or several that train together, as those of :class:`WeightNorm`.
+            What is pruned under a norm, ``fold(raw, without=MagnitudePruning)`` gives with the norm.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -301,8 +304,8 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
-    def raw_paths(self, params: PyTree) -> dict[str, str]:
-        """For each array of ``params``, the path at which the raw tree holds its value.
+    def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
+        """For each array of ``params``, the path at which the raw tree holds its value; of a tie to several, each path.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
@@ -316,13 +319,18 @@ class Parametrization(Static, ABC):
         steps = plan_for(self, types_of_result(with_any_key(self.init), params)).steps
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
-        def owner(path: str) -> str:
-            for sources in reversed(sources_of_stages):
-                while path in sources:
-                    path = sources[path]
-            return path
+        def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
+            """Where the values are of an array after these stages."""
+            if not stages:
+                return [path]
+            *earlier, last = stages
+            if path not in last:
+                return owners(path, earlier)
+            return [owner for source in last[path] for owner in owners(source, stages)]
 
-        return {leaf.path: owner(leaf.path) for leaf in flatten(params).leaves() if leaf.is_there}
+        paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
+        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
@@ -351,8 +359,8 @@ class Parametrization(Static, ABC):
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
 
-        def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
-            stages = stage._unwrapped._with_axes(tree, known)
+        def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
+            stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
@@ -398,6 +406,8 @@ class Parametrization(Static, ABC):
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     _is_layout: ClassVar[bool] = False
     """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
+    _converts: ClassVar[tuple[str, ...]] = ()
+    """The fields in which another stage of the class may differ whose raw values ``_convert`` takes."""
 
     @property
     def update_reads(self) -> tuple[str, ...]:
@@ -454,11 +464,11 @@ class Parametrization(Static, ABC):
         """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
         return False
 
-    def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
-        """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
+    def _with_axes(self, tree: Flat) -> list[Any]:
+        """The stage with axes as numbers, for a tree of types with the roles of arrays in a network."""
         return [self]
 
-    def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+    def _misfits(self, tree: Flat) -> Iterable[Misfit]:
         """Where axes of the stage are not those that it means in that network."""
         return ()
 

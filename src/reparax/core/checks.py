@@ -35,7 +35,7 @@ def locate_errors(who: object) -> Generator[None]:
     except KeyError as error:
         raise ValueError(
             f"{who}: looked up {error}, which is not there. If it is a raw value, restore the whole raw tree; if not, "
-            f"mend the formula that looks it up."
+            f"correct the formula that looks it up."
         ) from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error

@@ -1,6 +1,7 @@
 """The configuration of a chain as JSON, to store beside a checkpoint, and the names of stages in markers."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -334,6 +335,7 @@ def is_base(cls: type) -> bool:
     return inspect.isabstract(cls) or (cls.__name__.startswith("_") and is_of_package(cls))
 
 
+@functools.cache
 def is_of_package(cls: type) -> bool:
     """Whether this package defines a class."""
     return _package(cls) == __name__.partition(".")[0]

@@ -314,10 +314,12 @@ class ByPath:
         deciding = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in deciding), tuple(self.numbers[i] for i in deciding))
 
-    def at(self, path: str, array: Any) -> Any:
-        """The number for the array at ``path``, which an expression matches."""
-        (number,) = self.of([path]).numbers
-        return number
+    def at(self, name: str, path: str, array: Any) -> Any:
+        """The number, or the axes, of the field ``name`` for the array at ``path``."""
+        i = self.index_of(path)
+        if i is None:
+            raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
+        return self.numbers[i]
 
     def require_all_decide(self, who: str, paths: Sequence[str]) -> None:
         """Requires that each expression decides for one of these paths."""
@@ -340,21 +342,20 @@ class ByArray:
     function: Callable[[str, Any], Any]
     check: Check = dataclasses.field(compare=False)
     who: str = dataclasses.field(compare=False)
-    name: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
         return config.code(self.function)
 
-    def at(self, path: str, array: Any) -> Any:
+    def at(self, name: str, path: str, array: Any) -> Any:
         """The number for an array; the function gets its shape and dtype only."""
         try:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It takes the path, and "
+                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It takes the path, and "
                 f"the shape and dtype of the array without its numbers."
             ) from error
-        return self.check(number, self.who, f"{self.name} at {path!r}")
+        return self.check(number, self.who, f"{name} at {path!r}")
 
 
 def by_array(check: Check) -> Check:
@@ -368,7 +369,7 @@ def by_array(check: Check) -> Check:
             return _check_by_path(value, who, name, check)
         # A function of one argument is a schedule.
         takes_array = callable(value) and takes(value, 2, unsure=False)
-        return ByArray(value, check, who, name) if takes_array else check(value, who, name)
+        return ByArray(value, check, who) if takes_array else check(value, who, name)
 
     return check_each
 

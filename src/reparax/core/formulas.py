@@ -91,7 +91,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
 
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
     """The key with which ``update`` draws at each site, or the keys of its stacked arrays."""
-    draws = [(number, str(site.draw_path)) for number, site in zip(step.numbers, step.sites, strict=True)]
+    draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
     # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
     keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
     for site, key_here in zip(step.sites, keys, strict=True):
@@ -148,7 +148,7 @@ def total_penalty(plan: Plan) -> Array:
 
 
 def total_log_det(plan: Plan) -> Array:
-    """The sum of the log-determinants over the values that train."""
+    """The sum of the log-determinants over the trainable values."""
     log_dets = list[Array]()
     producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
     trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]

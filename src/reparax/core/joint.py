@@ -20,7 +20,7 @@ from reparax.core.config import code
 from reparax.core.leafwise import Leafwise, reader
 from reparax.core.paths import Names, path_text
 from reparax.core.raw import Flat, Leaf, Node
-from reparax.core.roles import Misfit, Role
+from reparax.core.roles import Misfit
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
 from reparax.core.where import check_where, why_nothing
@@ -154,7 +154,7 @@ class Joint(Leafwise):
         """The stage at arrays that its expressions join, with their stacked axes as numbers."""
         who = who.at(*(leaf.path for leaf in group.values()))
         with checks.locate_errors(who):
-            axes = {name: find_axes(self.stacked, self.names_at(leaf)) for name, leaf in group.items()}
+            axes = {name: find_axes(self.stacked, leaf) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
             if who.method == "init":
                 _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
@@ -212,17 +212,17 @@ class Joint(Leafwise):
 
         return map_stacked(self.stacked_axes, number_of_group)(wide_values)
 
-    def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
+    def _with_axes(self, tree: Flat) -> list[Any]:
         """The stage with its stacked axes as numbers, which are the same in all groups."""
         if self.arrays is None or not are_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
-        members = [leaf for group in groups for leaf in group.values()]
-        stacked = {leaf.path: roles[leaf.place].stacked if leaf.place in roles else () for leaf in members}
+        roles = {leaf.path: leaf.told for group in groups for leaf in group.values()}
+        stacked = {path: () if role is None else role.stacked for path, role in roles.items()}
         with checks.locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
-    def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
+    def _misfits(self, tree: Flat) -> Sequence[Misfit]:
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:

@@ -15,163 +15,176 @@ from itertools import chain, combinations
 from typing import Any
 
 from reparax.core.names import layers_of_library
-from reparax.core.paths import has_ancestor
-from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, show_axes
+from reparax.core.paths import AxisNames, has_ancestor
+from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, one_or_tuple
 
 Spec = tuple[Any, ...]
 """The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
 Sizes = tuple[int | None, ...]
 """The sizes of axes; None where any will do."""
 
+_NO_ROLE = Role()
+
 
 @dataclass(frozen=True)
-class Convention:
+class KnownAxes:
     """The axes of an array as the layer that holds it has them, or as arrays of its name mostly have.
 
     Attributes:
-      axes: A letter for each axis; empty if they are not known.
-      sizes: The sizes of these axes.
+      role: The roles of the axes of one array, whose ``shape`` is None where any size will do; of no shape if they are
+        not known.
+      why: Why they are not known, or not of an array of another shape.
       source: The class of the layer, or the name of the array in a plain tree.
-      why: Why the axes are not known; empty if they are.
       is_class: Whether a module holds the array, so that only its class says the axes: further axes are then stacked.
       beside: The numbers of the other leaves of the same layer, with the sizes of their axes.
+      names: The names of the axes, in the box of the array.
     """
 
-    axes: str = ""
-    sizes: Sizes = ()
-    source: str = ""
+    role: Role = _NO_ROLE
     why: str = ""
+    source: str = ""
     is_class: bool = False
     beside: tuple[tuple[int, Sizes], ...] = ()
+    names: AxisNames | None = None
 
     @property
-    def is_of_layer(self) -> bool:
-        """Whether a class says its axes."""
-        return self.is_class and bool(self.axes)
+    def sizes(self) -> Any:
+        """The size of each axis of one array; empty if they are not known."""
+        return self.role.shape
 
     @property
-    def is_vector(self) -> bool:
+    def are_of_layer(self) -> bool:
+        """Whether a class says them."""
+        return self.is_class and bool(self.sizes)
+
+    @property
+    def are_of_vector(self) -> bool:
         """Whether no product contracts the array."""
-        return bool(self.axes) and set(self.axes) <= {"v", "s"}
+        return bool(self.sizes) and not (self.role.inputs or self.role.outputs)
 
-    @property
-    def is_table(self) -> bool:
-        """Whether its rows are looked up."""
-        return "r" in self.axes
+    def of_factor(self, axes: Sequence[str], ranks: Mapping[str, int]) -> KnownAxes:
+        """Those of a factor whose axes are ``rows``, ``columns`` and others between factors, of these sizes."""
+        if not self.sizes:
+            return replace(self, names=None)
+        groups = {"rows": self.role.inputs, "columns": self.role.outputs}
+        followed = tuple(chain(*(groups.get(axis, (axis,)) for axis in axes)))
+        sizes: Any = tuple(ranks.get(axis) if isinstance(axis, str) else self.sizes[axis] for axis in followed)
+        role = self.role.follow([None if isinstance(axis, str) else axis for axis in followed], sizes, None)
+        return KnownAxes(role, self.why, f"a factor of {self.source}" if self.is_class else self.source, self.is_class)
 
-    def of_factor(self, axes: Sequence[str], ranks: Mapping[str, int]) -> Convention:
-        """What is known of a factor whose axes are ``rows``, ``columns`` and others between factors, of these sizes."""
-        if not self.axes:
-            return self
-        between = "o" if "rows" in axes else "i"
-        parts = {"rows": self._part("irw"), "columns": self._part("o")}
-        found = [parts.get(axis, (between, (ranks.get(axis),))) for axis in axes]
-        sizes = tuple(chain(*(sizes for _, sizes in found)))
-        source = f"a factor of {self.source}" if self.is_class else self.source
-        return replace(self, axes="".join(letters for letters, _ in found), sizes=sizes, source=source, beside=())
+    def stacks(self, shape: Numbers, given: Numbers = ()) -> list[Numbers]:
+        """The axes that may be the stacked ones in an array of that shape: those without which it is of the layer.
 
-    def _part(self, letters: str) -> tuple[str, Sizes]:
-        """The letters of axes that are among ``letters``, and their sizes."""
-        chosen = [i for i, letter in enumerate(self.axes) if letter in letters]
-        return "".join(self.axes[i] for i in chosen), tuple(self.sizes[i] for i in chosen)
-
-    def stacks(self, shape: Numbers) -> list[Numbers]:
-        """The axes that may be the stacked ones in an array of that shape: those without which it is of the layer."""
-        if not self.is_of_layer:
-            return [()] if len(shape) == len(self.axes) else []
-        return list(stacks_of(shape, self.sizes))
-
-    def role(self, shape: Numbers, dtype: Any, stacked: Numbers | None = None) -> Role:
-        """The role of an array of that shape; ``stacked`` are axes of independent arrays that the user gave.
-
-        Raises:
-          ValueError: If the array does not fit, or does in several ways.
+        Only ``given`` axes, if the user gave any, may be those of an array that no layer holds.
         """
-        stacks = self.stacks(shape)
-        if stacked:
-            stacks = [stacked] if _fits_without(stacked, shape, self.sizes) else []
-        if not self.axes or len(stacks) != 1:
-            raise ValueError(self.why or self._expected(stacks))
-        axes = [axis for axis in range(len(shape)) if axis not in stacks[0]]
-        return self.role_of_axes(axes, stacks[0], shape, dtype)
+        if not self.sizes or not (self.is_class or given or len(shape) == len(self.sizes)):
+            return []
+        return [stack for stack in _stacks_of(shape, self.sizes) if given in ((), stack)]
 
-    def role_of_axes(self, axes: Sequence[int], stacked: Numbers, shape: Numbers, dtype: Any) -> Role:
-        """The role of an array whose ``axes`` have the letters, in ascending order, and whose others are stacked."""
+    def role_of(self, w: Any, stacked: Numbers = (), tree: Any = None) -> Role:
+        """The role of an array like ``w``, or one that says why the layer, or others in ``tree``, do not give it.
 
-        def axes_with(letters: str) -> Numbers:
-            return tuple(axis for axis, letter in zip(axes, self.axes, strict=True) if letter in letters)
-
-        inputs, outputs, stacks = axes_with("irw"), axes_with("o"), tuple(sorted((*stacked, *axes_with("s"))))
-        role = Role(inputs=inputs, outputs=outputs, stacked=stacks, shape=shape, dtype=dtype)
-        if self.is_vector:
-            return replace(role, why=f"it is a bias or a scale of {self.source}")
-        how = LOOKUP if self.is_table else PRODUCT
-        use = Use(inputs, outputs, stacks, line=self.source, how=how, windows=axes_with("w"))
-        return replace(role, uses=(use,))
+        ``stacked`` are axes of independent arrays that the user gave.
+        """
+        stacks = self.stacks(w.shape, stacked)
+        is_known = len(stacks) == 1
+        why = self._why_not_stacked(w, stacks[0], tree) if is_known else self.why or self._expected(stacks)
+        if why:
+            return Role(why=why, shape=w.shape, dtype=w.dtype)
+        (stack,), places = stacks, iter(range(len(self.sizes)))
+        followed = [None if axis in stack else next(places) for axis in range(w.ndim)]
+        return self.role.follow(followed, w.shape, w.dtype, stack)
 
     def _expected(self, stacks: Sequence[Numbers]) -> str:
         """What the layer holds there, and which axes may be stacked if there are several ways."""
-        if not self.is_class:
-            return f"only an array of {len(self.axes)} axes says it by the name {self.source!r}"
         held = f"{self.source} has one of shape {self.sizes}"
         if not stacks:
             return held
-        return f"{held}, so the stacked axes may be {' or '.join(show_axes(stack) for stack in stacks)}"
+        return f"{held}, so the stacked axes may be {' or '.join(str(one_or_tuple(stack)) for stack in stacks)}"
+
+    def _why_not_stacked(self, w: Any, stacked: Numbers, tree: Any) -> str:
+        """Why these axes are not those of a stack of layers: another array of the layer has others in ``tree``."""
+        sizes = tuple(w.shape[axis] for axis in stacked)
+        for number, sizes_of_one in self.beside if tree else ():
+            place = tree.frame.places[number]
+            shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
+            if shape is None:
+                continue
+            found = [tuple(shape[axis] for axis in stack) for stack in _stacks_of(shape, sizes_of_one)]
+            if sizes not in found:
+                there = found[0] if found else shape[: len(shape) - len(sizes_of_one)]
+                return f"{self.source} has stacked axes of sizes {sizes} there, but {there} at {place[-1]!r}"
+        return ""
 
 
-def stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
+def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
     """The axes of an array of that shape without which it has these sizes, those in front first."""
-    if len(shape) >= len(sizes):
-        stacks = combinations(range(len(shape)), len(shape) - len(sizes))
-        yield from (stack for stack in stacks if _fits_without(stack, shape, sizes))
+    for stacked in combinations(range(len(shape)), max(len(shape) - len(sizes), 0)):
+        rest = [n for axis, n in enumerate(shape) if axis not in stacked]
+        if len(rest) == len(sizes) and all(want in (None, n) for n, want in zip(rest, sizes, strict=True)):
+            yield stacked
 
 
-def _fits_without(stacked: Numbers, shape: Numbers, sizes: Sizes) -> bool:
-    """Whether an array of that shape, without its stacked axes, has the sizes that are expected."""
-    rest = [n for axis, n in enumerate(shape) if axis not in stacked]
-    return len(rest) == len(sizes) and all(want in (None, n) for n, want in zip(rest, sizes, strict=True))
+def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
+    """The role of an array whose axes have these letters and sizes."""
+
+    def axes_with(chosen: str) -> Numbers:
+        return tuple(axis for axis, letter in enumerate(letters) if letter in chosen)
+
+    inputs, outputs, stacked = axes_with("irw"), axes_with("o"), axes_with("s")
+    if not inputs and not outputs:
+        return Role(stacked=stacked, why=f"it is a bias or a scale of {source}", shape=sizes)
+    how = LOOKUP if "r" in letters else PRODUCT
+    use = Use(inputs, outputs, stacked, line=source, how=how, windows=axes_with("w"))
+    return Role(inputs, outputs, stacked, uses=(use,), shape=sizes)
 
 
 PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"
 _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "table"})
 
 
-def convention_by_name(name: str) -> Convention:
+@functools.cache
+def known_by_name(name: str) -> KnownAxes:
     """What a plain tree says of an array of that name."""
-    axes = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return Convention(axes, (None,) * len(axes), source=name, why=PLAIN)
+    letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
+    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), PLAIN, name)
 
 
-def conventions_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, Convention]:
+def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, KnownAxes]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out.
 
     Some leaves stand in ``boxes``, which are no nodes of the tree. ``same`` gives for each leaf the number of the first
     that is the same parameter, of which modules may say different axes.
     """
-    conventions = dict[int, Convention]()
+    known = dict[int, KnownAxes]()
 
     def visit(node: Any, start: int, why: str) -> None:
         """Adds what is known of the leaves of a node, from the number ``start`` on; ``why`` is for all others."""
         cls = node.node_data()[0] if node.node_data() else None
         if cls is None and why:
-            conventions.setdefault(start, Convention(why=why, is_class=True))
+            known.setdefault(start, KnownAxes(why=why, is_class=True))
         if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
             why = f"no class that reparax knows holds it, but {cls.__name__}"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"{layer[1]} holds it, but does not say its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
-            conventions.update(_arrays_of_layer(*layer, module, boxes))
+            known.update(_arrays_of_layer(*layer, module, boxes))
         for child in node.children():
             visit(child, start, why)
             start += child.num_leaves
 
     visit(treedef, 0, "")
-    for number, convention in list(conventions.items()):
-        first = conventions.get(same[number], convention)
-        if first.axes != convention.axes:
-            sources = " and ".join(x.source or "a module of another class" for x in (first, convention))
-            conventions[same[number]] = Convention(why=f"{sources} share it, with other axes", is_class=True)
-    return conventions
+    for number, axes in list(known.items()):
+        first = known.get(same[number], axes)
+        if _uses_of(first) != _uses_of(axes):
+            sources = " and ".join(x.source or "a module of another class" for x in (first, axes))
+            known[same[number]] = KnownAxes(why=f"{sources} share it, with other axes", is_class=True)
+    return known
+
+
+def _uses_of(axes: KnownAxes) -> Any:
+    """What a class says of the axes of an array, beside their sizes and its own name."""
+    return len(axes.sizes), axes.role.stacked, [replace(use, line="") for use in axes.role.uses]
 
 
 @functools.cache
@@ -212,27 +225,28 @@ def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]
 
 def _arrays_of_layer(
     base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any, boxes: Mapping[int, Any]
-) -> dict[int, Convention]:
+) -> dict[int, KnownAxes]:
     """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places.
 
     An attribute that is no array is a module or another node, which may compute it from others.
     """
-    conventions = dict[int, Convention]()
+    known = dict[int, KnownAxes]()
     changed = _changed_function(base, module)
     for attribute, (letters, *sizes) in arrays_of(module).items():
+        leaf = vars(module).get(attribute)
+        if not isinstance(leaf, int) or _has_hook(box := boxes.get(leaf)):
+            continue
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
-        convention = Convention(axes, tuple(chain(*groups)), source=name, is_class=True)
+        known[leaf] = KnownAxes(role_by_letters(axes, tuple(chain(*groups)), name), source=name, is_class=True)
         if changed:
-            convention = Convention(why=f"{name} has another {changed} there", is_class=True)
-        leaf = vars(module).get(attribute)
-        if isinstance(leaf, int) and not _has_hook(box := boxes.get(leaf)):
-            other = f"no class that reparax knows holds it, but {type(box).__name__}"
-            conventions[leaf] = Convention(why=other, is_class=True) if _reads_otherwise(box) else convention
-    sizes_of = [(leaf, convention.sizes) for leaf, convention in conventions.items()]
+            known[leaf] = KnownAxes(why=f"{name} has another {changed} there", is_class=True)
+        if _reads_otherwise(box):
+            why = f"no class that reparax knows holds it, but {type(box).__name__}"
+            known[leaf] = KnownAxes(why=why, is_class=True)
     return {
-        leaf: replace(convention, beside=tuple(beside for beside in sizes_of if beside[0] != leaf))
-        for leaf, convention in conventions.items()
+        leaf: replace(axes, beside=tuple((other, of_other.sizes) for other, of_other in known.items() if other != leaf))
+        for leaf, axes in known.items()
     }
 
 

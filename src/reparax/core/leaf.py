@@ -304,7 +304,7 @@ class Reparametrization(Leafwise):
 
     def _require_readable(self, stage: Self, leaf: Leaf) -> None:
         """Requires that raw values will tell the axes of stacked layers that the array's layer tells."""
-        if self._in_place or stage.stacked == self.stacked or not leaf.convention.is_of_layer:
+        if self._in_place or stage.stacked == self.stacked or not leaf.axes.are_of_layer:
             return
         with checks.locate_errors(CallName(self, "init", (leaf.path,))):
             w = type_of(leaf.content)

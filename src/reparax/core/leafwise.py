@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -15,31 +15,31 @@ from jax import Array
 
 from reparax.core.axes import (
     EACH,
+    LAST,
     Axes,
     AxesCheck,
+    are_words,
     check_front_axes,
     count_from_front,
     each_stacked,
     find_axes,
     has_names,
     map_stacked,
-    number_axes,
+    numbered_fields,
     one_stacked,
     require_axes,
     require_names_fit,
     stacked_axes_error,
     why_axes_do_not_fit,
 )
-from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
-from reparax.core.axes_by_roles import Roles, misfits, with_axes
+from reparax.core.axes_at import axes_at, misfits, stacked_at, types_to_try, with_axes
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.paths import AxisNames
 from reparax.core.raw import Flat, Leaf, Node
-from reparax.core.roles import Misfit, Numbers
+from reparax.core.roles import STACKED, Misfit, Numbers
 from reparax.core.site import Site
 from reparax.core.values import OTHERS
 from reparax.core.where import (
@@ -53,7 +53,6 @@ from reparax.core.where import (
 )
 from reparax.numerics.arithmetic import is_array
 
-StackedAt = Callable[[Leaf, Any], Numbers]
 T = TypeVar("T")
 
 
@@ -162,80 +161,85 @@ class Leafwise(Parametrization):
         return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
     @cached_property
+    def _given_axes(self) -> dict[str, Any]:
+        """The axes of each field, as they are given."""
+        return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
+
+    @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
         """The fields of axes that are given by path."""
-        axes = {name: self._varying_fields.get(name) for name in (*self._axis_fields, "stacked")}
-        return {name: value for name, value in axes.items() if isinstance(value, ByPath)}
+        return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
     def _uses_axis_names(self) -> bool:
         """Whether any axis is given by name."""
-        axes_of_fields = [getattr(self, name) for name in (*self._axis_fields, "stacked")]
-        return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
+        axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
+        return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
     @cached_property
-    def _is_uniform(self) -> bool:
-        """Whether :meth:`_for_leaf` is the stage itself for each array."""
-        return not (self._varying_fields or self._uses_axis_names or lacks_axes(self))
+    def unset_axes(self) -> dict[str, str]:
+        """The fields of axes with a meaning in networks that nobody set, with that meaning."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: word for name, word in self.by_roles.items() if getattr(self, name) == defaults[name]}
+
+    @cached_property
+    def axes_asked(self) -> dict[str, Any]:
+        """The fields of axes that are for the array's role to say, with words for them: these are given, or unset."""
+        given = {name: axes for name, axes in self._given_axes.items() if are_words(axes) and name != "stacked"}
+        return self.unset_axes | given
+
+    @cached_property
+    def asks_stacked(self) -> bool:
+        """Whether the stacked axes are for the array's role to say."""
+        if are_words(self.stacked):
+            return True
+        if self.stacked != () or (self.elementwise and not self.axes_asked):
+            return False
+        # Axes by number, and those that are called stacked, count all axes of the array, as nobody set ``stacked``.
+        others = [getattr(self, name) for name in self._axis_fields if name not in self.axes_asked]
+        counts_all = any(are_words(axes, (STACKED,)) for axes in self.axes_asked.values())
+        return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
+
+    @property
+    def lacks_axes(self) -> bool:
+        """Whether nobody set axes without which the stage cannot act on an array."""
+        return self.needs_axes and bool(self.unset_axes)
 
     @cached_property
     def stacked_axes(self) -> Numbers:
         """The stacked axes of an array, for the stage as it acts on one."""
         return find_axes(self.stacked, None)
 
+    @cached_property
+    def _typical(self) -> Self:
+        """This stage with typical numbers, which do for shapes and dtypes, where they differ between arrays."""
+        numbers = self._varying_fields.keys() - self._axes_by_path.keys()
+        return replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self
+
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
         if not self._varying_fields:
             return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in self._varying_fields.items()})
+        return replace(self, **{name: value.at(name, path, like) for name, value in self._varying_fields.items()})
 
-    def at_path(self, path: str) -> Self | None:
-        """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not self._axes_by_path:
-            return self
-        if not all(axes.matches(path) for axes in self._axes_by_path.values()):
-            return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
-
-    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False, stacked: Numbers | None = None) -> Self:
-        """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
+    def _for_leaf(self, leaf: Leaf, w: Any, stacked: Numbers = ()) -> Self:
+        """This stage with the numbers and axes for one array like ``w``.
 
         Names of stacked axes that the array does not have are ignored. ``stacked`` are axes of a type that stands for
         the array.
         """
-        if self._is_uniform:
-            return self
-        for name, axes in self._axes_by_path.items():
-            if not axes.matches(leaf.path):
-                raise ValueError(
-                    f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
-                )
-        stage = self
-        if typical:
-            number_fields = self._varying_fields.keys() - self._axes_by_path.keys()
-            stage = replace(self, **dict.fromkeys(number_fields, TYPICAL))
-        stage = with_axes_by_convention(stage.for_array(leaf.path, w), leaf, w, stacked=stacked)
-        return stage._with_numbered_axes(self.names_at(leaf))
-
-    def _with_numbered_axes(self, names: AxisNames | None) -> Self:
-        """This stage with numbers in place of axis names, for an array whose axes have these ``names``."""
-        stacked = find_axes(self.stacked, names)
-        named = {name: getattr(self, name) for name in self._axis_fields if has_names(getattr(self, name))}
-        if not named and not has_names(self.stacked):
-            return self
-        names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-        numbered: dict[str, Any] = {name: number_axes(axes, names_of_one) for name, axes in named.items()}
-        return replace(self, **numbered, stacked=stacked)
-
-    def names_at(self, leaf: Leaf) -> AxisNames | None:
-        """The axis names of an array, if this stage needs any."""
-        return leaf.axis_names if self._uses_axis_names else None
+        stage = self.for_array(leaf.path, w)
+        axes = axes_at(stage, leaf, w, stacked)
+        if self._uses_axis_names:
+            axes = numbered_fields(stage._given_axes | axes, leaf)
+        is_same = all(getattr(stage, name) == value for name, value in axes.items())
+        return stage if is_same else replace(stage, **axes)
 
     def _what_sets_axes(self, leaf: Leaf) -> tuple[Any, ...]:
         """What the axes of this stage at an array depend on beside the array's type."""
         path = leaf.path if self._axes_by_path else None
-        return self.names_at(leaf), path, leaf.convention if lacks_axes(self) else None
+        return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
 
     # Which leaves the stage acts on.
 
@@ -293,8 +297,8 @@ class Leafwise(Parametrization):
             if why := self._dtype_error(w):
                 raise ValueError(why)
             stage = self._for_leaf(leaf, w)
-            if (names := self.names_at(leaf)) is not None:
-                require_names_fit(names, w)
+            if self._uses_axis_names and leaf.axes.names is not None:
+                require_names_fit(leaf.axes.names, w)
             stage._require_taken(w)
         return stage
 
@@ -328,14 +332,10 @@ class Leafwise(Parametrization):
         """The array of raw values, without randomness."""
         raise NotImplementedError
 
-    def _selected(self, method: str, leaves: Sequence[Leaf], stacked_at: StackedAt | None = None) -> list[Leaf]:
-        """The leaves of a tree on which the stage acts; ``stacked_at`` gives the stacked axes of one."""
+    def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves of a tree on which the stage acts."""
         who = CallName(self, method)
-
-        def acts_by_default(leaf: Leaf) -> bool:
-            return self._acts_by_default(who, leaf, stacked_at or self._stacked_at)
-
-        chosen = choose(who, self.where, leaves, acts_by_default)
+        chosen = choose(who, self.where, leaves, partial(self._acts_by_default, who))
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
             return []
         if not chosen:
@@ -343,33 +343,28 @@ class Leafwise(Parametrization):
         chosen = without_unmatched(who, self._varying_fields, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
-            require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
+            require_axes(who, "stacked", self.stacked, chosen)
         return chosen
 
-    def _acts_by_default(self, who: CallName, leaf: Leaf, stacked_at: StackedAt) -> bool:
+    def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
         """Whether the stage acts on a main value if ``where`` is not given."""
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
             return True  # the effective array does not show the type of the model's
-        if self.at_path(leaf.path) is None:
+        if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
         w = leaf.array
         with locate_errors(who.at(leaf.path)):
-            stacked = stacked_at(leaf, w)
+            stacked = stacked_at(self._typical.for_array(leaf.path, None), leaf, w)
         return stacked_axes_error(w, stacked) is None and self._ask(self.default, one_stacked(w, stacked))
 
-    def _stacked_at(self, leaf: Leaf, w: Any) -> Numbers:
-        """The stacked axes of an array: those of the stage, or if it has none, those of the array's layer."""
-        stage: Any = self.at_path(leaf.path)
-        return find_axes(stage.stacked, self.names_at(leaf)) or stack_by_convention(stage, leaf, w)
+    def _with_axes(self, tree: Flat) -> list[Any]:
+        return with_axes(self, tree)
 
-    def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
-        return with_axes(self, tree, roles)
-
-    def _misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
-        return misfits(self, tree, roles)
+    def _misfits(self, tree: Flat) -> Iterable[Misfit]:
+        return misfits(self, tree)
 
 
 class Reading(NamedTuple):
@@ -399,7 +394,7 @@ def reader(stage: Any, who: CallName) -> Read:
             types = leaf.content.arrays()
             group = (*stage._what_sets_axes(leaf), *types.items())
             if group not in readings:
-                readings[group] = read_values(stage, leaf, types)
+                readings[group] = _checked(read_values(stage, leaf, types), types)
         leaf.reading = readings[group]
         return leaf.reading
 
@@ -426,23 +421,18 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 
     Raises:
       ValueError: If values of arrays that are stacked along different axes are of these types.
-      Exception: Whatever the formula raises on values that it does not take, if none has the shape of the array.
+      Exception: Whatever the formula raises on values that it does not take, if no aligned one has the type.
     """
     aligned = stage._aligned(types)
     if aligned is not None:
-        stage_here = stage._for_leaf(leaf, aligned, typical=True)
-        try:
-            stage_here._require_start(types, aligned)  # which says more than a formula that fails on wrong values
-            return Reading(stage_here, jax.ShapeDtypeStruct(aligned.shape, _type_made(stage_here, types).dtype))
-        except Exception as error:
-            return Reading(stage_here, aligned, error)
+        return Reading(stage._typical._for_leaf(leaf, aligned), aligned)
     candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break  # values of one number of axes are those of one number of stacks
         with suppress(Exception):
             reading = _read_as(stage, leaf, w, stacked, types)
-            if leaf.convention.stacks(reading.effective.shape) == [stacked]:
+            if leaf.axes.stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
@@ -450,17 +440,24 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that say along which axes layers are stacked, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    reading = next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+    return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
+
+
+def _checked(reading: Reading, types: Mapping[str, Any]) -> Reading:
+    """The reading of values of these types, with what is wrong with them, and with the dtype that the formula gives."""
+    stage, effective = reading.stage, reading.effective
     try:
-        reading.stage._require_start(types, reading.effective)
+        stage._require_start(types, effective)  # which says more than a formula that fails on wrong values
+        if effective is stage._aligned(types):
+            effective = jax.ShapeDtypeStruct(effective.shape, _type_made(stage, types).dtype)
     except Exception as error:
         return reading._replace(error=error)
-    return reading
+    return reading._replace(effective=effective)
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
     """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
-    stage_here = stage._for_leaf(leaf, w, typical=True, stacked=stacked)
+    stage_here = stage._typical._for_leaf(leaf, w, stacked)
     return Reading(stage_here, _type_made(stage_here, types))
 
 

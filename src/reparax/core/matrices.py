@@ -52,7 +52,8 @@ class Layout:
     def split(self, axes: ValueAxes, x: Array) -> Array:
         """The inverse of :meth:`merge`; columns are as many as rows if they have no sizes, and numbers stay."""
         if axes is not None:
-            shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in self.sizes.get(axis, (size,))]
+            merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
+            shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
             return x.reshape(shape) if shape else x
         if x.ndim != 2:
             return x

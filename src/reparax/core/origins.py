@@ -65,34 +65,32 @@ def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence
 
 
 def _trace_doublings(start: Start, arrays: Mapping[str, Any]) -> Iterator[tuple[Shapes, Shapes]]:
-    """The shapes of arrays and raw values: the original ones, and those after each doubling that works."""
-    leaves, treedef = jax.tree.flatten(dict(arrays))
+    """The shapes of arrays and raw values: the original ones, and those after each doubling that works.
 
-    def trace(lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
-        grown = treedef.unflatten([_double(x, lengths) if is_array(x) else x for x in leaves])
-        return _shapes_of(grown), _shapes_of(types_of_result(start, grown))
-
-    def trace_if_possible(lengths: Collection[Length]) -> tuple[Shapes, Shapes] | None:
-        try:
-            shapes = trace(lengths)
-        except Exception:  # a stage may refuse such a shape with any exception
-            return None
-        return shapes if _ranks(shapes) == _ranks(original) else None
-
-    original = trace(())
+    What was doubled stays so. A length that is refused waits for the next ones: a square matrix takes two together.
+    """
+    original = _trace(start, arrays, ())
     yield original
-    working = list[Length]()
-    waiting = list[Length]()  # those that were refused: a square matrix takes two lengths together
+    doubled, waiting = list[Length](), list[Length]()
     for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
         for together in dict.fromkeys([(*waiting, length), (length,)]):  # one, if none are waiting
-            shapes = trace_if_possible([*working, *together])
-            if shapes is not None:
+            try:
+                shapes = _trace(start, arrays, [*doubled, *together])
+            except Exception:  # a stage may refuse such a shape with any exception
+                continue
+            if _ranks(shapes) == _ranks(original):
                 yield shapes
-                working += together
+                doubled += together
                 waiting = [candidate for candidate in waiting if candidate not in together]
                 break
         else:
             waiting.append(length)
+
+
+def _trace(start: Start, arrays: Mapping[str, Any], lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
+    """The shapes of arrays with these lengths doubled, and those of their raw values."""
+    grown = jax.tree.map(lambda x: _double(x, lengths) if is_array(x) else x, dict(arrays))
+    return _shapes_of(grown), _shapes_of(types_of_result(start, grown))
 
 
 def _lengths(shape: Sequence[int]) -> list[Length]:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +217,8 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
+        if not boxes:
+            return _names(keypath)
         return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
 
     return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
@@ -259,10 +261,3 @@ def describe(x: Any) -> str:
     if not is_array(x):
         return type(x).__name__
     return f"{dtype_of(x)}{list(x.shape)}"
-
-
-class Transformation(NamedTuple):
-    """A transformation with optax's interface."""
-
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]

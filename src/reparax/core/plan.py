@@ -25,7 +25,7 @@ from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, paramete
 from reparax.core.site import Site, Stages, identity, read_value
 from reparax.core.unchanged import recompute
 
-UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+UPTO = "For the input of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
 CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 
@@ -36,18 +36,16 @@ class Step:
     Attributes:
       stage: The stage, and not its mean.
       sites: Where it acts.
-      numbers: For each site the number of the stage there, among those of its kind that act on the array so far.
       made: The types of the arrays that it makes, by their key paths.
       draws: Whether it draws random numbers; a stage that could and does not gives its mean.
     """
 
     stage: Any
     sites: Sequence[Site]
-    numbers: Sequence[int]
     made: Mapping[Names, Any]
     draws: bool
 
-    @property
+    @cached_property
     def draws_noise(self) -> bool:
         """Whether its draws depend on the types of arrays alone, so that several can be drawn together."""
         return self.draws and self.stage.draws_by_type
@@ -99,9 +97,9 @@ def plan(method: str, stages: Stages, raw: Flat) -> Plan:
         stage = stage_or_mean._unwrapped
         sites = stage.sites(method, tree.before(stages[i + 1 :]))
         counts.update((stage.kind, site.draw_path) for site in sites)
-        numbers = [counts[stage.kind, site.draw_path] for site in sites]
+        sites = [replace(site, draw_number=counts[stage.kind, site.draw_path]) for site in sites]
         made = _types_made(sites, tree)
-        steps.append(Step(stage, sites, numbers, made, draws=stage_or_mean.stochastic))
+        steps.append(Step(stage, sites, made, draws=stage_or_mean.stochastic))
         swaps = [site.swaps({name: made[place] for name, place in site.arrays.items()}) for site in sites]
         tree = tree.swap([swap for swaps_of_site in swaps for swap in swaps_of_site])
     return Plan(raw, steps, tree)

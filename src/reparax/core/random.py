@@ -145,7 +145,7 @@ def draw_at_sites(
     sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
     for i in acting:
         group = _group_key(sites[i], arrays) if step.draws_noise else i
-        groups_of_number.setdefault(step.numbers[i], {}).setdefault(i if group is None else group, []).append(i)
+        groups_of_number.setdefault(sites[i].draw_number, {}).setdefault(i if group is None else group, []).append(i)
     draws = dict[int, Array]()
     for number in sorted(groups_of_number):
         groups = list(groups_of_number[number].values())

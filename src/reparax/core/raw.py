@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from reparax.core.boxes import box_of_parameter, is_box_of_one, value_in, with_value
-from reparax.core.layers import Convention, convention_by_name, conventions_by_class
+from reparax.core.layers import KnownAxes, known_by_class, known_by_name
 from reparax.core.names import import_stage
 from reparax.core.paths import (
-    AxisNames,
     Elsewhere,
     Names,
     PyTree,
@@ -33,6 +32,7 @@ from reparax.core.paths import (
     require_one_place,
     type_of,
 )
+from reparax.core.roles import Role
 from reparax.core.values import Value, value_of
 from reparax.numerics.arithmetic import is_array
 
@@ -41,6 +41,8 @@ OTHER_CHAIN = (
     "another chain made this raw tree. "
     "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
 )
+
+_NO_ROLE = Role(why="its axes follow none of the network's")
 
 
 STAGES: dict[str, Any] = {}
@@ -89,16 +91,15 @@ class Leaf:
         return self.content if self.reading is None else self.reading.effective
 
     @cached_property
-    def convention(self) -> Convention:
+    def axes(self) -> KnownAxes:
         """What is known of its axes before any program runs."""
-        return Convention() if self.tree is None else self.tree.convention_at(self.place)
+        return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
-    def axis_names(self) -> AxisNames | None:
-        """The names of its axes in the box of its parameter, if it has the axes of the parameter."""
-        if self.tree is None or not is_aligned(self.place):
-            return None
-        return self.tree.frame.axis_names.get(self.tree.parameter_of(self.place))
+    def told(self) -> Role | None:
+        """Its role in the program of a network, if the tree has roles."""
+        roles = None if self.tree is None else self.tree.roles
+        return None if roles is None else roles.get(self.place, _NO_ROLE)
 
     @property
     def is_state(self) -> bool:
@@ -421,11 +422,6 @@ class Frame:
     first_places: Mapping[Names, Names]
 
     @cached_property
-    def axis_names(self) -> Mapping[Names, AxisNames | None]:
-        """The names of the axes of each parameter that has a box with names."""
-        return {place: axis_names(box) for place, box in self.boxes.items()}
-
-    @cached_property
     def parameters(self) -> frozenset[Names]:
         """The places, to look them up."""
         return frozenset(self.places)
@@ -440,12 +436,17 @@ class Frame:
         return frozenset(place for place, flag in zip(self.places, flags, strict=True) if flag)
 
     @cached_property
-    def conventions(self) -> Mapping[Names, Convention]:
-        """What the classes of modules say of the parameters in them."""
+    def axes(self) -> Mapping[Names, KnownAxes]:
+        """What is known of the axes of each parameter: by its module or its name, and by its box."""
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
         same = [numbers[self.first_places.get(place, place)] for place in self.places]
-        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef, boxes, same).items()}
+        by_class = known_by_class(self.treedef, boxes, same)
+        known = [by_class.get(i) or known_by_name(place[-1] if place else "") for i, place in enumerate(self.places)]
+        for i, box in boxes.items():
+            if (names := axis_names(box)) is not None:
+                known[i] = replace(known[i], names=names)
+        return dict(zip(self.places, known, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,12 +458,14 @@ class Flat:
       arrays: The arrays.
       boxes: The box of each raw value that has one.
       later: The stages of the chain after the one that is asked for its sites.
+      roles: The roles of arrays in the program of a network, if it told them.
     """
 
     frame: Frame
     arrays: Mapping[Names, Any]
     boxes: Mapping[Names, Any] = field(default_factory=dict[Names, Any])
     later: Sequence[Any] = ()
+    roles: Mapping[Names, Role] | None = None
 
     def parameter_of(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
@@ -484,22 +487,19 @@ class Flat:
         """The tree for a stage that stands before these."""
         return replace(self, later=later)
 
-    def convention_at(self, place: Names) -> Convention:
+    def axes_at(self, place: Names) -> KnownAxes:
         """What is known of the axes of the value at a place."""
-        parameter = self.parameter_of(place)
-        convention = self.frame.conventions.get(parameter) or convention_by_name(parameter[-1] if parameter else "")
-        if place == parameter:
-            return convention
+        axes = self.frame.axes[self.parameter_of(place)]
         for value in _marked_values(place):
             if _has_axes_of_array(value.declared):
                 continue
-            mark, axes = value.node[-1], value.declared.axes
+            mark, declared = value.node[-1], value.declared.axes
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
-            if not axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                return Convention(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
+            if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
+                return KnownAxes(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
             ranks = vars(makers[0]) if len(makers) == 1 else {}
-            convention = convention.of_factor(axes, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
-        return convention
+            axes = axes.of_factor(declared, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
+        return axes
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
         """A description of each place; an empty node has none."""

@@ -1,10 +1,10 @@
-"""Text of reports: lines that are alike as one, sections, and sizes in bytes. It knows nothing of the rest."""
+"""Text of reports: lines that are alike as one, and sizes in bytes. It knows nothing of the rest."""
 
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -73,21 +73,6 @@ def _join_run(i: int, lines: list[Line]) -> Line:
     parts = (*first.parts[:i], f"{first.parts[i]}..{last.parts[i]}", *first.parts[i + 1 :])
     members = tuple(path for line in lines for path in line.members)
     return Line(parts, first.value, sum(line.count for line in lines), members)
-
-
-Row = tuple[str, tuple[str, str]]
-"""A path, a type and a reason."""
-
-
-def write_sections(head: str, titles: tuple[str, str], rows: Sequence[tuple[bool, Row]]) -> str:
-    """A head, and below it a section of the rows whose flag is true, and one of the others; by their titles."""
-    lines = [head]
-    for title, title_flag in zip(titles, (True, False), strict=True):
-        section = fold_lines(row for flag, row in rows if flag is title_flag)
-        lines += [f"  {title}:"] if section else []
-        width = max((len(row.path) for row in section), default=0)
-        lines += [f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}".rstrip() for row in section]
-    return "\n".join(lines)
 
 
 def size_in_bytes(x: Any) -> int:

@@ -85,24 +85,31 @@ class Role:
             return ""
         return "; ".join(f"inputs {use.inputs} and outputs {use.outputs} in {use.line}" for use in self.uses)
 
-    def of_value(self, followed: Sequence[int | None], shape: Numbers, dtype: Any) -> Role:
-        """The role of a raw value whose axes follow the axes ``followed`` of the array.
+    def follow(self, followed: Sequence[int | None], shape: Numbers, dtype: Any, stacked: Numbers = ()) -> Role:
+        """The role of an array whose axes follow the axes ``followed`` of this one.
 
-        An axis of a factor that follows none, such as a rank, is between the two factors: an output of the one with
-        inputs, and an input of the one with outputs.
+        Axes that follow none are ``stacked``, or such as a rank: between two factors of this array, where they are an
+        output of the one with inputs, and an input of the one with outputs.
         """
+        place_of = {axis: place for place, axis in enumerate(followed) if axis is not None}
 
         def followers(axes: Numbers) -> Numbers:
-            return tuple(i for i, axis in enumerate(followed) if axis is not None and axis in axes)
+            return tuple(sorted(place_of[axis] for axis in axes if axis in place_of))
 
-        inputs, outputs, stacked = followers(self.inputs), followers(self.outputs), followers(self.stacked)
-        between = tuple(i for i, axis in enumerate(followed) if axis is None)
-        if inputs and not outputs:
-            outputs = between
-        elif outputs and not inputs:
-            inputs = between
-        uses = tuple(replace(use, windows=followers(use.windows)) for use in self.uses)
-        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, uses=uses, shape=shape, dtype=dtype)
+        def with_followers(record: Any) -> Any:
+            stacks = tuple(sorted((*followers(record.stacked), *stacked)))
+            return replace(record, inputs=followers(record.inputs), outputs=followers(record.outputs), stacked=stacks)
+
+        uses = list[Use]()
+        for use in self.uses:
+            is_product = use.how == LOOKUP and not followers(use.inputs)  # a factor that the rows looked up multiply
+            how = PRODUCT if is_product else use.how
+            uses.append(replace(with_followers(use), how=how, windows=followers(use.windows)))
+        role = replace(with_followers(self), uses=tuple(uses), shape=shape, dtype=dtype)
+        between = tuple(place for place, axis in enumerate(followed) if axis is None and place not in stacked)
+        if role.inputs and not role.outputs:
+            return replace(role, outputs=between)
+        return replace(role, inputs=between) if role.outputs and not role.inputs else role
 
     def unknown(self) -> Numbers:
         """The axes of more than one index whose role is unknown."""
@@ -149,9 +156,9 @@ class Misfit:
     def __str__(self) -> str:
         lines = ", ".join(dict.fromkeys(use.line for use in self.role.uses))
         return (
-            f"{self.stage} takes {self.field}={show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
+            f"{self.stage} takes {self.field}={one_or_tuple(self.got)} at {self.path!r} of shape {self.role.shape}, "
             f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
-            f"axes {self.role.stacked} ({lines}). Write {self.field}={show_axes(self.expected)}, or "
+            f"axes {self.role.stacked} ({lines}). Write {self.field}={one_or_tuple(self.expected)}, or "
             f"`p.with_axes(rpx.roles(loss, params, batch))`."
         )
 
@@ -165,6 +172,6 @@ class Misfits(tuple[Misfit, ...]):
         return "\n".join(map(str, self)) or "All axes fit."
 
 
-def show_axes(axes: Numbers) -> str:
+def one_or_tuple(axes: Sequence[Any]) -> Any:
     """A single axis as a number, several in a tuple."""
-    return repr(axes[0] if len(axes) == 1 else axes)
+    return axes[0] if len(axes) == 1 else tuple(axes)

@@ -30,8 +30,9 @@ class Site:
       values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
       nodes: For each array the key path of its marker dict; none, if the stage has no markers.
       draw_path: The path that is hashed into the key, counted also where nothing is drawn; None if it is not.
+      draw_number: The number of the stage among those of its kind that act on the array, counted from 1 in a plan.
       reads: The key paths of arrays that the formulas read and leave where they are.
-      copies: For the path of each array without a value of its own, the path at which its value is.
+      copies: For the path of each array without a value of its own, the paths at which its values are.
       formula: What the stage does here, if it is not the same at all arrays.
       types: The types of the effective arrays, if they are known.
       call: How the formulas are called, if arrays of one type share what is traced.
@@ -43,8 +44,9 @@ class Site:
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
     draw_path: str | None = None
+    draw_number: int = 0
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
-    copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     formula: Any = None
     types: Mapping[str, Any] | None = None
     call: Any = None

@@ -87,7 +87,7 @@ def main(
 
 
 def aux() -> Value:
-    """A raw value that trains, which other stages leave alone by default: a length, a scale.
+    """A trainable raw value on which other stages do not act by default: a length, a scale.
 
     A value without an entry is auxiliary if a main value has one, and a main value otherwise.
     """
@@ -95,7 +95,7 @@ def aux() -> Value:
 
 
 def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] = ()) -> Value:
-    """A raw value that does not train.
+    """A raw value that is not trainable.
 
     Args:
       base: Whether it holds the model's own array, as the base of an adapter does. ``Freeze() >> LoRA(2)`` acts on it.

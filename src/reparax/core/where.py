@@ -236,8 +236,8 @@ def by_path(where: Where) -> bool:
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
-    if leaf.convention.is_of_layer:
-        return leaf.convention.is_vector
+    if leaf.axes.are_of_layer:
+        return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
@@ -247,8 +247,8 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 def is_table(leaf: Leaf) -> bool:
     """Whether an array is a table of embeddings, by its layer or its name."""
-    if leaf.convention.is_of_layer:
-        return leaf.convention.is_table
+    if leaf.axes.are_of_layer:
+        return leaf.axes.role.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 

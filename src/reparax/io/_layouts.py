@@ -5,6 +5,7 @@ out) and one (out, in), cannot be told apart, and a square one loads into torch 
 unknown, and whoever writes or reads such an array refuses it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from reparax.core.paths import Names, PyTree, items, path_text
+from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
 # For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
@@ -26,9 +28,11 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "embedding": (None, False),
     "vector": (None, False),
 }
+HEADS = {"to_heads": 1, "from_heads": 2}
+"""For kernels of attention, ``(in, heads, dim)`` and ``(heads, dim, out)``, how many axes are inputs."""
 EXPERTS = "experts:"
 """Begins the layout of a stack of matrices that is one tensor in torch too: what follows is the layout of each."""
-LAYOUTS = (*_CHANNELS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
+LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
 def layout_of_matrix(layout: str) -> str:
@@ -48,21 +52,32 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
 
 
 def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """``shape``, or any sequence with one entry per axis, in torch's order; of a vector, only that along it."""
+    """The shape in torch, where vectors and heads are merged."""
     if layout == "vector":
-        return tuple(shape[:1])
+        return (math.prod(shape),)
+    if layout in HEADS:
+        return merged_shape(shape, layout)[::-1]
     return tuple(shape[axis] for axis in axis_order(layout, len(shape)))
+
+
+def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
+    """The inputs and the outputs of a kernel of attention."""
+    return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 
 def write_layout(x: Array, layout: str) -> Array:
     """Converts our array to torch's layout."""
-    if layout == "vector":  # (out, 1, ..., 1) here
+    if layout == "vector":  # (out, 1, ..., 1) here, or (heads, dim)
         return x.reshape(-1)
+    if layout in HEADS:
+        return x.reshape(merged_shape(x.shape, layout)).T
     return _flip_kernel(x.transpose(axis_order(layout, x.ndim)), layout)
 
 
 def read_layout(x: Array, layout: str) -> Array:
-    """Converts torch's array to our layout; a vector still lacks its axes of size 1."""
+    """Converts torch's array to our layout; what is merged in torch still is."""
+    if layout in HEADS:
+        return x.T
     return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
 
 
@@ -87,12 +102,14 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
     if by_rule in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
         raise ValueError(f"the layout {by_rule!r} is for matrices {axes}, but {name!r} has shape {shape}.")
-    if by_rule == "vector" and max(shape[1:], default=1) > 1:
-        raise ValueError(f"the layout 'vector' is for arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
-    if by_rule is not None and by_rule.startswith(EXPERTS) and len(shape) != 3:
+    if by_rule == "vector" and max(shape[1:], default=1) > 1 and not (len(shape) == 2 and name.endswith("bias")):
         raise ValueError(
-            f"the layout {by_rule!r} is for stacks of matrices with three axes, but {name!r} has shape {shape}."
+            f"the layout 'vector' is for arrays (out, 1, ..., 1) and biases (heads, dim), but {name!r} has shape "
+            f"{shape}."
         )
+    if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
+        what = "kernels of attention" if by_rule in HEADS else "stacks of matrices"
+        raise ValueError(f"the layout {by_rule!r} is for {what} with three axes, but {name!r} has shape {shape}.")
     if by_rule is not None:  # a kernel that is the same in torch has its inputs first there too
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
     layout, axes = of_module or _NAMES.get(name, (None, 0))
@@ -130,12 +147,16 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 
 
 def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
-    """The layout of each array that the class of its module tells, or else Haiku's names, by path."""
+    """The layout of each array that the class of its module tells, or else Haiku's names, by path.
+
+    It is None for an array in a module of which it is not known how it computes, whatever the array's name.
+    """
     layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
         if which := _known_class(node):
             layouts |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
-    return layouts
+    known = flatten(tree).frame.axes.items()
+    return layouts | {path_text(place): (None, 0) for place, axes in known if axes.is_class and not axes.sizes}
 
 
 def _known_class(node: object) -> tuple[str, str] | None:
@@ -159,15 +180,17 @@ _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1,)): "kernel",
     (PRODUCT, (1,), (0,)): "same",
     (LOOKUP, (0,), (1,)): "embedding",
+    (PRODUCT, (0,), (1, 2)): "to_heads",
+    (PRODUCT, (0, 1), (2,)): "from_heads",
 }
-"""The layout of a matrix that the network uses in this way, with these inputs and outputs."""
+"""The layout of an array that the network uses in this way, with these inputs and outputs."""
 
 
 def layout_of(role: Role, count: int) -> str | None:
     """The layout of an array without its first ``count`` axes, along which layers are stacked; None if it is not told.
 
     A table that is looked up and is the output layer too is an embedding. Nothing tells whether other stacked arrays
-    are layers without names or experts in one tensor, nor how torch merges the heads of attention.
+    are layers without names or experts in one tensor.
     """
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):

@@ -20,7 +20,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.axes import list_axes
-from reparax.core.axes_by_roles import roles_of
+from reparax.core.axes_at import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
@@ -62,14 +62,16 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
         raise ValueError(f"cannot make a name of {name!r} for {path!r}: {error}.") from error
 
 
-def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
-    """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
-    if isinstance(maps, str):
-        words = dict.fromkeys(paths, maps)
+def given_words(
+    paths: Sequence[str], words: str | Rules, argument: str, what: str, known: Sequence[str]
+) -> dict[str, str]:
+    """A word for each parameter for which a rule of an argument gives one, or one word for all."""
+    if isinstance(words, str):
+        word_of = dict.fromkeys(paths, words)
     else:
-        words = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
-    _require_words(words.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
-    return words
+        word_of = {path: word for path, (word, *_) in _match_rules(paths, words, argument).items()}
+    _require_words(word_of.values(), what, known)
+    return word_of
 
 
 def _require_words(words: Iterable[str], what: str, known: Sequence[str]) -> None:
@@ -116,9 +118,11 @@ class Entry:
       layout: Its layout, which relates its axes to torch's; if it is not known, that of one module of torch.
       known: Whether anything tells the layout.
       by_class: Whether the class of the module tells it.
+      unlike_class: Whether a module holds the array of which it is not known how it computes.
       index: The index in the parameter, if that is a stack.
       rule: Which rule of ``names`` gave the name, if one did.
       orthogonal_map: What torch's ``orthogonal`` was called with, if the user says it.
+      style: The style of its names in torch.
     """
 
     path: str
@@ -128,9 +132,11 @@ class Entry:
     layout: str
     known: bool = True
     by_class: bool = False
+    unlike_class: bool = False
     index: Index = ()
     rule: int | None = None
     orthogonal_map: str | None = None
+    style: str = "parametrizations"
 
     def like(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if one of torch's own tensors tells a convolution.
@@ -188,10 +194,13 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
     return replace(unstacked, stacked=tuple(axis - count for axis in axes[count:]))
 
 
-def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
+def list_entries(
+    tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None, by_stage: Mapping[str, str] | None = None
+) -> list[Entry]:
     """The tensors for the parameters of ``tree``, one for each index of a stack whose name has counters.
 
-    The layout of a parameter is what a rule of ``layouts`` says, or the class of its module, or its role, or its name.
+    The layout of a parameter is what a rule of ``layouts`` says, or the class of its module, or its role, or the stage
+    that makes it, ``by_stage`` for its path, or its name.
     """
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     names_of_tensors = _names_of_tensors(arrays, names)
@@ -202,18 +211,34 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     entries: list[Entry] = []
     for path, x in arrays.items():
         tensor, count, rule = names_of_tensors[path]
+        by_rule, of_module = layout_rules.get(path), module_layouts.get(path)
+        by_class = of_module is not None and of_module[0] is not None
         shape = tuple(x.shape[count:])
-        is_told = path in layout_rules or path in module_layouts
-        layout = layout_of(role_of[path], count) if path in role_of and not is_told else None
+        is_by_role = path in role_of and by_rule is None and not by_class
+        layout = layout_of(role_of[path], count) if is_by_role else None
+        if by_rule is None and not by_class:
+            layout = layout or (by_stage or {}).get(path)
         is_known = layout is not None
         if layout is None:
-            name = path.split("/")[-1]
-            layout, is_known = find_layout(name, shape, layout_rules.get(path), module_layouts.get(path))
-        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class=path in module_layouts, rule=rule)
+            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, of_module)
+        unlike_class = of_module is not None and not by_class
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class, unlike_class, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_number_name(tensor, index), index=index) for index in indices]
+    entries = _with_merged_biases(entries)
     require_different_names((entry.tensor, entry.path) for entry in entries)
     return entries
+
+
+def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, where the bias beside a kernel of attention is a vector in torch, as the kernel's outputs are."""
+    heads = {entry.path.rpartition("/")[0]: entry.shape[1:] for entry in entries if entry.layout == "to_heads"}
+    return [
+        replace(entry, layout="vector", known=True)
+        if not entry.known and entry.path.endswith("bias") and heads.get(entry.path.rpartition("/")[0]) == entry.shape
+        else entry
+        for entry in entries
+    ]
 
 
 def _names_of_tensors(arrays: Mapping[str, Any], names: Rules) -> dict[str, tuple[str, int, int | None]]:
@@ -253,15 +278,16 @@ def require_known(entries: Iterable[Entry]) -> None:
             f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Give its "
             f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for "
             f"one that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a "
-            f"name: {names_by_layer(path)}. Reshape a bias of attention to a vector."
+            f"name: {names_by_layer(path)}. For a bias of attention, layouts={{{path!r}: 'vector'}}."
         )
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
     experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
+    heads = " For attention, 'to_heads' for (in, heads, dim), or 'from_heads' for (heads, dim, out)."
+    heads = heads if len(shape) == 3 else ""
     raise ValueError(
         f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a kernel of "
         f"attention{more}. For a stack, give each layer a name: {names_by_layer(path)}. {experts}For a "
-        f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
-        f"kernels and biases of attention to matrices and vectors."
+        f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'.{heads}"
     )
 
 

@@ -187,6 +187,8 @@ def _require_layout(method: str, target: Target) -> None:
             f"{method} is read and written for weights of the layouts {', '.join(most)} and {last}, but this has "
             f"{target.layout!r}"
         )
+    if target.heads and method != "LORA":
+        raise ValueError(f"LoRA and DoRA are read and written for kernels of attention, but not {method}")
     if target.n_experts == 1 and target.expert().layout == "conv1d":
         raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
 
@@ -201,11 +203,11 @@ def _lora_parts(target: Target, rank: int, *, is_dora: bool = False) -> dict[str
             "lora_A.weight": Part("@lora/a", (count * rank, inputs), lambda x: x.reshape(a).mT, jnp.matrix_transpose),
             "lora_B.weight": Part("@lora/b", (outputs, rank * count), lambda x: x.reshape(b).T, jnp.transpose),
         }
-    place = "@weight_norm/v/@lora" if is_dora else "@lora"
+    place, as_matrix = "@weight_norm/v/@lora" if is_dora else "@lora", (outputs, rank)
     a, b = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
     parts = {
         a: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
-        b: Part(f"{place}/b", (outputs, rank, *ones), lambda x: x.reshape(outputs, rank).T, jnp.transpose),
+        b: Part(f"{place}/b", (*as_matrix, *ones), lambda x: x.reshape(as_matrix).T, lambda x: x.reshape(rank, -1).T),
     }
     if is_dora:
         lengths = [outputs if axis == target.output_axis else 1 for axis in range(len(target.shape))]
@@ -231,7 +233,9 @@ def _read_lora(stored: Stored) -> Adapted:
         raise ValueError(
             f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
         ) from error
-    axis = -1 if target.output_axis == len(target.shape) - 1 else target.output_axis
+    _, outputs = target.sides_of_array
+    is_last = outputs == (len(target.heads or target.shape) - 1,)
+    axis = -1 if is_last else outputs if len(outputs) > 1 else outputs[0]
     return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
 
 
@@ -264,9 +268,11 @@ def _require_dora(stage: WeightNorm, target: Target) -> None:
     """Refuses lengths that PEFT's DoRA does not have: those of experts, or along another axis than the outputs."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
-    axis, output_axis = last_to_number(stage.axis), target.output_axis
-    if not isinstance(axis, int) or axis % len(target.shape) != output_axis:
-        raise ValueError(f"PEFT has lengths of outputs, along axis {output_axis}, but no equivalent of {stage!r}")
+    axis, (_, outputs) = last_to_number(stage.axis), target.sides_of_array
+    axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
+    if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
+        along = outputs[0] if len(outputs) == 1 else outputs
+        raise ValueError(f"PEFT has lengths of outputs, along axis {along}, but no equivalent of {stage!r}")
 
 
 def _read_bias(stored: Stored) -> Adapted:

@@ -379,7 +379,9 @@ def _gains_of_biases(
 
 
 def _place_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """A tree with these values at their paths, cast to its dtypes."""
+    """A tree with these values at their paths, cast to its dtypes; heads that are merged in torch are split."""
     paths, leaves, treedef = flatten_with_names(tree)
     places = zip(map(path_text, paths), leaves, strict=True)
-    return treedef.unflatten([values[path].astype(x.dtype) if path in values else x for path, x in places])
+    return treedef.unflatten(
+        [values[path].astype(x.dtype).reshape(x.shape) if path in values else x for path, x in places]
+    )

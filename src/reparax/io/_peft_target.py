@@ -5,6 +5,7 @@ module has them, so the last one's wrapper is the outer one. A file tells how de
 the order of ``names`` does.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import list_axes
-from reparax.core.layers import convention_by_name
+from reparax.core.layers import known_by_name
 from reparax.core.paths import PyTree
-from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
+from reparax.io._layouts import (
+    EXPERTS,
+    HEADS,
+    axis_order,
+    layout_of_matrix,
+    merged_shape,
+    permute,
+    read_layout,
+    write_layout,
+)
 from reparax.io._parameters import Entry, Rules, group_keys, list_entries
 from reparax.io._peft_config import TOKENS, ends_by_setting, is_adapted, is_saved, names_end
 
@@ -32,6 +42,11 @@ ATTENTION = (
 @dataclass(frozen=True)
 class Target(Entry):
     """One array of the model, or one of a stack."""
+
+    heads: tuple[int, ...] = ()
+    """Of a kernel of attention, the shape before its heads are merged."""
+    n_inputs: int = 1
+    """How many axes of that shape are inputs."""
 
     @property
     def is_table(self) -> bool:
@@ -73,6 +88,14 @@ class Target(Entry):
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
+    def sides_of_array(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of inputs and of outputs, of the array as it is in the model."""
+        if not self.heads:
+            return self.input_axes, (self.output_axis,)
+        axes = tuple(range(len(self.heads)))
+        return axes[: self.n_inputs], axes[self.n_inputs :]
+
+    @property
     def channel_axis(self) -> int:
         """The axis of the input channels, torch's second."""
         return self.input_axes[-1] if self.output_axis == len(self.shape) - 1 else self.input_axes[0]
@@ -90,24 +113,27 @@ class Target(Entry):
     @property
     def sides(self) -> dict[str, Any]:
         """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
-        inputs, output = self.input_axes, self.output_axis
-        is_named = convention_by_name(self.path.rpartition("/")[2]).axes
-        if is_named and (inputs, output) == ((0,), 1):
+        inputs, outputs = self.sides_of_array
+        is_named = known_by_name(self.path.rpartition("/")[2]).sizes
+        if is_named and not self.unlike_class and (inputs, outputs) == ((0,), (1,)):
             return {}
-        return {"rows": inputs[0] if len(inputs) == 1 else inputs, "columns": output}
+        rows, columns = (axes[0] if len(axes) == 1 else axes for axes in (inputs, outputs))
+        return {"rows": rows, "columns": columns}
 
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
-        ndim = len(self.shape)
+        ndim, (inputs, outputs) = len(self.heads or self.shape), self.sides_of_array
         if stage.rows is not None:
-            rows = {axis % ndim for axis in list_axes(stage.rows)}
+            rows = tuple(axis % ndim for axis in list_axes(stage.rows))
         else:
             columns = list_axes(-1 if stage.columns is None else stage.columns)
-            rows = set(range(ndim)) - {axis % ndim for axis in columns}
-        if rows != set(self.input_axes):
+            rows = tuple(sorted(set(range(ndim)) - {axis % ndim for axis in columns}))
+        is_turned = self.heads and stage.axes_of(ndim) != (inputs, outputs)
+        if set(rows) != set(inputs) or is_turned:
+            columns = outputs if self.heads else self.output_axis
             raise ValueError(
-                f"PEFT has adapters from inputs to outputs (rows={self.input_axes}, columns={self.output_axis}), but "
-                f"no equivalent of {stage!r}"
+                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={columns}), but no equivalent of "
+                f"{stage!r}"
             )
 
     def read_inputs(self, factor: Array) -> Array:
@@ -116,6 +142,7 @@ class Target(Entry):
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
+        factor = factor.reshape(*(self.shape[axis] for axis in self.input_axes), factor.shape[-1])
         return write_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
 
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
@@ -123,9 +150,20 @@ class Target(Entry):
         return (rank, *permute(self.shape, self.adapter_layout)[1:])
 
 
-def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> dict[str, Target]:
-    """The parameters by their torch names."""
-    return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts, roles)}
+def targets_of(
+    params: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_stage: Mapping[str, str] | None = None
+) -> dict[str, Target]:
+    """The parameters by their torch names; what torch merges is merged."""
+    return {entry.tensor: _target_of(entry) for entry in list_entries(params, names, layouts, roles, by_stage)}
+
+
+def _target_of(entry: Entry) -> Target:
+    """The array of an entry, as a matrix if it is a kernel of attention, and as a vector if it is one in torch."""
+    target = Target(**vars(entry))
+    if entry.layout in HEADS:
+        shape = merged_shape(entry.shape, entry.layout)
+        return replace(target, shape=shape, layout="kernel", heads=entry.shape, n_inputs=HEADS[entry.layout])
+    return replace(target, shape=(math.prod(entry.shape),), layout="same") if entry.layout == "vector" else target
 
 
 def plain_name(name: str) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax.core.axes import list_axes
 from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
@@ -24,7 +25,8 @@ from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_adapters import Made, Written, known_number, write_adapter
 from reparax.io._peft_config import BIAS, is_adapted, is_fed_forward
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
-from reparax.stages.adapters import Gain
+from reparax.stages.adapters import Gain, LoRA
+from reparax.stages.norms import WeightNorm
 from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
@@ -72,7 +74,7 @@ def to_peft(
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         plan = plan_for(weights, raw, mean=True)
-        targets = targets_of(plan.effective, names, layouts, roles)
+        targets = targets_of(plan.effective, names, layouts, roles, _layouts_by_stage(plan))
     adapted, free, lines = _sort_arrays(plan, targets)
     written_by_method, errors = _write_adapters(adapted, targets)
     tokens = written_by_method.pop("TRAINABLE_TOKENS", {}) if "LORA" in written_by_method else {}
@@ -225,10 +227,24 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, Made], dict[st
                 continue  # no optimizer moves it
             elif jnp.issubdtype((x := plan.raw.arrays[made.place]).dtype, jnp.inexact):
                 require_known([target])
-                free[tensor] = target.part(x)
+                free[tensor] = target.part(x).reshape(target.shape)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
     return adapted, free, lines
+
+
+def _layouts_by_stage(plan: Plan) -> dict[str, str]:
+    """The layouts that LoRA tells: a kernel to the heads of attention has two axes of outputs, and no convolution."""
+    layouts: dict[str, str] = {}
+    for path, place in plan.places.items():
+        stage, values = plan.producers.get(place, (None, {}))
+        if isinstance(stage, WeightNorm) and values["v"] in plan.producers:
+            stage, _ = plan.producers[values["v"]]
+        if isinstance(stage, LoRA):
+            ndim = len(plan.after.arrays[place].shape) - len(list_axes(stage.stacked))
+            if stage.axes_of(ndim) == ((0,), (1, 2)):
+                layouts[path] = "to_heads"
+    return layouts
 
 
 def _require_writable(tensor: str, targets: Targets) -> None:

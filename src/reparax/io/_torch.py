@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,13 @@ from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for
 from reparax.io._files import read_tensors
-from reparax.io._layouts import LAYOUTS, permute, write_layout
+from reparax.io._layouts import HEADS, LAYOUTS, permute, write_layout
 from reparax.io._parameters import (
+    ORTHOGONAL_MAPS,
     Entry,
     Index,
     Rules,
-    given_maps,
+    given_words,
     list_entries,
     names_by_layer,
     require_different_names,
@@ -75,19 +76,22 @@ def from_torch(
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
         ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
-        ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. ``"experts:kernel"``:
+        ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch; for the biases of equinox's convolutions and
+        of attention. ``"to_heads"``: a kernel of attention ``(in, heads, dim)``, ``(heads * dim, in)`` in torch;
+        ``"from_heads"``: ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch. ``"experts:kernel"``:
         ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
         too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
         GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
-        linear layers, convolutions and tables of nnx and equinox, whose classes decide it; for ``w`` and ``embeddings``
-        of two axes in Haiku's nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or
-        more, whatever their names, need a layout, or ``{i}`` in their names: the shape of a square matrix does not show
+        linear layers, convolutions and tables of nnx and equinox, whose classes decide it if the layer computes as its
+        class does; for ``w`` and ``embeddings`` of two axes in Haiku's nested modules; and for ``weight_ih`` and
+        ``weight_hh``. All other arrays of two axes or more, whatever their names, and those of modules of your own need
+        a layout, or ``{i}`` in their names: the shape of a square matrix does not show
         whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
         that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
         For recurrent cells, use :func:`convert`.
-      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions and
-        tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
-        identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
+      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions, tables
+        and kernels of attention for which neither ``layouts`` nor a class gives one, by how the network multiplies
+        them. It does not identify ``"conv1d"``, transposed convolutions or experts.
       orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:
         ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"``, if it was called without, which means
         ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. A word for all, or a dict of
@@ -126,7 +130,7 @@ def from_torch(
             p,
             raw_types,
             (names, layouts, roles, orthogonal_map),
-            lambda tensor, name_map: any(tensor + end in arrays for end in name_map.hooked.values()),
+            arrays,
         )
         found = {entry: [arrays[name] for name in of_entry if name in arrays] for entry, of_entry in plan.names.items()}
         require_known(entry.like(tensors) for entry, tensors in found.items() if tensors)
@@ -147,7 +151,8 @@ def to_torch(
     layouts: Rules = None,
     roles: PyTree = None,
     orthogonal_map: str | Rules = None,
-    style: str = "parametrizations",
+    style: str | Rules = "parametrizations",
+    like: Collection[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
 
@@ -168,7 +173,9 @@ def to_torch(
         written with its base at the weight.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
-        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
+        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style. A word for all, or
+        a dict of regular expressions for paths, of which the first that matches decides; the default for the others.
+      like: Instead of ``style``, a state dict of the module, or the names in it, which say the style of each tensor.
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
@@ -182,15 +189,16 @@ def to_torch(
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
     require_chains("to_torch(p, raw)", p)
-    if style not in _STYLES:
-        *most, last = map(repr, _STYLES)
-        raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
         if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
             raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")
-        plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), lambda tensor, name_map: style == "hooks")
+        plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), like, style)
         require_known(plan.names)
-        state = plan.state_dict(raw, with_base=style != "no_trivialization")
+
+        def has_base(group: StageValues) -> bool:
+            return group.entry.style != "no_trivialization" if like is None else group.names.get("base") in like
+
+        state = plan.state_dict(raw, has_base)
         return {name: np.array(x) for name, x in sorted(state.items())}
 
 
@@ -216,14 +224,14 @@ class TorchPlan:
             names.setdefault(group.entry, []).extend(group.names.values())
         return names
 
-    def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
-        """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
+    def state_dict(self, raw: PyTree, has_base: Callable[[StageValues], bool] = lambda group: True) -> dict[str, Array]:
+        """The state dict of a raw tree, concrete or not; ``has_base`` says which orthogonal matrices have one there."""
         arrays = dict(items(raw))
         state = dict[str, Array]()
         for group in self.raw_values:
             with locate_errors(repr(group.entry.path)):
                 values = {value: group.entry.part(arrays[keys]) for value, keys in group.keys.items()}
-                tensors = write_values(group.stage, values, group.entry, with_base=with_base)
+                tensors = write_values(group.stage, values, group.entry, with_base=has_base(group))
             state |= {group.names[value]: x for value, x in tensors.items()}
         return state | self.tied_tensors(raw)
 
@@ -251,9 +259,17 @@ def _make_plan(
     p: Parametrization,
     raw: PyTree,
     rules: tuple[Rules, Rules, PyTree, str | Rules],
-    by_hook: Callable[[str, NameMap], bool],
+    held: Collection[str] | None,
+    style: str | Rules = None,
 ) -> TorchPlan:
-    """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps."""
+    """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps.
+
+    The names of torch that are ``held`` say which of them are hooks; without them, ``style`` does.
+    """
+
+    def by_hook(entry: Entry, tensor: str, name_map: NameMap) -> bool:
+        return entry.style == "hooks" if held is None else any(tensor + x in held for x in name_map.hooked.values())
+
     *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     plan = plan_for(weights, raw, mean=True)
@@ -261,10 +277,12 @@ def _make_plan(
     raw_values = list[StageValues]()
     tied_entries = list[Entry]()
     entries = list_entries(plan.effective, *of_arrays)
-    maps = given_maps([entry.path for entry in entries], orthogonal_map)
+    paths = [entry.path for entry in entries]
+    maps = given_words(paths, orthogonal_map, "orthogonal_map", "map of torch", ("default", *ORTHOGONAL_MAPS))
+    styles = given_words(paths, style, "style", "style", _STYLES)
     for entry in entries:
         place = plan.places[entry.path]
-        entry = replace(entry, orthogonal_map=maps.get(entry.path))
+        entry = replace(entry, orthogonal_map=maps.get(entry.path), style=styles.get(entry.path, entry.style))
         if plan.has_values(place):
             raw_values += naming.values_of(place, entry)
         else:
@@ -318,6 +336,7 @@ def _explain_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
         fits, expected = list[str](), entry.shape
     if expected is not None and not entry.by_class:
         others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
+        others = others if len(entry.shape) == 3 else [layout for layout in others if layout not in HEADS]
         layouts = [layout for layout in others if permute(expected, layout) == shape]
         fits += [f"layouts={{{entry.path!r}: {layout!r}}}" for layout in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""

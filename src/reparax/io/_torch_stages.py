@@ -18,7 +18,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.raw import parameter_path
-from reparax.io._layouts import axis_order, permute, read_layout, write_layout
+from reparax.io._layouts import HEADS, axis_order, permute, read_layout, write_layout
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, identity, product
@@ -90,7 +90,7 @@ class Naming:
     """
 
     producers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
-    by_hook: Callable[[str, NameMap], bool]
+    by_hook: Callable[[Entry, str, NameMap], bool]
 
     def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
         """The raw values for a tensor of torch, by their stages."""
@@ -108,7 +108,7 @@ class Naming:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map = NAME_MAPS[type(stage)]
         computed = [value for value, place in places.items() if place in self.producers]
-        is_hook = outer is None and bool(name_map.hooked) and self.by_hook(tensor, name_map)
+        is_hook = outer is None and bool(name_map.hooked) and self.by_hook(entry, tensor, name_map)
         is_listed = bool(name_map.listed) and not is_hook
         number, inner = 0, list[StageValues]()
         names = {value: tensor + end for value, end in name_map.hooked.items()}
@@ -151,6 +151,7 @@ def _require_fields(stage: Any, name_map: NameMap) -> None:
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
     """The values that torch stores, in the dtype of the weight, like in torch."""
+    _require_plain_heads(stage, entry)
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
@@ -163,6 +164,7 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
     """Our raw values, in the shapes and dtypes of ``like``."""
+    _require_plain_heads(stage, entry)
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
@@ -202,7 +204,13 @@ def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry
         case _, "mask":
             return _mask_of_slices(_require_binary(read_layout(x, entry.layout)), shape)
         case _:
-            return read_layout(x, entry.layout)
+            return read_layout(x, entry.layout).reshape(shape)
+
+
+def _require_plain_heads(stage: Parametrization | None, entry: Entry) -> None:
+    """Refuses a stage on a kernel of attention, whose heads are merged in torch."""
+    if entry.layout in HEADS and not isinstance(stage, Freeze | None):
+        raise ValueError(f"torch merges heads, on which it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def _is_method(cls: type[Any], name: str) -> bool:
 
 
 def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: str | None = None) -> bool:
-    """Whether a call of the model advances the values of ``p`` that do not train.
+    """Whether a call of the model advances the fixed values of ``p``.
 
     Args:
       who: The wrapper.
@@ -69,7 +69,7 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
         why = "which may move weights too, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
-            f"{CallName(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
+            f"{CallName(p, 'update')} advances fixed values, once per training step, {why}. Call `{call}` "
             f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
@@ -136,7 +136,7 @@ class Functions:
     _start: ClassVar[str] = ""
     """How to start with a key."""
     _fixed_missing: ClassVar[tuple[str, str, str]]
-    """For the error where values that do not train are missing: what was given, where they would be, what to do."""
+    """For the error where fixed values are missing: what was given, where they would be, what to do."""
 
     _get: Callable[..., PyTree]
     """The raw tree in variables, or the parameters in plain ones."""
@@ -145,7 +145,7 @@ class Functions:
     _set_plain: Callable[..., Any]
     """Variables of the plain model with these parameters: ``_set_plain(params, *variables)``."""
     _has_fixed: Callable[..., bool]
-    """Whether there is a place for values that do not train."""
+    """Whether there is a place for fixed values."""
     deterministic: Any
     """The same model without noise, to evaluate."""
 
@@ -180,8 +180,8 @@ class Functions:
                 raise
             found, missing, remedy = self._fixed_missing
             raise ValueError(
-                f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where values that do "
-                f"not train are. {remedy}"
+                f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where fixed values "
+                f"are. {remedy}"
             ) from error
 
     def fold(self, *variables: Any) -> Any:

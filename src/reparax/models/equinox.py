@@ -27,7 +27,7 @@ class Parametrized(eqx.Module):
     """A model that reads the effective tree of a chain, while its arrays are raw values.
 
     It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once.
-    ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, for ``p.check``. Values that do not train are stored
+    ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, for ``p.check``. Fixed values are stored
     as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain ``optax.adamw`` on
     ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``, ``eqx.partition``,
     ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it like any module.
@@ -44,7 +44,7 @@ class Parametrized(eqx.Module):
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
     value))``.
 
-    A call cannot change a module, so if ``p.update`` advances values that do not train, as power iteration does, call
+    A call cannot change a module, so if ``p.update`` advances fixed values, as power iteration does, call
     ``model = model.update()`` after each step, and say so by ``updates="by hand"``.
 
     Args:
@@ -74,7 +74,7 @@ class Parametrized(eqx.Module):
     """
 
     values: Any
-    """The raw tree, with integers in the place of values that do not train."""
+    """The raw tree, with integers in the place of fixed values."""
     p: Any = eqx.field(static=True)
 
     def __init__(
@@ -179,7 +179,7 @@ class _Bits(eqx.Module):
             return self.bits  # `eqx.tree_at` looks for the place alone
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
-                f"{_WHO} stores values that do not train as integers of their bits, {self.dtype} as "
+                f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
                 f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
                 "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
             )
@@ -200,7 +200,7 @@ def _is_bits(x: object) -> bool:
 
 
 def _hide_fixed(raw: PyTree) -> PyTree:
-    """The raw tree with integers in the place of floating values that do not train."""
+    """The raw tree with integers in the place of floating fixed values."""
 
     def hide(x: Any, label: str) -> Any:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -17,7 +17,7 @@ hk: Any = base.import_library("haiku", "rpx.haiku", "dm-haiku")
 
 _WHO = "rpx.haiku.parametrized"
 _FIXED = "~fixed"
-"""Where values that do not train are in a state."""
+"""Where fixed values are in a state."""
 
 
 def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by hand"] | None = None) -> Any:
@@ -28,12 +28,12 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     independently. To drop the argument, wrap the result: ``hk.without_apply_rng(rpx.haiku.parametrized(transformed,
     p))``.
 
-    With ``hk.transform_with_state``, values that do not train are in the state, under ``~fixed``, where no optimizer
-    sees them. With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then values that do not
-    train have zero gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` refuses integers:
-    use ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
+    With ``hk.transform_with_state``, fixed values are in the state, under ``~fixed``, where no optimizer
+    sees them. With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values
+    have zero gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` refuses integers: use
+    ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
-    If ``p.update`` advances values that do not train, as power iteration does, each call of ``apply`` with a state does
+    If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state does
     so, and returns them in it. Without a state, or for stages that move weights too (:class:`RigL`, :class:`SET`),
     call ``update`` after each step, and say so by ``updates="by hand"``.
 
@@ -51,7 +51,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
       p: The chain.
-      updates: ``"by hand"`` if the loop calls ``update``, and no call of ``apply`` advances what does not train.
+      updates: ``"by hand"`` if the loop calls ``update``, and no call of ``apply`` advances fixed values.
 
     Raises:
       TypeError: If ``transformed`` is not such a pair, or ``p`` is not a chain.
@@ -153,7 +153,7 @@ class _WithoutState(_Pair, hk.Transformed):
 
 
 class _WithState(_Pair, hk.TransformedWithState):
-    """A pair of which the state holds what does not train."""
+    """A pair of which the state holds fixed values."""
 
     _count: ClassVar[int] = 2
     _start: ClassVar[str] = "network.start(params, state, key)"
@@ -173,7 +173,7 @@ class _WithState(_Pair, hk.TransformedWithState):
         return _FIXED in variables[1]
 
     def _apply(self, /, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of the pair: the output, and a state with the values that do not train."""
+        """``apply`` of the pair: the output, and a state with the fixed values."""
         state = state or {}  # haiku's own gives None
         if self.advances:
             params, state = self._set(base.advanced(self.p, self.raw(params, state)), params, state)

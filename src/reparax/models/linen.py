@@ -29,7 +29,7 @@ def parametrized(
 ) -> Any:
     """A linen module whose variables are raw, while ``module`` reads the effective tree.
 
-    ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Values that train are in the
+    ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Trainable values are in the
     collection ``params``, as ``TrainState`` expects, and all others in the collection ``fixed``, which no optimizer
     sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``, ``nn.vmap``,
     ``nn.remat`` and boxes treat the result like any module, and it may be part of another one. To linen, the module is
@@ -39,7 +39,7 @@ def parametrized(
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds its
     path into the key.
 
-    If ``p.update`` advances values that do not train, as power iteration does, each call that may change the collection
+    If ``p.update`` advances fixed values, as power iteration does, each call that may change the collection
     ``fixed`` does so: ``apply(variables, x, mutable=["fixed"])`` returns it, as for ``batch_stats``. A call that may
     change ``batch_stats`` alone is refused. Stages that move weights too (:class:`RigL`, :class:`SET`) advance by
     ``update`` alone.
@@ -58,7 +58,7 @@ def parametrized(
       module: The module. Inside another one, make it with ``parent=None``.
       p: The chain, for the collection ``params``.
       name: The name of the result inside another module, as for any module.
-      updates: ``"by hand"`` if the trainer calls ``update``, and no call of the module advances what does not train.
+      updates: ``"by hand"`` if the trainer calls ``update``, and no call of the module advances fixed values.
 
     Raises:
       TypeError: If ``module`` is not a linen module, or ``p`` is not a chain.
@@ -157,7 +157,7 @@ class _Parametrized(base.Functions, nn.Module):
         """Variables of the plain module as raw variables."""
         if "fixed" in arguments[0]:
             raise ValueError(
-                f"{_WHO} puts values that do not train into the collection 'fixed', but there is one. Start with the "
+                f"{_WHO} puts fixed values into the collection 'fixed', but there is one. Start with the "
                 "variables of the plain module, and give a collection of its own another name."
             )
         return super().start(*arguments, key=key)
@@ -220,13 +220,13 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _advance(self) -> None:
-        """Advances the values that do not train, in a call that may change them."""
+        """Advances the fixed values, in a call that may change them."""
         if self.is_mutable_collection("fixed"):
             new = self._set(base.advanced(self.p, self.raw(self.variables)), self.variables)
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
-                f"{CallName(self.p, 'update')} advances values that do not train in each call that trains, but this "
+                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but this "
                 f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
                 f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
                 "and call `module.update(variables)` after each step."

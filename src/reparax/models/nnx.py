@@ -38,7 +38,7 @@ Copies = dict[int, tuple[Any, Any]]
 
 
 class Fixed(nnx.Variable):
-    """A raw value that does not train: it is no ``nnx.Param``, so optimizers leave it alone."""
+    """A fixed raw value: it is no ``nnx.Param``, so optimizers do not change it."""
 
     holds_parameter: ClassVar[bool] = True
 
@@ -53,7 +53,7 @@ class Parametrized(nnx.Module):
     ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped model like
     any module. It may be part of another module.
 
-    An optimizer selects the values that train by the types of variables. Values that train, including arrays that no
+    An optimizer selects the trainable values by the types of variables. Trainable values, including arrays that no
     stage replaces, have the type ``variable``, a subclass of ``nnx.Param``, and all others are :class:`Fixed`. The
     model itself reads, and :meth:`fold` returns, variables of its own types.
 
@@ -62,7 +62,7 @@ class Parametrized(nnx.Module):
     with the flags of the model's own layers. An argument of a call, ``model(x, deterministic=True)``, is for the model
     alone.
 
-    If ``p.update`` advances values that do not train, as power iteration does, each call in training does so before it
+    If ``p.update`` advances fixed values, as power iteration does, each call in training does so before it
     computes the weights, and none after ``model.eval()``. In a function of another trace, such as a loss for a
     generator that closes over its discriminator, nnx lets no variable change, so they stay. Values that move weights
     too (:class:`RigL`, :class:`SET`) advance by :meth:`update` alone.
@@ -77,10 +77,10 @@ class Parametrized(nnx.Module):
         variables become those of the wrapped one.
       p: The chain.
       rngs: ``nnx.Rngs`` or one of its streams, for noise and for random starts, which draw from ``params``.
-      variable: The type of variables that train, by which trainers select them: ``nnx.LoRAParam`` for adapters.
+      variable: The type of trainable variables, by which trainers select them: ``nnx.LoRAParam`` for adapters.
       deterministic: Whether to replace noise by its mean.
       raw: A result of ``p.init(model)``, instead of a new start.
-      updates: ``"by hand"`` if the trainer calls :meth:`update`, and no call of the model advances what does not train.
+      updates: ``"by hand"`` if the trainer calls :meth:`update`, and no call of the model advances fixed values.
 
     Raises:
       TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,31 +78,24 @@ class Arguments:
 
     def trace(self) -> "Traced":
         """Traces the function, once: its program gives the leaves of the result that are traced."""
-        results: list[_Result] = []
+        restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
-            results.append(_Result(treedef, {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}))
+            untraced = {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}
+            restores.append(functools.partial(_restore, treedef, untraced))
             return [x for x in outs if isinstance(x, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(traced_leaves)(*self.arrays))
         is_chosen = [*(False for _ in consts), *self.is_chosen]
-        return Traced(program, [*consts, *self.arrays], is_chosen, results[-1].restored)
+        return Traced(program, [*consts, *self.arrays], is_chosen, restores[-1])
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What a function returned while it was traced: the structure, and the leaves that are not traced."""
-
-    treedef: Any
-    untraced: dict[int, Any]
-
-    def restored(self, outputs: Sequence[Any]) -> Any:
-        """The whole result, with these values of the traced leaves."""
-        traced_leaves = iter(outputs)
-        return self.treedef.unflatten(
-            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(self.treedef.num_leaves)]
-        )
+def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
+    """The whole result of a function, from the leaves that its trace did not make and the values of the others."""
+    traced_leaves = iter(outputs)
+    leaves = [untraced[i] if i in untraced else next(traced_leaves) for i in range(treedef.num_leaves)]
+    return treedef.unflatten(leaves)
 
 
 @dataclass(frozen=True)

@@ -243,6 +243,9 @@ def batch_program(
     return *consts_first(jax.make_jaxpr(batched)(*args)), places
 
 
+# ---- programs that are run
+
+
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
@@ -333,6 +336,9 @@ MOST_SHARED = 4096
 """So many functions are remembered at most."""
 
 
+# ---- programs that are linear
+
+
 def residuals(linear: Any) -> tuple[list[Any], Any]:
     """What a function from ``jax.linearize`` stores, and the structure to rebuild the function from it."""
     return jax.tree.flatten(linear)
@@ -394,6 +400,9 @@ def _stage_call(trace: Any, *tracers: Any, call: dict[str, Any]) -> Any:
 
 
 partial_eval.custom_partial_eval_rules[_STAGED] = _stage_call
+
+
+# ---- types
 
 
 def type_of(v: Any) -> Any:

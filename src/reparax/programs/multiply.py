@@ -1,4 +1,6 @@
-"""Computes a product of factors in the cheapest order, and the cost of this order."""
+"""The arrays of sums and products, and what they cost: factors are multiplied in pairs, in the cheapest order."""
+
+from __future__ import annotations
 
 import functools
 import itertools
@@ -27,10 +29,166 @@ class How:
     precision: Any
 
 
+# ---- arrays of products
+
+
+def array_of_sum(x: Sum) -> Any:
+    """The array that a sum represents."""
+    return array_of_products(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
+
+
+def array_of_products(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+    """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
+    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), how)
+
+
+@functools.partial(inlined, static_argnums=(1, 2))
+def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+    """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
+    return functools.reduce(jnp.add, [array_of_product(product, shape, how) for product in products])
+
+
+def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
+    """The array of a product."""
+    order = {label: i for i, label in enumerate(product.labels_of_axes)}
+    out_labels = frozenset(order)
+    factors, segments, link = split_off_segments(product.factors, out_labels)
+
+    def first_place(factor: Factor) -> int:
+        return min((order.get(label, len(order)) for label in factor.labels), default=0)
+
+    for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
+        # The operands' order sets the order of the result's axes.
+        a, b = sorted((factors[i] for i in pair), key=first_place)
+        other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
+        keep = out_labels.union(*(factor.labels for factor in other_factors))
+        if segments is None or link is None:
+            result = multiply_pair(a, b, keep, how)
+        else:
+            result = multiply_in_groups(a, b, keep, how, segments, link)
+        factors = [*other_factors, result]
+    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
+
+
+def cost(product: Product) -> float:
+    """The cost of a product, in operations, including the gradients of its factors."""
+    product = with_numbers(product)
+    out_labels = frozenset(product.labels_of_axes)
+    factors, _, link = split_off_segments(product.factors, out_labels)
+    return cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[0]
+
+
+def with_numbers(product: Product) -> Product:
+    """A product with labels by number and size, so that products of equal sizes have equal ones."""
+    names: dict[Label, Label] = {}
+    for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
+        names.setdefault(label, _numbered_label(len(names), label.size))
+    return product.rename_labels(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbered_label(number: int, size: int) -> Label:
+    """The label with a number: the same object for an equal number and size."""
+    del number
+    return Label(size)
+
+
+def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
+    """The last remaining factor, with the axes of the product."""
+    flat = product.labels_of_axes
+    once = list(dict.fromkeys(flat))
+    x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
+    return with_diagonals(x, flat).reshape(tuple(shape))
+
+
+# ---- the order of products
+#
+# What a product costs follows from the labels of its factors alone, so the cheapest order is found before any array is
+# made, and once for products of equal sizes.
+
+ENTRY = 16
+"""The cost to write one number, in operations of a matrix product."""
+
+MANY = 5
+"""Up to this many factors, all orders are compared; with more, the cheapest product is computed first."""
+
+Order = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class FactorType:
+    """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
+
+    labels: Labels
+    circle: Labels
+    still: bool
+
+    @classmethod
+    def of(cls, factor: Factor) -> FactorType:
+        """The type of a factor."""
+        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
+        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
+
+
+@functools.lru_cache(maxsize=4096)
+def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
+    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors.
+
+    For three factors ``a``, ``b`` and ``c``, the pairs (1, 2), (0, 1) are ``b c`` and then ``a (b c)``.
+    """
+    if len(factors) == 1:
+        return 0.0, ()
+    pairs = itertools.combinations(range(len(factors)), 2)
+    ways = [(pair, *_multiply_types(factors, pair, out_labels, link)) for pair in pairs]
+    if len(factors) > MANY:
+        ways = [min(ways, key=lambda way: way[1])]
+    orders = list[tuple[float, Order]]()
+    for pair, cost_of_pair, factors_left in ways:
+        cost_of_rest, order = cheapest_order(factors_left, out_labels, link)
+        orders.append((cost_of_pair + cost_of_rest, (pair, *order)))
+    return min(orders, key=lambda each: each[0])
+
+
+def _multiply_types(
+    factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
+) -> tuple[float, tuple[FactorType, ...]]:
+    """The cost of the product of a pair of factors, and the factors that are left then, with the result as the last."""
+    a, b = (factors[i] for i in pair)
+    other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
+    labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
+    loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+    result = FactorType(result_labels, frozenset(), a.still and b.still)
+    return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
+
+
+def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
+    """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
+    n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
+    moving = [factor for factor in (a, b) if not factor.still]
+    for circle, factor in ((a, b), (b, a)):
+        label = fourier_label(circle, factor, result_labels)
+        if label is not None:
+            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
+            return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
+    has_sums = bool((a.labels & b.labels) - result_labels)
+    total = 2.0 * n * has_sums + ENTRY * n_written
+    for factor in moving:
+        total += 2.0 * n * (has_sums or factor.labels != loop_labels) + ENTRY * _entries_along(factor.labels)
+    return total
+
+
+def _entries_along(labels: Labels) -> int:
+    """How many entries an array with these labels has."""
+    return count_entries([label.size for label in labels])
+
+
+# ---- the product of two factors
+
+
 def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
     for circle, other in ((a, b), (b, a)):
-        label = _label_of_circle(circle, other, keep)
+        label = fourier_label(FactorType.of(circle), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circle, other, label, keep, how)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
@@ -55,7 +213,7 @@ class _Pair(NamedTuple):
     free_b: list[Label]
 
     @classmethod
-    def of(cls, a: Factor, b: Factor, keep: Labels) -> "_Pair":
+    def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
         """The labels of two factors of which those in ``keep`` stay."""
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
@@ -76,18 +234,14 @@ def dot_numbers(
     return places(contracting), places(batch)
 
 
-def fourier_label(circle: Labels, labels: Labels, other_labels: Labels, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
-    contracting, rows = circle & other_labels, circle - other_labels
+def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
+    """The label along which Fourier transforms multiply a circulant matrix with another factor.
+
+    None if the first factor is no such matrix, or does not meet the other along one of its two axes alone.
+    """
+    contracting, rows = a.circle & b.labels, a.circle - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
-    return next(iter(contracting)) if is_circulant and labels - circle <= keep else None
-
-
-def _label_of_circle(circle: Factor, other: Factor, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms multiply a factor with another; None if it is no circulant matrix."""
-    if not isinstance(circle.array, Circle):
-        return None
-    return fourier_label(frozenset(circle.labels[-2:]), frozenset(circle.labels), frozenset(other.labels), keep)
+    return next(iter(contracting)) if is_circulant and a.labels - a.circle <= keep else None
 
 
 def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
@@ -246,153 +400,3 @@ def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDime
     """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
     x, y = x.astype(how.dtype), y.astype(how.dtype)
     return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
-
-
-# ---- the order of products
-#
-# What a product costs follows from the labels of its factors alone, so the cheapest order is found before any array is
-# made, and once for products of equal sizes.
-
-ENTRY = 16
-"""The cost to write one number, in operations of a matrix product."""
-
-MANY = 5
-"""Up to this many factors, all orders are compared; with more, the cheapest product is computed first."""
-
-Order = tuple[tuple[int, int], ...]
-
-
-def array_of_sum(x: Sum) -> Any:
-    """The array that a sum represents."""
-    return array_of_products(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
-
-
-def array_of_products(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
-    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), how)
-
-
-@functools.partial(inlined, static_argnums=(1, 2))
-def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
-    return functools.reduce(jnp.add, [array_of_product(product, shape, how) for product in products])
-
-
-def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
-    """The array of a product."""
-    order = {label: i for i, label in enumerate(product.labels_of_axes)}
-    out_labels = frozenset(order)
-    factors, segments, link = split_off_segments(product.factors, out_labels)
-
-    def first_place(factor: Factor) -> int:
-        return min((order.get(label, len(order)) for label in factor.labels), default=0)
-
-    for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
-        # The operands' order sets the order of the result's axes.
-        a, b = sorted((factors[i] for i in pair), key=first_place)
-        other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
-        keep = out_labels.union(*(factor.labels for factor in other_factors))
-        if segments is None or link is None:
-            result = multiply_pair(a, b, keep, how)
-        else:
-            result = multiply_in_groups(a, b, keep, how, segments, link)
-        factors = [*other_factors, result]
-    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
-
-
-def cost(product: Product) -> float:
-    """The cost of a product, in operations, including the gradients of its factors."""
-    product = with_numbers(product)
-    out_labels = frozenset(product.labels_of_axes)
-    factors, _, link = split_off_segments(product.factors, out_labels)
-    return cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[0]
-
-
-@dataclass(frozen=True)
-class FactorType:
-    """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
-
-    labels: Labels
-    circle: Labels
-    still: bool
-
-    @classmethod
-    def of(cls, factor: Factor) -> "FactorType":
-        """The type of a factor."""
-        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
-
-
-def with_numbers(product: Product) -> Product:
-    """A product with labels by number and size, so that products of equal sizes have equal ones."""
-    names: dict[Label, Label] = {}
-    for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
-        names.setdefault(label, _numbered_label(len(names), label.size))
-    return product.rename_labels(names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _numbered_label(number: int, size: int) -> Label:
-    """The label with a number: the same object for an equal number and size."""
-    del number
-    return Label(size)
-
-
-@functools.lru_cache(maxsize=4096)
-def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors.
-
-    For three factors ``a``, ``b`` and ``c``, the pairs (1, 2), (0, 1) are ``b c`` and then ``a (b c)``.
-    """
-    if len(factors) == 1:
-        return 0.0, ()
-    pairs = itertools.combinations(range(len(factors)), 2)
-    ways = [(pair, *_multiply_types(factors, pair, out_labels, link)) for pair in pairs]
-    if len(factors) > MANY:
-        ways = [min(ways, key=lambda way: way[1])]
-    orders = list[tuple[float, Order]]()
-    for pair, cost_of_pair, factors_left in ways:
-        cost_of_rest, order = cheapest_order(factors_left, out_labels, link)
-        orders.append((cost_of_pair + cost_of_rest, (pair, *order)))
-    return min(orders, key=lambda each: each[0])
-
-
-def _multiply_types(
-    factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
-) -> tuple[float, tuple[FactorType, ...]]:
-    """The cost of the product of a pair of factors, and the factors that are left then, with the result as the last."""
-    a, b = (factors[i] for i in pair)
-    other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
-    labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
-    loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
-    result = FactorType(result_labels, frozenset(), a.still and b.still)
-    return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
-
-
-def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
-    """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
-    n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
-    moving = [factor for factor in (a, b) if not factor.still]
-    for circle, factor in ((a, b), (b, a)):
-        label = fourier_label(circle.circle, circle.labels, factor.labels, result_labels)
-        if label is not None:
-            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
-            return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
-    has_sums = bool((a.labels & b.labels) - result_labels)
-    total = 2.0 * n * has_sums + ENTRY * n_written
-    for factor in moving:
-        total += 2.0 * n * (has_sums or factor.labels != loop_labels) + ENTRY * _entries_along(factor.labels)
-    return total
-
-
-def _entries_along(labels: Labels) -> int:
-    """How many entries an array with these labels has."""
-    return count_entries([label.size for label in labels])
-
-
-def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """The last remaining factor, with the axes of the product."""
-    flat = product.labels_of_axes
-    once = list(dict.fromkeys(flat))
-    x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
-    return with_diagonals(x, flat).reshape(tuple(shape))

@@ -151,10 +151,10 @@ def _reverse(array: Any, place: int) -> Any:
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
     """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
-    return x.map_products(lambda product: change_axis_of_product(product, axis, size, change), shape)
+    return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
 
-def change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
+def _change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
     """``product`` with one axis changed to another size, in all factors that have it."""
     labels_of_axis = product.axes[axis]
     if not labels_of_axis:  # of size 1
@@ -173,13 +173,16 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
-# ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
+# ---- what an index chooses, as the row of each word or the matrix of each token's expert, taken from each factor
 
 
-def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
-    """What a look-up takes from a weight along one axis; None if it must be formed."""
+def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest: bool = False) -> Sum | None:
+    """What a look-up takes from a weight along one axis; None if it must be formed.
+
+    With ``nearest``, a place beyond the axis gives the nearest entry, whatever the equation does there.
+    """
     (places,) = operands
-    if view.row is None or isinstance(places, Sum) or not _fills_all(view):
+    if view.row is None or isinstance(places, Sum) or not (nearest or _fills_all(view)):
         return None
     axis, column = view.row
     offset = view.dimension_numbers.offset_dims
@@ -187,7 +190,7 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | No
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
-        rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
+        rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1], nearest=nearest)
         if rows_of_product is None:
             return None
         axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
@@ -204,27 +207,37 @@ def _fills_all(view: equations.Gather) -> bool:
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+def _take_in_product(
+    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any, *, nearest: bool
+) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
-    labels, factors = product.axes[axis], product.factors
     if not product.is_plain(axis):
         return None
-    if view.mode != lax.GatherScatterMode.CLIP:
-        # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
-        dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
-        have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
-        if not labels or not any(have_numbers):
-            return None
-        factors = _with_label(factors, have_numbers, labels[0])
-    return replace(product, factors=tuple(_take_from_factor(view, factor, labels, rows, places) for factor in factors))
+    labels = product.axes[axis]
+    is_told = nearest or view.mode == lax.GatherScatterMode.CLIP
+    factors = product.factors if is_told else _repeat_along(product.factors, labels)
+    if factors is None:
+        return None
+    fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
+    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
+    take = partial(_take_from_factor, along=labels, rows=rows, places=places, mode=mode, fill=view.fill_value)
+    return replace(product, factors=tuple(map(take, factors)))
 
 
-def _with_label(factors: Sequence[Factor], have_numbers: Sequence[bool], label: Label) -> tuple[Factor, ...]:
-    """The factors that lack a label, repeated along it: those with gradients, or all if no floating numbers have it."""
+def _repeat_along(factors: Sequence[Factor], labels: Merged) -> Sequence[Factor] | None:
+    """The factors of a product of which places beyond an axis give no gradient, and may give entries of their own.
+
+    Each factor with a gradient has to know of these places, so it is repeated along the axis if it lacks it; and all
+    are, if no floating numbers have the axis. None if the axis has size 1, or if there are no floating numbers.
+    """
+    dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
+    have_numbers = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
+    if not labels or not any(have_numbers):
+        return None
+    (label,) = labels
     pairs = zip(factors, have_numbers, strict=True)
     repeats_all = not any(label in factor.labels for factor, has_numbers in pairs if has_numbers)
-    are_repeated = [label not in factor.labels and (repeats_all or not factor.still) for factor in factors]
-    return tuple(_repeat(x, label) if is_repeated else x for x, is_repeated in zip(factors, are_repeated, strict=True))
+    return [_repeat(x, label) if label not in x.labels and (repeats_all or not x.still) else x for x in factors]
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
@@ -233,7 +246,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+def _take_from_factor(factor: Factor, along: Merged, rows: Merged, places: Any, mode: Any, fill: Any) -> Factor:
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
@@ -241,8 +254,8 @@ def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, row
     array = jnp.moveaxis(factor.dense, i, 0)
     offset = tuple(range(len(rows), len(rows) + array.ndim - 1))
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    fill = None if _holds_integers(array.dtype) else view.fill_value
-    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=view.mode, fill_value=fill)
+    fill = None if _holds_integers(array.dtype) else fill
+    array = lax.gather(array, places, numbers, (1, *array.shape[1:]), mode=mode, fill_value=fill)
     draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
 

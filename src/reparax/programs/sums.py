@@ -1,4 +1,7 @@
-"""Arrays as sums of products of smaller arrays, as in einsum; which dtypes may hold their factors."""
+"""Weights as sums of products of smaller arrays, as in einsum: what they are, and how two of them are multiplied.
+
+Nothing here computes a product: ``multiply`` does.
+"""
 
 import math
 import operator
@@ -16,159 +19,6 @@ from reparax.numerics.arithmetic import widened
 from reparax.numerics.terms import circulant
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import Dot, RaggedDot
-
-
-def has_range(dtype: Any) -> bool:
-    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
-    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
-
-
-def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
-    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
-
-
-def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
-    if not jnp.issubdtype(other_dtype, jnp.inexact):
-        return holds_exactly(dtype, other_dtype)
-    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return False
-    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
-    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
-
-
-def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype."""
-    digits = jnp.finfo(dtype).nmant + 1
-    if jnp.issubdtype(other_dtype, jnp.inexact):
-        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
-    if other_dtype == jnp.bool_:
-        return True
-    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
-
-
-def narrows(dtype: Any, new_dtype: Any) -> bool:
-    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
-    keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
-    return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
-
-
-def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
-    candidates = (result, dtype, jnp.float32, jnp.complex64)
-    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
-
-
-def cast_factor(array: Any, dtype: Any) -> Any:
-    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
-    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
-
-
-def keeps_range(precision: Any) -> bool:
-    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
-    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
-    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
-        return True
-    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
-    return types is not None and all(map(has_range, types))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Circle:
-    """Matrices with the entries ``numbers[..., (i - j) % n]``."""
-
-    numbers: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.numbers.shape, self.numbers.shape[-1])
-
-    @property
-    def dtype(self) -> Any:
-        return self.numbers.dtype
-
-    @property
-    def size(self) -> int:
-        """How many numbers are stored."""
-        return self.numbers.size
-
-    def astype(self, dtype: Any) -> "Circle":
-        return Circle(self.numbers.astype(dtype))
-
-    def todense(self) -> Any:
-        """The matrices."""
-        return circulant(self.numbers)
-
-    def spectrum(self, *, transposed: bool) -> Any:
-        """The Fourier transform of the first column, or of the first row."""
-        numbers = widened(self.numbers)
-        return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
-
-
-def _fourier(x: Any) -> Any:
-    """The Fourier transform along the last axis; for real numbers, its first half, which gives the other."""
-    return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
-
-
-def fourier_transform(x: Any) -> Any:
-    """The Fourier transform along the last axis."""
-    return _fourier(widened(x))
-
-
-def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
-    """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
-    numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
-    return numbers.astype(dtype)
-
-
-def fourier_cost(n: int) -> float:
-    """The number of operations of a Fourier transform of ``n`` numbers."""
-    return 2.5 * n * math.log2(max(n, 2))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Segments:
-    """Matrices of zeros and ones, ``(..., rows, groups)``: the first rows are in the first group, and so on.
-
-    Rows beyond all groups are zero.
-    """
-
-    sizes: Any
-    rows: Any = field(metadata={"static": True})
-    dtype: Any = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *batch, groups = self.sizes.shape
-        return (*batch, self.rows, groups)
-
-    @property
-    def size(self) -> int:
-        """How many numbers are stored."""
-        return self.sizes.size
-
-    def astype(self, dtype: Any) -> "Segments":
-        return replace(self, dtype=dtype)
-
-    def group_of_row(self) -> Any:
-        """The number of the group of each row, ``(..., rows)``; that of no group for rows beyond."""
-        ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
-        rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
-        return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
-
-    def todense(self) -> Any:
-        """The matrices."""
-        groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
-        return (self.group_of_row()[..., None] == groups).astype(self.dtype)
-
-    def inside(self) -> Any:
-        """Ones for rows in a group, and zeros, ``(..., rows)``."""
-        return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
-
 
 Shape = Sequence[int]
 T = TypeVar("T")
@@ -398,6 +248,9 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
 
+# ---- products of two products
+
+
 def multiply_entries(a: Product, b: Product) -> Product | None:
     """The elementwise product of two products; either may have axes of size 1."""
     n = len(a.axes)
@@ -480,3 +333,161 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
         return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
     return factors(a), factors(b)
+
+
+# ---- factors that are stored as fewer numbers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Circle:
+    """Matrices with the entries ``numbers[..., (i - j) % n]``."""
+
+    numbers: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.numbers.shape, self.numbers.shape[-1])
+
+    @property
+    def dtype(self) -> Any:
+        return self.numbers.dtype
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored."""
+        return self.numbers.size
+
+    def astype(self, dtype: Any) -> "Circle":
+        return Circle(self.numbers.astype(dtype))
+
+    def todense(self) -> Any:
+        """The matrices."""
+        return circulant(self.numbers)
+
+    def spectrum(self, *, transposed: bool) -> Any:
+        """The Fourier transform of the first column, or of the first row."""
+        numbers = widened(self.numbers)
+        return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
+
+
+def _fourier(x: Any) -> Any:
+    """The Fourier transform along the last axis; for real numbers, its first half, which gives the other."""
+    return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
+
+
+def fourier_transform(x: Any) -> Any:
+    """The Fourier transform along the last axis."""
+    return _fourier(widened(x))
+
+
+def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
+    """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
+    numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
+    return numbers.astype(dtype)
+
+
+def fourier_cost(n: int) -> float:
+    """The number of operations of a Fourier transform of ``n`` numbers."""
+    return 2.5 * n * math.log2(max(n, 2))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """Matrices of zeros and ones, ``(..., rows, groups)``: the first rows are in the first group, and so on.
+
+    Rows beyond all groups are zero.
+    """
+
+    sizes: Any
+    rows: Any = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *batch, groups = self.sizes.shape
+        return (*batch, self.rows, groups)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored."""
+        return self.sizes.size
+
+    def astype(self, dtype: Any) -> "Segments":
+        return replace(self, dtype=dtype)
+
+    def group_of_row(self) -> Any:
+        """The number of the group of each row, ``(..., rows)``; that of no group for rows beyond."""
+        ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
+        rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
+        return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
+
+    def todense(self) -> Any:
+        """The matrices."""
+        groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
+        return (self.group_of_row()[..., None] == groups).astype(self.dtype)
+
+    def inside(self) -> Any:
+        """Ones for rows in a group, and zeros, ``(..., rows)``."""
+        return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
+
+
+# ---- which dtypes may hold factors
+
+
+def has_range(dtype: Any) -> bool:
+    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
+    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
+
+
+def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
+    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
+    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
+
+
+def covers(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
+    if not jnp.issubdtype(other_dtype, jnp.inexact):
+        return holds_exactly(dtype, other_dtype)
+    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
+    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
+
+
+def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype holds each number of another dtype."""
+    digits = jnp.finfo(dtype).nmant + 1
+    if jnp.issubdtype(other_dtype, jnp.inexact):
+        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
+    if other_dtype == jnp.bool_:
+        return True
+    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
+
+
+def narrows(dtype: Any, new_dtype: Any) -> bool:
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
+    return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
+
+
+def product_dtype(dtype: Any, result: Any) -> Any:
+    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
+    candidates = (result, dtype, jnp.float32, jnp.complex64)
+    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
+
+
+def cast_factor(array: Any, dtype: Any) -> Any:
+    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+
+
+def keeps_range(precision: Any) -> bool:
+    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
+        return True
+    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
+    return types is not None and all(map(has_range, types))

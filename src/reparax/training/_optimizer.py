@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reparax.core.calls import CallName, require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
-from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
+from reparax.core.paths import Names, PyTree, flatten_with_names, is_traceable, items, path_text
 from reparax.core.raw import FIXED, flatten, is_aligned, require_no_raw
 from reparax.core.start import start
 from reparax.numerics.arithmetic import is_array
@@ -30,12 +30,21 @@ from reparax.training._partition import combine, is_none, partition, require_tre
 T = TypeVar("T")
 
 Update = Callable[..., tuple[PyTree, PyTree]]
+
+
+class Transformation(NamedTuple):
+    """A transformation with optax's interface."""
+
+    init: Callable[[PyTree], PyTree]
+    update: Update
+
+
 CALL = "Call `tx.update(grads, state, raw)`."
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
 def optimizer(tx: T) -> T:
-    """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
+    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves that cannot be added, such

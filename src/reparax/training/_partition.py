@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def partition(raw: T) -> tuple[T, T]:
-    """Splits a raw tree into the values that train (free) and all others (fixed).
+    """Splits a raw tree into the trainable values (free) and all others (fixed).
 
     Free values are floating and complex arrays. Fixed values are those under ``"@fixed"``; model state (nnx variables
     other than ``Param``, linen collections beside ``params``); and leaves without a gradient: integers, booleans, PRNG

@@ -8,7 +8,7 @@ from html import escape
 from itertools import compress, groupby
 from typing import Any, NamedTuple
 
-from reparax.core.axes_by_convention import axes_in_words
+from reparax.core.axes_at import axes_in_words
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
@@ -33,7 +33,7 @@ class Row:
       value: The markers and the name under which the raw tree holds it; empty for an array that no stage replaced.
       type: Its dtype and shape; empty if there is no array.
       free: How many of its numbers train.
-      fixed: How many do not train, according to :func:`partition`.
+      fixed: How many are not trainable, according to :func:`partition`.
       bytes: Its size.
       off: How far the parameter's start is from its weight: the largest difference over the largest entry; 0 if it is
         rounding, and None if only shapes are known.
@@ -230,7 +230,7 @@ def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
     for site in step.sites:
         for place in site.arrays.values():
             axes_of_parameter = axes.setdefault(parameter_path(place), [])
-            text = axes_in_words(step.stage, site.stage, plan.raw.convention_at(place))
+            text = axes_in_words(step.stage, site.stage, plan.raw.axes_at(place))
             axes_of_parameter += [text] if text and text not in axes_of_parameter else []
     return axes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for, run_steps
-from reparax.core.raw import FIXED, Flat, first_marker, kind_of, nest, parameter_path, places_of
+from reparax.core.raw import Flat, first_marker, kind_of, nest, parameter_path, places_of
 from reparax.core.site import Site
 from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
@@ -38,14 +37,20 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     of ``new`` compute new values. Under ``jax.jit`` and ``jax.eval_shape`` nobody can compare them, so new values are
     an error there without ``nearest=True``.
 
+    A :class:`LoRA` of another rank, ``alpha``, ``use_rslora`` or ``init_weights`` keeps the base and the adapter: ``b``
+    is multiplied by the ratio of both scales, and a larger rank adds fresh columns to ``a`` and zeros to ``b``. A
+    smaller rank is the nearest one (by singular values), so it needs ``nearest=True`` if the weights change. An adapter
+    that would become a part of the base of another one needs it too.
+
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it. Codes of :class:`Quantized` are kept too if a new adapter leaves their array as its base;
-    under ``jit`` this is not known, and they are rounded anew. All other values are computed by ``init`` from the
-    current weights. Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw),
-    key)``. In an optimizer's state, counters and the moments of kept values are kept; all other moments start at zero.
+    the same stages change it; and the base under a new adapter, such as codes of :class:`Quantized`; and a LoRA under a
+    new ``WeightNorm(detach=True)``, which is DoRA. All other values are computed by ``init`` from the current weights.
+    Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw), key)``. In an
+    optimizer's state, counters and the moments of kept values are kept, and of a LoRA of another rank those of ``a``,
+    and of ``b`` if the scale is the same; all other moments start at zero.
 
-    A state may have moments for only some of the values that train, as under ``optax.masked``. Then new values are an
+    A state may have moments for only some of the trainable values, as under ``optax.masked``. Then new values are an
     error, because the state does not show which of them need moments.
 
     ``transfer(p, p, raw)`` converts raw trees of older versions, in which markers were numbered over the whole tree.
@@ -57,12 +62,13 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
       like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
         :func:`optimizer`, or has no class of optax in it; if ``old`` leaves no markers, which identify moments; or if
         the raw tree is a tuple, as a state is. What has the structure of ``like`` is a raw tree.
-      nearest: Whether the weights may change, if ``new`` cannot start at them.
+      nearest: Whether the weights may change if ``new`` cannot start at them, and adapters may be merged into a base.
 
     Raises:
       TypeError: If ``old`` or ``new`` is not a parametrization.
-      ValueError: If ``old`` did not make ``raw``, if weights would change, if a tuple may be a raw tree or a state, if
-        a part of a state does not fit the raw tree, or if the state does not show which moments to start.
+      ValueError: If ``old`` did not make ``raw``, if weights would change or an adapter be merged, if a tuple may be a
+        raw tree or a state, if a part of a state does not fit the raw tree, or if the state does not show which moments
+        to start.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -76,8 +82,11 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     if not is_raw:
         return _convert_state(raw, old, new, like)
     converted = _convert_raw(raw, old, new)
-    if converted.fresh and not nearest:
-        _require_same_weights(converted, new)
+    if not nearest:
+        if converted.merges:
+            raise ValueError(f"transfer would {converted.merges[0]}, or pass `nearest=True` to merge it.")
+        if converted.fresh:
+            _require_same_weights(converted, new)
     return converted.raw
 
 
@@ -87,20 +96,24 @@ class _Converted:
 
     Attributes:
       raw: The raw tree.
-      kept_nodes: The paths of its nodes that were kept from the old one.
+      kept: For the path of each raw value that is one of the old tree, the path there.
+      grown: The same for values that begin with one of the old tree.
       fresh: The paths of parameters for which new stages compute values.
+      merges: Which adapters became a part of the base of others, in words.
       effective: The weights that the old chain made.
     """
 
     raw: PyTree
-    kept_nodes: AbstractSet[Names]
+    kept: Mapping[Names, Names]
+    grown: Mapping[Names, Names]
     fresh: Collection[str]
+    merges: Sequence[str]
     effective: PyTree
 
 
 def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
     """Requires that the new chain starts at the weights that the old one made, up to rounding."""
-    advice = "pass `nearest=True` to start where `new.init(old.fold(raw))` does."
+    advice = "pass `nearest=True` to start as near as it can."
     if not has_numbers((converted.raw, converted.effective)):
         raise ValueError(
             f"transfer cannot compare traced weights with those that {new!r} starts at: it computes new values of "
@@ -126,21 +139,31 @@ def _listed(texts: Sequence[str]) -> str:
 def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
     """The raw tree with the values of the new chain, of which the last stage is opened first."""
     old_chain, key = _OldChain(old, raw), jax.random.key(0)
-    tree, kept_nodes, fresh = old_chain.effective, set[Names](), list[str]()
+    tree, fresh, merges = old_chain.effective, list[str](), list[str]()
     for i, stage in reversed(list(enumerate(new))):
         sites = stage.sites("init", tree.before(tuple(new)[i + 1 :]))
-        kept = old_chain.kept_values(sites, tree, kept_nodes)
+        kept = old_chain.kept_values(sites, tree)
         fresh += _fresh_parameters(stage, sites, tree, kept)
-        opened = [place for site, _, place in _places(sites) if site.nodes and place in kept]
-        kept_nodes |= {_path_without_numbers(place) for place in opened if _all_within(kept_nodes, place)}
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
-        tree = _put_values(start_at(new_sites, tree, key), kept)
+        started = start_at(new_sites, tree, key)
+        old_chain.follow_unchanged(new_sites, tree, started)
+        for site, name, place in _places(new_sites):
+            if (values := old_chain.converted_values(site, name, started)) is not None:
+                kept[place] = values
+            elif place not in kept and (adapter := old_chain.adapter_at(site, place)) is not None:
+                merges.append(
+                    f"merge the adapter of {adapter!r} at {parameter_path(place)!r} into the base of {stage!r}. "
+                    f"Keep {type(adapter).__name__} for this array"
+                )
+        tree = _put_values(started, kept)
+    kept_paths = {_path_without_numbers(place): path for place, path in old_chain.kept_paths(tree).items()}
+    grown = {_path_without_numbers(place): path for place, path in old_chain.grown.items()}
     effective = nest(old_chain.effective)
     raw = nest(with_boxes(tuple(new), old_chain.effective, tree))
-    return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
+    return _Converted(raw, kept_paths, grown, list(dict.fromkeys(fresh)), merges, effective)
 
 
-Kept = Mapping[Names, Mapping[Names, Array]]
+Kept = dict[Names, Mapping[Names, Array]]
 """For the path of each array that needs no new values, the old ones that stand in its place, by their paths."""
 
 
@@ -169,18 +192,24 @@ def _put_values(tree: Flat, values: Kept) -> Flat:
 
 @dataclass(frozen=True)
 class _Node:
-    """An array that a stage made, and the raw values of which it made it."""
+    """An array that a stage made, and the raw values of which it made it, with their paths.
 
+    The stage has the numbers and axes of the array; ``written`` is that of the chain.
+    """
+
+    written: Parametrization
     stage: Parametrization
     array: Array
     values: Mapping[str, Array]
+    paths: Mapping[str, Names]
 
 
 class _OldChain:
-    """What a chain makes of a raw tree, and all that lies between.
+    """What a chain makes of a raw tree, all that lies between, and where each of these arrays is in the new raw tree.
 
     Attributes:
       effective: The effective tree.
+      grown: For the place of each new value that begins with an old one, the path of that one.
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
@@ -195,46 +224,84 @@ class _OldChain:
                 path = _path_without_numbers(place)
                 if site.nodes:
                     values = {value: before[value_place] for value, value_place in site.values[name].items()}
-                    self._nodes[path] = _Node(site.stage, arrays[place], values)
+                    paths = {value: _path_without_numbers(place) for value, place in site.values[name].items()}
+                    self._nodes[path] = _Node(step.stage, site.stage, arrays[place], values, paths)
                 else:
                     self._in_place.setdefault(path, []).append((site.stage, before[place]))
         self.effective = plan.effective_of(arrays)
+        self.grown: dict[Names, Names] = {}
+        self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
+        self._opened = set[Names]()  # places of arrays that a new stage opened, and left unchanged as its value
 
-    def kept_values(self, sites: Sequence[Site], tree: Flat, kept_nodes: AbstractSet[Names]) -> Kept:
-        """The old values of arrays on which the same stage of the new chain acts, inside of the same nodes."""
-        found = {
-            place: self._values_of_node(site, name, tree.arrays[place], kept_nodes)
-            if site.nodes
-            else self._values_in_place(site.stage, place, tree.arrays[place], kept_nodes)
-            for site, name, place in _places(sites)
-        }
-        return {place: values for place, values in found.items() if values is not None}
+    def kept_paths(self, tree: Flat) -> dict[Names, Names]:
+        """For the place of each raw value that the old chain had too, the path there."""
+        kept = {place: path for place, path in self._paths.items() if place not in self._opened}
+        return {place: path for place, path in kept.items() if place in tree.arrays}
 
-    def _values_of_node(
-        self, site: Site, name: str, array: Array, kept_nodes: AbstractSet[Names]
-    ) -> Mapping[Names, Array] | None:
-        """The old values for an array that a new stage opens; None if no such stage made it."""
-        place = site.arrays[name]
-        is_inside = _all_within(kept_nodes, place)
-        node = self._nodes.get(_path_without_numbers(place)) if is_inside else self._base_of(place, array)
-        if node is None or not _act_alike(site.stage, node.stage) or array.shape != node.array.shape:
+    def kept_values(self, sites: Sequence[Site], tree: Flat) -> Kept:
+        """The old values of arrays on which the same stage of the new chain acts."""
+        kept = Kept()
+        for site, name, place in _places(sites):
+            node, array = self._node_at(place), tree.arrays[place]
+            if not site.nodes and place in self._paths and place not in self._opened:
+                kept[place] = {place: self._array_before(site.stage, place, array)}
+            elif site.nodes and node and array.shape == node.array.shape and _act_alike(site.stage, node.stage):
+                kept[place] = self._place_values(site, name, node, node.values)
+        return kept
+
+    def converted_values(self, site: Site, name: str, started: Flat) -> Mapping[Names, Array] | None:
+        """The values of a node that a new stage converts, from those at which it would start; None if it cannot."""
+        node = self._node_at(site.arrays[name]) if site.nodes else None
+        fields = site.stage._converts
+        if node is None or not fields or not _act_alike(site.stage, node.stage, fields):
             return None
-        return site.raw_values(name, node.values)
+        root = site.nodes[name]
+        fresh = {place[-1]: x for place, x in started.arrays.items() if place[: len(root)] == root}
+        values = site.stage._convert(node.stage, node.values, fresh)
+        for value in site.stage._grown_values(node.stage):
+            self.grown[(*root, value)] = node.paths[value]
+        return self._place_values(site, name, node, values)
 
-    def _base_of(self, place: Names, array: Array) -> _Node | None:
-        """What the base of a new adapter was, if the adapter left the array unchanged."""
-        root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
-        is_unchanged = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
-        return self._nodes.get(root) if is_unchanged else None
+    def adapter_at(self, site: Site, place: Names) -> Parametrization | None:
+        """The old adapter of an array that becomes the base of a new one."""
+        path = self._paths.get(place)
+        if path is None or not _has_base(site.stage):
+            return None
+        stages = (node.written for at, node in self._nodes.items() if at[: len(path)] == path)
+        return next(filter(_has_base, stages), None)
 
-    def _values_in_place(
-        self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]
-    ) -> Mapping[Names, Array] | None:
+    def follow_unchanged(self, sites: Sequence[Site], tree: Flat, started: Flat) -> None:
+        """Notes which raw values of new stages are the arrays themselves."""
+        arrays = {(place, id(tree.arrays[place])) for _, _, place in _places(sites) if place in self._paths}
+        for value_place, x in started.arrays.items():
+            for place in (value_place[:n] for n in range(len(value_place))):
+                if (place, id(x)) in arrays:
+                    self._paths[value_place] = self._paths[place]
+                    self._opened.add(value_place)
+
+    def _node_at(self, place: Names) -> _Node | None:
+        """What was the node of the array at a place of the new tree."""
+        path = self._paths.get(place)
+        return None if path is None else self._nodes.get(path)
+
+    def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
+        """The values of an array at their places, which are noted where they are the old ones."""
+        placed = site.raw_values(name, values)
+        for value_place, x in placed.items():
+            if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
+                self._paths[value_place] = node.paths[value_place[-1]]
+                self._opened.discard(value_place)
+        return placed
+
+    def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
         """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
-        if not _all_within(kept_nodes, place):
-            return None
-        changes = self._in_place.get(_path_without_numbers(place), [])
-        return {place: changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array}
+        changes = self._in_place.get(self._paths[place], [])
+        return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
+
+
+def _has_base(stage: Parametrization) -> bool:
+    """Whether a stage adapts an array that it keeps."""
+    return any(value.base for value in getattr(stage, "raw_values", {}).values())
 
 
 def _path_without_numbers(path: Names) -> Names:
@@ -242,25 +309,15 @@ def _path_without_numbers(path: Names) -> Names:
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
-def _all_within(nodes: AbstractSet[Names], path: Names) -> bool:
-    """Whether all nodes on a path are among these."""
-    marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
-    return all(_path_without_numbers(path[:i]) in nodes for i in marks)
+def _act_alike(stage: Parametrization, other_stage: Parametrization, but: Collection[str] = ()) -> bool:
+    """Whether two stages act in the same way on an array that both select; those that hold arrays do not.
 
-
-def _act_alike(stage: Parametrization, other_stage: Parametrization) -> bool:
-    """Whether two stages act in the same way on an array that both select; those that hold arrays do not."""
-    names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
+    Fields of these names may differ.
+    """
+    names = [field.name for field in dataclasses.fields(stage) if field.name not in ("where", *but)]
     pairs = [(getattr(stage, name), getattr(other_stage, name, None)) for name in names]
     holds_arrays = any(map(is_array, jax.tree.leaves(pairs)))
     return type(stage) is type(other_stage) and not holds_arrays and all(x == y for x, y in pairs)
-
-
-def _equal_numbers(x: Any, y: Any) -> bool:
-    """Whether two arrays are known to be equal."""
-    if x is y or not is_array(x) or not is_array(y) or isinstance(x, Tracer) or isinstance(y, Tracer):
-        return x is y
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and bool(jnp.array_equal(x, y))
 
 
 def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
@@ -286,11 +343,12 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
 
 def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
     """Converts a part of a state that has the structure of ``raw``: moments of kept values, and zeros for new ones."""
-    kept_nodes: set[Names] = set()
+    kept, grown = dict[Names, Names](), dict[Names, Names]()
 
     def convert(raw: PyTree) -> PyTree:
         converted = _convert_raw(raw, old, new)
-        kept_nodes.update(converted.kept_nodes)
+        kept.update(converted.kept)
+        grown.update(converted.grown)
         return converted.raw
 
     types = types_of_result(convert, raw)
@@ -298,10 +356,16 @@ def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Param
 
     def moment(names: Names, like: Any) -> Any:
         path = _path_without_numbers(names)
-        if path in raw_paths and _all_within(kept_nodes, path):
-            return moments.arrays.get(path, moments.placeholder)
+        if kept.get(path) in raw_paths:
+            return moments.arrays.get(kept[path], moments.placeholder)
         needs_none = path not in free_paths and not moments.holds_fixed
-        return moments.placeholder if needs_none or not is_array(like) else moments.zeros(path, like)
+        if needs_none or not is_array(like):
+            return moments.placeholder
+        zeros = moments.zeros(path, like)
+        if path not in grown:
+            return zeros
+        begin = moments.arrays[grown[path]]
+        return zeros.at[tuple(map(slice, begin.shape))].set(begin)
 
     paths, leaves, treedef = flatten_with_names(types)
     return treedef.unflatten(list(map(moment, paths, leaves)))
@@ -342,7 +406,7 @@ def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
-    """The paths of the values that train."""
+    """The paths of the trainable values."""
     return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reparax.core.reports import write_sections
+from reparax.core.reports import fold_lines
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,11 @@ class Explained:
 
     def __repr__(self) -> str:
         n = sum(weight.is_transformed for weight in self.weights)
-        rows = [(weight.is_transformed, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
-        return write_sections(self.head.format(f"{n} of {len(self.weights)}"), self.titles, rows)
+        lines = [self.head.format(f"{n} of {len(self.weights)}")]
+        for title, flag in zip(self.titles, (True, False), strict=True):
+            weights = [weight for weight in self.weights if weight.is_transformed is flag]
+            section = fold_lines((weight.path, (weight.type, weight.reason)) for weight in weights)
+            lines += [f"  {title}:"] if section else []
+            width = max((len(line.path) for line in section), default=0)
+            lines += [f"    {line.path:<{width}}  {line.times}{'  '.join(line.value)}".rstrip() for line in section]
+        return "\n".join(lines)

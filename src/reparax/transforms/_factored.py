@@ -46,7 +46,7 @@ from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
-from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
+from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
 from reparax.transforms._explained import Explained, Weight
@@ -110,6 +110,7 @@ class Record:
     @property
     def costs(self) -> tuple[float, float]:
         """The cost of all reads of the sum if it stays in factors, and if it is formed."""
+        # In factors, the array is formed where it is read, which may be more often than the sum is made.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
@@ -323,7 +324,7 @@ def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
     return jnp.issubdtype(view.type.dtype, jnp.inexact) and sums.keeps_range(view.precision)
 
 
-# ---- matrices that an index chooses, and rows of a table
+# ---- what an index chooses: matrices of experts, and rows of tables
 
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
@@ -344,87 +345,33 @@ def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Prod
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
-    weight, axis = args[0], view.axis
-    if not isinstance(weight, Sum) or axis is None or view.mode not in _MODES:
+    weight, places = args
+    if not isinstance(weight, Sum) or isinstance(places, Sum) or view.axis is None or view.mode not in _MODES:
         return None
-    lookup = _RowLookup(view, _in_counting_dtype(args[1]))
-
-    def products_of_rows(take_rows: Callable[[Any, int], Any]) -> list[Product] | None:
-        return sums.all_or_none(change_axis_of_product(x, axis, lookup.count, take_rows) for x in weight.products)
-
-    product_types = products_of_rows(lookup.type_of_rows)
-    if product_types is None:
+    places = places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
+    rows, size = look_up(view, weight, [places], nearest=True), weight.shape[view.axis]
+    if rows is None:
         return None
 
     def array() -> Any:
-        other_axes = [i for i in range(weight.ndim) if i != axis]
-        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(lookup.rows) or []]
-        shape = [lookup.count, *(weight.shape[i] for i in other_axes)]
-        rows = array_of_products(products, shape, How(weight.dtype, view.type.dtype, weight.precision))
-        return lookup.output(lookup.treat_missing(rows, weight.shape[axis]))
+        how = How(weight.dtype, view.type.dtype, weight.precision)
+        return _treat_missing(view, array_of_products(rows.products, rows.shape, how), places, size)
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, view.type.shape, product_types), array)
-
-
-@dataclass(frozen=True)
-class _RowLookup:
-    """A look-up of rows along one axis of a table.
-
-    Attributes:
-      view: The equation.
-      indices: The index of each row, along a last axis of size 1.
-    """
-
-    view: Gather
-    indices: Any
-
-    @property
-    def count(self) -> int:
-        """How many rows are looked up."""
-        return math.prod(self.indices.shape[:-1])
-
-    def type_of_rows(self, array: Any, axis: int) -> Any:
-        """The type of :meth:`rows`."""
-        return jax.ShapeDtypeStruct([*array.shape[:axis], self.count, *array.shape[axis + 1 :]], array.dtype)
-
-    def rows(self, array: Any, axis: int) -> Any:
-        """The rows of an array along ``axis``, in one axis; for an index beyond it, the nearest row."""
-        table = jnp.moveaxis(array, axis, 0)
-        n_leading = self.indices.ndim - 1
-        offset_dims = tuple(range(n_leading, n_leading + table.ndim - 1))
-        numbers = lax.GatherDimensionNumbers(offset_dims, collapsed_slice_dims=(0,), start_index_map=(0,))
-        mode = lax.GatherScatterMode.CLIP if self._fills else self.view.mode
-        rows = lax.gather(table, self.indices, numbers, (1, *table.shape[1:]), mode=mode, **self.view.hints)
-        return jnp.moveaxis(rows.reshape(self.count, *table.shape[1:]), 0, axis)
-
-    def treat_missing(self, rows: Any, size: int) -> Any:
-        """The rows of a table of ``size`` rows, where those beyond it are filled, or get no gradient."""
-        if self.view.mode == lax.GatherScatterMode.CLIP:
-            return rows
-        is_inside = (self.indices >= 0) & (self.indices < size)
-        is_inside = is_inside.reshape(self.count, *(1 for _ in rows.shape[1:]))
-        fill_value = math.nan if self.view.fill_value is None else self.view.fill_value
-        return jnp.where(is_inside, rows, fill_value) if self._fills else _stop_gradient_beyond(rows, is_inside)
-
-    def output(self, rows: Any) -> Any:
-        """The output of the equation from rows, which are along the first axis."""
-        ndim, offset_dims = self.view.type.ndim, self.view.dimension_numbers.offset_dims
-        index_dims = [i for i in range(ndim) if i not in offset_dims]
-        array = rows.reshape(*self.indices.shape[:-1], *rows.shape[1:])
-        return jnp.moveaxis(array, range(ndim), [*index_dims, *offset_dims])
-
-    @property
-    def _fills(self) -> bool:
-        """Whether rows beyond the table are filled with a number."""
-        return self.view.mode == lax.GatherScatterMode.FILL_OR_DROP
-
-
-def _in_counting_dtype(indices: Any) -> Any:
-    """Indices in a dtype that holds the number of rows."""
-    return indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
+    return WeightUse(weight, lambda: _costs_of_entries(weight, rows.shape, rows.products), array)
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
+
+
+def _treat_missing(view: Gather, rows: Any, places: Any, size: int) -> Any:
+    """The rows of a table of ``size`` rows at places, where those beyond it are filled, or get no gradient."""
+    if view.mode == lax.GatherScatterMode.CLIP:
+        return rows
+    offset = view.dimension_numbers.offset_dims
+    is_inside = ((places >= 0) & (places < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
+    if view.mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return _stop_gradient_beyond(rows, is_inside)
+    return jnp.where(is_inside, rows, math.nan if view.fill_value is None else view.fill_value)
 
 
 @jax.custom_jvp

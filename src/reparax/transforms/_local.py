@@ -1,7 +1,9 @@
 """Losses in which each example has noise of its own, drawn for the results of products instead of the weights.
 
-``Drawing`` has the rules of the interpreter, which follows noisy weights through a program to their products;
-``mean_and_noise`` gives the mean and the noise of one of these.
+A noisy weight is a sum with draws among its factors. ``Drawing`` has the rules of the interpreter, which follows it
+through the program to its products. There, ``Noisy`` tells its mean from its deviations, and ``mean_and_noise`` gives
+the mean and the noise of the product. Some draws must be the same for all rows, which only the whole program shows: it
+is rewritten until all of these are found (``_draws_to_share``).
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ from reparax.transforms._remat import remat
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+# ---- weights with noise
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
     return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
 
+
+# ---- the mean and the noise of a product
 
 Noise = Callable[[Any, Array], Array]
 """Adds noise to the mean of a result, drawn with a key."""
@@ -240,6 +247,9 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     return jnp.repeat(variance, n_channels // n_different, output_axis)
 
 
+# ---- what is known of weights and of their reads
+
+
 @dataclass(frozen=True)
 class Made:
     """What made a weight.
@@ -311,6 +321,9 @@ class _FactsOfDraws(AllFacts):
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         return super().enters(eqn, operands) and not is_draw(eqn)
+
+
+# ---- the rules
 
 
 class Drawing:
@@ -442,10 +455,14 @@ def _has_noise_along(x: Sum, axis: int) -> bool:
 
 
 def _made(operation: Operation, type: Any) -> Made:
-    """What made the output of an equation, which belongs to a weight of this type."""
+    """What made the output of an equation, which belongs to a weight of this type.
+
+    In a scan, data may change a weight in each step, as a mask does, while its noise is drawn before the scan.
+    """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
     weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
+    # A weight differs in more steps than data account for, if its noise is drawn in them.
     steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
     return Made(operation.out_facts, type, steps_of_data - steps_of_noise)
 
@@ -525,6 +542,26 @@ def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, 
     return {draw.source: sides(product, factor) for product, factor, draw in _noise_of(x)}
 
 
+def _facts_of_arrays(operation: Operation) -> list[Facts]:
+    """What is known of the operands that are no weights."""
+    return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
+
+
+def is_draw(eqn: JaxprEqn) -> bool:
+    """Whether the output of an equation is an array of independent normal numbers."""
+    view = equations.view_of(eqn)
+    has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
+    return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
+
+
+def _holds_draw(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation draws."""
+    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+
+
+# ---- draws that all rows share
+
+
 def _draws_to_share(rules: Drawing) -> Shared:
     """The draws of which all rows must share one, beside those that do already.
 
@@ -557,21 +594,7 @@ def _reads_across(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyR
         kept_before |= kept
 
 
-def _facts_of_arrays(operation: Operation) -> list[Facts]:
-    """What is known of the operands that are no weights."""
-    return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
-
-
-def is_draw(eqn: JaxprEqn) -> bool:
-    """Whether the output of an equation is an array of independent normal numbers."""
-    view = equations.view_of(eqn)
-    has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
-    return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
-
-
-def _holds_draw(eqn: JaxprEqn) -> bool:
-    """Whether a body of an equation draws."""
-    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+# ---- the transform
 
 
 def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:

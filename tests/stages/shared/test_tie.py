@@ -166,6 +166,43 @@ def test_known_arrays_are_compared_inside_of_jit_too():
         jax.jit(lambda: rpx.Tie({"b": "a"}).init(params))()
 
 
+# ---- Several sources, and values of later stages.
+
+
+def side_by_side(*parts):
+    return jnp.concatenate(parts, 1)
+
+
+def test_an_array_of_several_sources_gives_each_its_gradient():
+    """The case of RETURNN's ``reuse_params`` with a function of its own."""
+    parts = {name: normal(3, size, seed=size) for name, size in {"q": 2, "k": 1, "v": 4}.items()}
+    params = {"att": parts, "qkv": np.concatenate(list(parts.values()), 1), "out": normal(3, 7, seed=9)}
+    p = rpx.Tie({"qkv": (("att/q", "att/k", "att/v"), side_by_side)}) >> rpx.Tie({"out": "qkv"}, unequal="overwrite")
+    raw = p.init(params)
+    assert raw["qkv"] == raw["out"] == {"@tie": {}}
+    uses = normal(3, 7, seed=5)
+    grads = jax.jit(jax.grad(lambda raw: sum(jnp.sum(uses * p.apply(raw)[name]) for name in ("qkv", "out"))))(raw)
+    got = np.concatenate([grads["att"][name] for name in parts], 1)
+    np.testing.assert_allclose(got, 2 * uses, rtol=1e-6)
+    owners = ("att/q", "att/k", "att/v")
+    assert p.raw_paths(params) == {**dict.fromkeys(("qkv", "out"), owners), **{path: path for path in owners}}
+    added = rpx.Tie({"s": (("a", "b"), jnp.add)})
+    assert rpx.from_json(added.to_json()) == added == eval(repr(added), {"Tie": rpx.Tie, "jax": jax, "jnp": jnp})
+
+
+def test_two_adapters_share_a_factor():
+    p = rpx.Tie({r"(\d)/k/@lora/a": r"\1/q/@lora/a"}, unequal="overwrite") >> rpx.LoRA(2, columns=-1)
+    params = {layer: {name: normal(4, 3, seed=i) for i, name in enumerate("qk")} for layer in "01"}
+    raw = p.init(params, jax.random.key(0))
+    assert places(raw) == ["0/k/@lora/a", "1/k/@lora/a"]
+    moved = jax.tree.map(lambda x: x + 0.5, raw)
+    for layer in "01":
+        q, k = (moved[layer][name]["@lora"] for name in "qk")
+        want = k["@fixed"]["w"] + np.asarray(q["a"], np.float64) @ np.asarray(k["b"])
+        np.testing.assert_allclose(p.fold(moved)[layer]["k"], want, rtol=1e-5)
+    assert set(p.raw_paths(params).values()) == {"0/q", "0/k", "1/q", "1/k"}  # each has a base of its own
+
+
 # ---- Owners.
 
 
@@ -194,6 +231,7 @@ def test_every_parametrization_says_who_owns_what():
 # ---- Costs and errors.
 
 
+MATRICES = {"0": {name: normal(3, 2, seed=i) for i, name in enumerate("qk")}}
 TWO = {layer: {name: np.ones(2, np.float32) for name in "qk"} for layer in "01"}
 
 

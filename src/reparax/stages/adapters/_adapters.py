@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -28,7 +29,7 @@ from reparax.numerics.arguments import (
     optional,
 )
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.linalg import product, rank_error, why_not_divisible
+from reparax.numerics.linalg import adjoint, product, rank_error, why_not_divisible
 from reparax.numerics.threefry import bits
 
 _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a finite number that is not negative.")
@@ -174,7 +175,7 @@ def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 class TrainableSlices(Reparametrization):
-    r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
+    r"""Fixed weights with a few trainable slices, such as the rows of new tokens in a table.
 
     Raw values: ``x`` (main), these slices, like ``w`` with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
     base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
@@ -304,6 +305,15 @@ def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
     return r[:rank].T, q[:, :rank].T
 
 
+def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
+    """Factors of the nearest product of a smaller rank, of equal norms."""
+    (q, r), (q_of_rows, r_of_rows) = jnp.linalg.qr(widened(a)), jnp.linalg.qr(adjoint(widened(b)))
+    u, singular, vh = jnp.linalg.svd(product(r, adjoint(r_of_rows)), full_matrices=False)
+    root = jnp.sqrt(singular[:rank])
+    nearest_a, nearest_b = product(q, u[:, :rank]) * root[None], root[:, None] * product(vh[:rank], adjoint(q_of_rows))
+    return nearest_a.astype(a.dtype), nearest_b.astype(b.dtype)
+
+
 DRAWN = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
 """Starts that draw A, where B is zero."""
 SPLIT = {"pissa": _split_pissa, "olora": _split_olora}
@@ -332,7 +342,7 @@ class LoRA(RowsAndColumns):
     ================================  =========================================================
 
     ``Freeze`` also freezes the rest of the model, such as biases, norms and embeddings; ``rpx.partition(raw)[0]`` holds
-    the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
+    the trainable values. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
     With ``init_weights="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
@@ -385,6 +395,7 @@ class LoRA(RowsAndColumns):
         "b": main(axes=("rank", "columns")),
         "w": fixed(base=True),
     }
+    _converts: ClassVar[tuple[str, ...]] = ("rank", "alpha", "use_rslora", "init_weights")
     acts_on_embeddings: ClassVar[bool] = False
     any_matrix: ClassVar[bool] = False
 
@@ -419,12 +430,46 @@ class LoRA(RowsAndColumns):
         """The number c."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
-        return scalar(self.alpha, like.real) / (self.rank**0.5 if self.use_rslora else self.rank)
+        return scalar(self.alpha, like.real) / self._divisor
+
+    @property
+    def _divisor(self) -> float:
+        """The number by which alpha is divided."""
+        return self.rank**0.5 if self.use_rslora else self.rank
 
     def _difference(self, a: Array, b: Array) -> Array:
         """The scaled product of the factors."""
         a, b = widened(a), widened(b)
         return self._factor(a).astype(a.dtype) * product(a, b)
+
+    def _has_factor_of(self, other: LoRA) -> bool:
+        """Whether both are known to have the same number c."""
+        factors = [1.0 if stage.alpha is None else stage.alpha / stage._divisor for stage in (self, other)]
+        return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
+
+    def _convert(self, old: LoRA, values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
+        """Raw values of the same array from those of ``old`` and of a start; the nearest ones of a smaller rank."""
+
+        def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
+            a, b = values["a"], values["b"]
+            if self.rank < old.rank:
+                a, b = _nearest_factors(a, b, self.rank)
+            if missing := self.rank - a.shape[1]:
+                new_columns = fresh["a"].reshape(a.shape[0], self.rank)[:, -missing:]
+                a = jnp.concatenate((a, new_columns.astype(a.dtype)), 1)
+                b = jnp.concatenate((b, jnp.zeros((missing, b.shape[1]), b.dtype)))
+            if not self._has_factor_of(old):
+                old_factor, factor = old._factor(widened(b)), self._factor(widened(b))
+                b = (widened(b) * (old_factor / jnp.where(factor == 0, 1, factor))).astype(b.dtype)
+            return {"a": a, "b": b, "w": values["w"]}
+
+        return self._map_stacked(convert_matrix)(values, fresh)
+
+    def _grown_values(self, old: LoRA) -> Sequence[str]:
+        """The names of the values of ``_convert`` whose gradients begin with those of ``old``."""
+        if self.rank < old.rank:
+            return ()
+        return ("a", "b") if self._has_factor_of(old) else ("a",)
 
 
 class VeRA(RowsAndColumns):

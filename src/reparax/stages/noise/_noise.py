@@ -210,7 +210,7 @@ def _root_of_squares(a: Any, b: Any) -> Any:
 
 
 def _keep_probability(rate: Any) -> Any:
-    """The probability to keep a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
+    """The probability of keeping a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
     if isinstance(rate, float):
         return 1 - rate
     return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

@@ -1,4 +1,4 @@
-"""Lengths of weights: weight norm, weight standardization, a largest norm, spheres and the Poincaré ball."""
+"""Norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ class WeightNorm(_OfChannels):
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. Default: the outputs, as the class of an nnx or equinox layer
-        says them, or the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
+        ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or equinox
+        layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
         By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
         of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
-        ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
+        ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper. ``v``
+        starts at ``w`` itself, for the base of an adapter to be that of the model: ``init`` is exact for norms from
+        4e-34 to 5e33, and in a slice of zeros first ``v`` trains, then ``g``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.

@@ -1,4 +1,4 @@
-"""Weights of few bits: stored in codes, or rounded while they train."""
+"""Weights of few bits: stored in codes, or rounded during training."""
 
 from __future__ import annotations
 
@@ -367,8 +367,8 @@ class Quantized(Scaled):
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
     number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
-    array lives only while it is used. The codes have no gradient: pass only what trains to ``jax.grad``, with ``free,
-    fixed = rpx.partition(raw)``.
+    array lives only while it is used. The codes have no gradient: pass only the trainable values to ``jax.grad``,
+    with ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -529,7 +529,7 @@ Step = Literal["absmax", "learned"]
 
 
 class FakeQuantized(Scaled):
-    r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
+    r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
     numbers equal those of :class:`Quantized`, bit for bit, so deploy the trained model with ``Quantized(f).init(raw)``,

@@ -91,7 +91,7 @@ class _Rearranged(Parametrization):
             with locate_errors(who_here):
                 for leaf in arrays.values():
                     leaf.content.arrays(may_be_none=True)
-            copies = {_path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self._copies.items()}
+            copies = {_path_below(cell, path): (_path_below(cell, home),) for path, home in self._copies.items()}
             sites.append(site_of(self, who_here, arrays, copies=copies))
         return sites
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,16 @@ from reparax.core.values import RawValues
 from reparax.core.where import decides_nothing, matches, nearest
 from reparax.numerics.arguments import one_of
 
-Transform = Callable[[Array], Array]
-Tied = tuple[str, str, Transform | None]
+Transform = Callable[..., Array]
+Source = str | tuple[str, ...]
+Tied = tuple[str, Source, Transform | None]
 
 
 Unequal = Literal["raise", "overwrite"]
 
 
 class Tie(Parametrization):
-    r"""One parameter in several places: each target is its source, or a pure function of it.
+    r"""One parameter in several places: each target is its source, or a pure function of one or several sources.
 
     The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
     optimizer states and checkpoints have no copy, and gradients are summed at the owner. A source may be tied itself.
@@ -47,14 +48,17 @@ class Tie(Parametrization):
     shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
-      ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
-        target is a path, or a regular expression for whole paths, of which the first that matches decides; its source
-        may refer to groups of the expression. A target that resolves to itself owns the parameter.
+      ties: For each target its source, or a pair of source and transform, which is any pure function of one array; or a
+        pair of a tuple of sources and a function that takes them in this order. A target is a path, or a regular
+        expression for whole paths, of which the first that matches decides; its source may refer to groups of the
+        expression. A target that resolves to itself owns the parameter. A path with an ``@`` is that of a value in the
+        raw tree of later stages: ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor
+        of two adapters, which start at different random numbers.
       unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"``: an error;
         ``"overwrite"``: it ties it anyway, which changes the model.
 
     Raises:
-      TypeError: If a tie is not a path, or a pair of path and function, for each target path.
+      TypeError: If a tie is not a path, or a pair of one path or several and a function, for each target path.
       ValueError: If there are no ties, if a target has two sources, if ties form a loop, or if ``unequal`` is another
         word.
 
@@ -66,6 +70,10 @@ class Tie(Parametrization):
       {'embed': {'table': (3, 2)}, 'output': {'kernel': {'@tie': {}}}}
       >>> jax.tree.map(jnp.shape, p.apply(raw))
       {'embed': {'table': (3, 2)}, 'output': {'kernel': (2, 3)}}
+      >>> qkv = rpx.Tie({"qkv": (("q", "k", "v"), lambda *parts: jnp.concatenate(parts, 1))})
+      >>> parts = {"q": jnp.ones((3, 2)), "k": jnp.ones((3, 1)), "v": jnp.ones((3, 1))}
+      >>> qkv.raw_paths({**parts, "qkv": jnp.ones((3, 4))})["qkv"]
+      ('q', 'k', 'v')
       >>> rpx.Tie({r"layers/(\d+)/k": r"layers/\1/q", r"layers/\d+/norm": "layers/0/norm"})
       Tie({'layers/(\\d+)/k': 'layers/\\1/q', 'layers/\\d+/norm': 'layers/0/norm'})
     """
@@ -77,12 +85,12 @@ class Tie(Parametrization):
 
     def __post_init__(self) -> None:
         ties = _parse_ties(self.ties)
-        _require_no_loop("Tie", {target: source for target, source, _ in ties})
+        _require_no_loop("Tie", {target: _as_tuple(source) for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
         super().__post_init__()
 
     def __repr__(self) -> str:
-        def value(source: str, transform: Transform | None) -> str:
+        def value(source: Source, transform: Transform | None) -> str:
             return repr(source) if transform is None else f"({source!r}, {code(transform)})"
 
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
@@ -94,25 +102,25 @@ class Tie(Parametrization):
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
         if method != "init":
-            self._require_targets(who, [leaf.path for leaf in leaves.values()])
-        sources = self._sources(who, leaves)
-        for target, (source, transform) in sources.items():
+            self._require_targets(who, _by_path(leaves.values()))
+        sources = self._sources(who, _by_path(leaves.values()))
+        for target, link in sources.items():
             if method == "init":
-                self._require_equal(leaves[target], leaves[source], transform)
+                self._require_equal(leaves[target], [leaves[place] for place in link.places], link.transform)
             else:
                 _require_empty_node(who, leaves[target])
         sites: list[Site] = []
-        for target in _sources_first({target: source for target, (source, _) in sources.items()}):
-            source, transform = sources[target]
-            path = leaves[target].path
-            links = {"reads": {"source": source}, "copies": {path: leaves[source].path}}
-            sites.append(site_of(self, who.at(path), {"w": leaves[target]}, formula=transform, **links))
+        for target in _sources_first({target: link.places for target, link in sources.items()}):
+            leaf, link = leaves[target], sources[target]
+            reads = {str(i): place for i, place in enumerate(link.places)}
+            details = {"formula": link.transform, "reads": reads, "copies": link.copies}
+            sites.append(site_of(self, who.at(leaf.path), {"w": leaf}, **details))
         return sites
 
-    def _require_targets(self, who: CallName, paths: Sequence[str]) -> None:
+    def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
         """Raises an error if a target has no place in a raw tree with these paths."""
         for target, _, _ in self.ties:
-            if not matches(target, paths):
+            if not matches(target, _alike(target, places)):
                 raise ValueError(
                     f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
                     f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
@@ -124,67 +132,111 @@ class Tie(Parametrization):
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         del key
-        return {"w": site.formula(values["source"][""])}
+        return {"w": site.formula(*(values[name][""] for name in site.reads))}
 
-    def _require_equal(self, target: Leaf, source: Leaf, transform: Transform) -> None:
-        """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
+    def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
+        """Requires the type that the sources give; its numbers too, unless ``unequal`` allows others."""
         who = CallName(self, "init")
-        if tied := [leaf for leaf in (target, source) if isinstance(leaf.content, Node)]:
+        if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
             raise ValueError(
                 f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as "
                 f"a target once, and the owner of a tied array as the source."
             )
         shape = jax.eval_shape(jnp.asarray, target.content)
-        given_type = jax.eval_shape(lambda x: transform(x), source.content)
+        contents = [source.content for source in sources]
+        with locate_errors(who.at(target.path)):
+            given_type = jax.eval_shape(lambda *arrays: transform(*arrays), *contents)
+        names = ", ".join(repr(source.draw_path) for source in sources)
+        named = f"its source {names} gives" if len(sources) == 1 else f"its sources {names} give"
         if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
-                f"{who}: {target.draw_path!r} is {describe(shape)}, but its source {source.draw_path!r} gives "
-                f"{describe(given_type)}. Add a transform from the source to the target."
+                f"{who}: {target.draw_path!r} is {describe(shape)}, but {named} {describe(given_type)}. Add a "
+                f"transform from the source to the target."
             )
-        if self.unequal == "raise" and _differ(target.content, source.content, transform):
+        if self.unequal == "raise" and _differ(target.content, contents, transform):
             raise ValueError(
-                f"{who}: {target.draw_path!r} does not equal what its source {source.draw_path!r} gives, so tying "
-                f"would change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
+                f"{who}: {target.draw_path!r} does not equal what {named}, so tying would change the model. Set the "
+                f"target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
-    def _sources(self, who: CallName, leaves: Mapping[Names, Leaf]) -> dict[Names, tuple[Names, Transform]]:
-        """For each tied array, by its place: its source array and the transform."""
-        sources: dict[Names, tuple[Names, Transform]] = {}
-        places_of_path: dict[str, dict[str, Names]] = {}
-        for place, leaf in leaves.items():
-            places_of_path.setdefault(leaf.path, {})[leaf.draw_path] = place
-        for target, source, transform in self._resolved(who, list(places_of_path)):
-            target_places, source_places = places_of_path[target], places_of_path[source]
-            are_single = len(target_places) == 1 and len(source_places) == 1
-            for target_draw, place in target_places.items():
-                source_draw = next(iter(source_places)) if are_single else source + target_draw.removeprefix(target)
-                if source_draw not in source_places:
-                    raise ValueError(
-                        f"{who}: {target!r} and {source!r} hold different raw values; {target_draw!r} has no "
-                        f"counterpart {source_draw!r}. To share effective arrays, put the tie last in the chain."
-                    )
-                sources[place] = (source_places[source_draw], transform or _identity)
+    def _sources(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
+        """For each tied array, by its place, of what it is made."""
+        sources: dict[Names, _Link] = {}
+        for target, owners, transform in self._resolved(who, places):
+            for draw_path, place in places[target].items():
+                found = tuple(_place_of_source(who, target, draw_path, owner, places) for owner in owners)
+                sources[place] = _Link(found, transform or _identity, {} if "@" in target else {target: owners})
         return sources
 
-    def _resolved(self, who: CallName, paths: Sequence[str]) -> list[Tied]:
+    def _resolved(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
         """The ties for the arrays of a tree, with regular expressions resolved to paths."""
-        resolved_ties: list[Tied] = []
+        resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
         expression_of = dict[str, str]()  # the first that matches a path decides
         for target, source, transform in self.ties:
-            matched = matches(target, paths)
+            matched = matches(target, _alike(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
             if matched and not new_matches:
                 path = matched[0][0]
                 raise ValueError(f"{who} got a source for {decides_nothing(target, path, expression_of[path])}")
-            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in new_matches]
-            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
+            ties = [
+                (match[0], tuple(_expand_source(who, match, path, places) for path in _as_tuple(source)))
+                for match in new_matches
+            ]
+            missing = [path for _, owners in ties for path in owners if path not in places] if ties else [target]
             if missing:
                 raise ValueError(
-                    f"{who} found no array at {missing[0]!r}; the nearest paths are {nearest(missing[0], paths)}."
+                    f"{who} found no array at {missing[0]!r}; the nearest paths are "
+                    f"{nearest(missing[0], _alike(missing[0], places))}."
                 )
-            resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
-        _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
+            resolved_ties += [(path, owners, transform) for path, owners in ties if owners != (path,)]
+        _require_no_loop(who, {target: owners for target, owners, _ in resolved_ties})
         return resolved_ties
+
+
+class _Link(NamedTuple):
+    """Of what a tied array is made.
+
+    Attributes:
+      places: Those of the sources.
+      transform: The function of the sources.
+      copies: The paths of the sources by that of the array; none for a value in the raw tree.
+    """
+
+    places: tuple[Names, ...]
+    transform: Transform
+    copies: Mapping[str, tuple[str, ...]]
+
+
+PlacesOfPath = Mapping[str, Mapping[str, Names]]
+"""The places of each path, by the paths of their draws; also of each path with markers that one place has."""
+
+
+def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
+    """The places of each path."""
+    places: dict[str, dict[str, Names]] = {}
+    for leaf in leaves:
+        for path in dict.fromkeys((leaf.path, leaf.raw_path)):
+            places.setdefault(path, {})[leaf.draw_path] = leaf.place
+    return places
+
+
+def _alike(path: str, paths: Iterable[str]) -> list[str]:
+    """The paths with markers if this one has some, and those without if it has none."""
+    return [other for other in paths if ("@" in other) == ("@" in path)]
+
+
+def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
+    """The place of the source of one of the arrays at a target."""
+    targets, sources = places[target], places[source]
+    if len(targets) == len(sources) == 1:
+        return next(iter(sources.values()))
+    source_draw_path = source + draw_path.removeprefix(target)
+    if source_draw_path not in sources:
+        raise ValueError(
+            f"{who}: {target!r} and {source!r} hold different raw values; {draw_path!r} has no counterpart "
+            f"{source_draw_path!r}. To share effective arrays, put the tie last in the chain."
+        )
+    return sources[source_draw_path]
 
 
 def _require_empty_node(who: CallName, target: Leaf) -> None:
@@ -198,13 +250,14 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
         target.content.arrays(may_be_none=True)
 
 
-def _sources_first(sources: Mapping[Names, Names]) -> list[Names]:
-    """The tied places, each after its source if that is tied too."""
+def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
+    """The tied places, each after its sources if these are tied too."""
     ordered: dict[Names, None] = {}
 
     def add(place: Names) -> None:
         if place in sources and place not in ordered:
-            add(sources[place])
+            for source in sources[place]:
+                add(source)
             ordered[place] = None
 
     for place in sources:
@@ -212,7 +265,7 @@ def _sources_first(sources: Mapping[Names, Names]) -> list[Names]:
     return list(ordered)
 
 
-def _expand_source(who: object, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
+def _expand_source(who: object, match: re.Match[str], source: str, paths: Collection[str]) -> str:
     """The source of a matched target, with the groups filled in."""
     if source in paths:
         return source
@@ -242,7 +295,7 @@ def _parse_ties(ties: Any) -> tuple[Tied, ...]:
 
 def _require_one_source(ties: Iterable[Tied]) -> None:
     """Raises an error if a target has two sources."""
-    sources: dict[str, str] = {}
+    sources: dict[str, Source] = {}
     for target, source, _ in ties:
         if target in sources:
             raise ValueError(
@@ -251,15 +304,26 @@ def _require_one_source(ties: Iterable[Tied]) -> None:
         sources[target] = source
 
 
-def _require_no_loop(who: object, sources: Mapping[str, str]) -> None:
+def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
     """Raises an error if the sources of a target lead back to it."""
+    seen = set[str]()
+
+    def follow(path: str, walk: Sequence[str]) -> None:
+        if path in walk:
+            circle = " -> ".join([*walk[walk.index(path) :], path])
+            raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied, as the owner.")
+        if path not in seen:
+            for source in sources.get(path, ()):
+                follow(source, [*walk, path])
+            seen.add(path)
+
     for target in sources:
-        loop = [target]
-        while (source := sources.get(loop[-1])) is not None:
-            if source in loop:
-                circle = " -> ".join([*loop[loop.index(source) :], source])
-                raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied, as the owner.")
-            loop.append(source)
+        follow(target, [])
+
+
+def _as_tuple(source: Source) -> tuple[str, ...]:
+    """The sources of a tie."""
+    return (source,) if isinstance(source, str) else source
 
 
 def _parse_tie(target: Any, value: Any) -> Tied:
@@ -271,11 +335,18 @@ def _parse_tie(target: Any, value: Any) -> Tied:
             return target, source, None
         case str(), [str(), transform] if callable(transform):
             return target, *value
+        case str(), [[*sources], transform] if callable(transform) and sources and _are_paths(sources):
+            return target, tuple(sources), transform
         case _:
             raise TypeError(
-                f"Tie takes a path, or a pair of path and function, for each target path, "
-                f"but got {target!r}: {value!r}."
+                f"Tie takes a path, or a pair of one path or several and a function, for each target path, but got "
+                f"{target!r}: {value!r}."
             )
+
+
+def _are_paths(sources: Sequence[Any]) -> bool:
+    """Whether all of these are texts."""
+    return all(isinstance(source, str) for source in sources)
 
 
 def _identity(x: Array) -> Array:
@@ -288,12 +359,12 @@ def _as_numpy(x: Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def _differ(target: Any, source: Any, transform: Transform) -> bool:
+def _differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
     """Whether values are known and differ by more than rounding."""
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, *sources)):
         return False
     with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
-        found, expected = _as_numpy(jnp.asarray(target)), _as_numpy(transform(jnp.asarray(source)))
+        found, expected = _as_numpy(jnp.asarray(target)), _as_numpy(transform(*map(jnp.asarray, sources)))
     eps = float(jnp.finfo(found.dtype).eps) if jnp.issubdtype(found.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, found.dtype) if found.dtype.kind != "V" else np.float64
     return not np.allclose(found.astype(wide), expected.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)

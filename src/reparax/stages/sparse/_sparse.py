@@ -1,4 +1,4 @@
-"""Frozen and masked weights, and pruning: how many entries go and which, once, again, or with masks that regrow."""
+"""Frozen and masked weights, and pruning: which entries and how many, once, repeatedly, or with masks that regrow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reparax.numerics.select import largest, largest_of_all
 
 
 class Freeze(Reparametrization):
-    """Weights that do not train: ``w`` itself, as a fixed value.
+    """Frozen weights: ``w`` itself, as a fixed value.
 
     Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
     weight decay changes it. ``init`` is exact.
@@ -81,8 +81,8 @@ class Freeze(Reparametrization):
             return []
         return super().sites(method, tree)
 
-    def _selected(self, method: str, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
-        chosen = super()._selected(method, leaves, *further, **named)
+    def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+        chosen = super()._selected(method, leaves)
         return [leaf for leaf in chosen if not (leaf.fixed and is_array(leaf.content) and not is_inexact(leaf.content))]
 
 

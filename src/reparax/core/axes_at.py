@@ -1,0 +1,309 @@
+"""Which axes a stage takes at an array: those that are given, and for those that nobody set, what its role says.
+
+The role of an array is what the program of a network told, in ``with_axes``, or else what its layer or its name says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error
+from reparax.core.calls import CallName
+from reparax.core.checks import locate_errors
+from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.layers import KnownAxes, role_by_letters
+from reparax.core.origins import Origins
+from reparax.core.paths import Names, PyTree, items, path_text, type_of
+from reparax.core.raw import Flat, Leaf, flatten
+from reparax.core.roles import INPUTS, Misfit, Numbers, Role, axes_by_word, one_or_tuple
+from reparax.core.start import follow
+from reparax.numerics.arithmetic import is_array
+
+Roles = Mapping[Names, Role]
+
+_MEANINGS = {
+    2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
+    3: (
+        ("wio", "(width, in, out) of a convolution or (heads, dim, out) of attention"),
+        ("woi", "(width, out, in) of a transposed convolution"),
+        ("ioo", "(in, heads, dim) of attention"),
+        ("oiw", "(out, in, width), as in torch and equinox"),
+        ("sio", "a stack of (in, out)"),
+    ),
+    4: (
+        ("wwio", "(height, width, in, out) of a convolution"),
+        ("wwoi", "(height, width, out, in) of a transposed convolution"),
+        ("oiww", "(out, in, height, width), as in torch and equinox"),
+        ("sioo", "a stack of (in, heads, dim)"),
+        ("siio", "a stack of (heads, dim, out)"),
+        ("ssio", "stacks of (in, out)"),
+    ),
+}
+"""What arrays may be, by their numbers of axes."""
+
+_OR_ROLES = (
+    "let your loss say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."
+)
+
+
+def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
+    """The axes at an array like ``w`` of each field that asks for them, for the stage with the axes for its path.
+
+    ``stacked`` are the stacked axes of a type that stands for the array, by :func:`types_to_try`.
+
+    Raises:
+      ValueError: If a field needs an axis that the array's role does not say.
+    """
+    if leaf.told is not None:
+        return _axes_by_role(stage, leaf, leaf.told)
+    if not stage.lacks_axes:
+        return {}
+    given, known = find_axes(stage.stacked, leaf), leaf.axes
+    n_unstacked = w.ndim - len(given)
+    is_matrix = n_unstacked == 2 and stage.any_matrix and not known.is_class
+    if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
+        return {}  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
+    if stage.outside_networks and not known.is_class:
+        why = f"a name does not say whether a network contracts it or it holds {stage.outside_networks}"
+        known = KnownAxes(why=why)
+    role = known.role_of(w, stacked or given, None if stacked else leaf.tree)
+    if role.why:
+        raise ValueError(_unknown_axes(stage, leaf, w, given, role.why))
+    return _axes_by_role(stage, leaf, role)
+
+
+def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
+    """The stacked axes of an array like ``w``, as a selection counts them: of several that a layer allows the first."""
+    if leaf.told is not None and stage.asks_stacked:
+        return leaf.told.stacked
+    given = find_axes(stage.stacked, leaf)
+    if given or leaf.told is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
+        return given
+    stacks = leaf.axes.stacks(w.shape)
+    return stacks[0] if stacks else tuple(range(w.ndim - len(leaf.axes.sizes)))
+
+
+def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
+    """The axes of each field that asks for them, at an array with that role."""
+    axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.asks_stacked else {}
+    if not stage.axes_asked:
+        return axes_of_field
+    stacked = role.stacked if stage.asks_stacked else find_axes(stage.stacked, leaf)
+    if why := _why_unusable(role, stacked):
+        raise ValueError(f"{why}, or leave it out with `where`.")
+    numbers = axes_by_word(role, stacked)
+    for name, axes in stage.axes_asked.items():
+        given = axes if isinstance(axes, tuple) else (axes,)
+        number = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
+        if isinstance(number, tuple) and stage._checks[name].check.single:
+            raise ValueError(
+                f"{name} is one axis, but the network has {len(number)} for it, {number} of shape {role.shape}. Give "
+                f"one by number, or leave the array out with `where`."
+            )
+        axes_of_field[name] = number
+    return axes_of_field
+
+
+def _why_unusable(role: Role, stacked: Collection[int]) -> str:
+    """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
+    if role.why:
+        return f"no product of it with data is known ({role.why}). Give its axes by number"
+    if role.ambiguous:
+        return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
+    if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
+        return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
+    return ""
+
+
+def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
+    """The error for an array of whose axes nothing is known: what it may be, and what to write."""
+    stacks = [] if stacked else leaf.axes.stacks(w.shape)
+    if leaf.axes.are_of_layer and len(stacks) > 1:
+        codes = " or ".join(repr(replace(stage, stacked=stack)) for stack in stacks)
+        return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
+    n_unstacked = w.ndim - len(stacked)
+    inputs = "i" * (n_unstacked - 1)
+    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))
+    meanings_of_code = dict[str, list[str]]()
+    if stage.outside_networks:
+        along_last = dict.fromkeys(stage.unset_axes, -1)
+        meanings_of_code[repr(replace(stage, **along_last))] = [stage.outside_networks]
+    for letters, meaning in _MEANINGS.get(n_unstacked, any_ndim):
+        if stacked and "s" in letters:
+            continue
+        role = KnownAxes(role_by_letters(letters, (None,) * n_unstacked)).role_of(w, stacked)
+        with suppress(ValueError, TypeError):
+            code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
+            meanings_of_code.setdefault(code, []).append(meaning)
+    writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
+    return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or {_OR_ROLES}"
+
+
+def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
+    """Types that an array may have, whose values alone are known, each with its stacked axes: at most three."""
+    if not stage.lacks_axes:
+        return [(None, ())]
+    given = find_axes(stage.stacked, leaf)
+    sizes = [2 if size is None else size for size in leaf.axes.sizes] or [2, 2]
+    counts = range(4) if leaf.axes.are_of_layer and not given else ()
+    stacks = [stack for count in counts for stack in combinations(range(len(sizes) + count), count)] or [given]
+    types = list[tuple[Any, Numbers]]()
+    for stacked in stacks:
+        shape = list(sizes)
+        for axis in stacked:
+            shape.insert(axis, 2)
+        types.append((jax.ShapeDtypeStruct(tuple(shape), jnp.float32), stacked))
+    return types
+
+
+def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
+    """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
+    if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
+        return ""
+    axes = {name: getattr(bound, name) for name in stage._axis_fields}
+    used = {name: x for name, x in axes.items() if x not in (None, (), EACH, LAST)}
+    if not used and not stage.any_matrix:
+        return ""
+    shown = used or {"rows": 0, "columns": 1}
+    if bound.stacked != ():
+        shown = shown | {"stacked": bound.stacked}
+    if not stage.by_roles or stage.by_roles.keys() - stage.unset_axes.keys():
+        source = "given"
+    elif stage.unset_axes.keys() & used.keys():
+        source = known.source if known.is_class else repr(known.source)
+    else:
+        source = "a matrix"
+    return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({source})"
+
+
+# Chains in a network that told the roles of its parameters.
+
+
+def visit_with_roles(
+    who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
+) -> list[Any]:
+    """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
+
+    It gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles.
+    """
+    roles_of_params = roles_of(who, roles)
+    tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
+    origins: Origins | None = None
+    new_stages, later_stages = list[Any](), list[Any]()
+    for stage in reversed(stages):
+        tree, origins = follow(later_stages, tree, origins)
+        later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
+        new_stages[:0] = later_stages
+    return new_stages
+
+
+def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
+    """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
+    sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
+    return {
+        place: roles_of_params[source].follow(axes, tree.arrays[place].shape, tree.arrays[place].dtype)
+        for place, (source, axes) in sources.items()
+        if source in roles_of_params
+    }
+
+
+def roles_of(who: object, roles: PyTree) -> Roles:
+    """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
+    leaves = items(roles)
+    roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
+    tree = flatten({} if roles_by_place else roles)
+    if by_class := {place: axes for place, axes in tree.frame.axes.items() if axes.is_class}:
+        return {path: by_class[path].role_of(x, tree=tree) for path, x in leaves if is_array(x) and path in by_class}
+    for path, leaf in leaves:
+        if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
+            raise TypeError(
+                f"{who} takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but got a "
+                f"tree with {type(leaf).__name__} at {path_text(path)!r}."
+            )
+    return roles_by_place
+
+
+def with_axes(stage: Any, tree: Flat) -> list[Any]:
+    """The stage with axes as numbers, or several stages, for a tree of types with the roles of its arrays."""
+    axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
+    for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
+        with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
+            axes_of_leaves.append((leaf, axes_at(stage._typical.for_array(leaf.path, None), leaf, leaf.content)))
+    if parts := _split_by_axes(stage, axes_of_leaves):
+        return [numbered for part in parts for numbered in with_axes(part, tree)]
+    leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
+    paths = [leaf.path for leaf in leaves]
+    new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
+    if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
+        return [new_stage]
+    return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
+
+
+def _with_numbers(
+    stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
+) -> Any:
+    """The stage with these axes of leaves, by path where they differ; with ``several``, by path in any case."""
+    new_axes = dict[str, Any]()
+    for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
+        answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+        others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
+        answers |= {path: getattr(stage._typical.for_array(path, None), name) for path in others}
+        new_axes[name] = by_path_or_one(answers, paths, several=several)
+    return replace(stage, **new_axes)
+
+
+def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
+    """Where axes of the stage are not those that it means in the network that told ``tree`` the roles of its arrays."""
+    for leaf in stage._selected("with_axes", replace(tree, roles=None).leaves(bases=stage._takes_base)):
+        role = (tree.roles or {}).get(leaf.place)
+        if role is not None and not role.why and not role.ambiguous:
+            yield from _misfits_at(stage, leaf, role)
+
+
+def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
+    """The axes of a stage at one array that do not fit the array's role: the stacked ones, or those of other fields."""
+    misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
+    stage_here = stage._checked_for("with_axes", leaf)
+    stacked = stage_here.stacked_axes
+    if set(stacked) != set(role.stacked) and not stage.elementwise:
+        yield misfit(field="stacked", got=stacked, expected=role.stacked)
+        return
+    one_array, numbers = one_stacked(leaf.content, stacked), axes_by_word(role, stacked)
+    for field, (axes, word) in stage_here.axes_in_use(one_array).items():
+        found = tuple(axis - one_array.ndim for axis in axes)
+        fits_transposed = stage.transposes and found == numbers[INPUTS]
+        if found != numbers[word] and not fits_transposed:
+            yield misfit(field=field, got=found, expected=numbers[word])
+
+
+def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
+    """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
+
+    Axes by path are those of arrays, and both factors of one, for example, have its path.
+    """
+    axes_of_path = dict[str, list[Mapping[str, Any]]]()
+    leaves_of_part = dict[int, list[Leaf]]()
+    for leaf, axes in axes_of_leaves:
+        known_axes = axes_of_path.setdefault(leaf.path, [])
+        if axes not in known_axes:
+            known_axes.append(axes)
+        part = known_axes.index(axes)  # the first axes of each path are those of the first stage, and so on
+        leaves_of_part.setdefault(part, []).append(leaf)
+    return [_stage_at(stage, leaves) for leaves in leaves_of_part.values()] if len(leaves_of_part) > 1 else []
+
+
+def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
+    """The stage for these places alone."""
+    paths = [leaf.path for leaf in leaves]
+    fields_by_path = stage._varying_fields.items()
+    numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
+    return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
