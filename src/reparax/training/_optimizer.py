@@ -114,7 +114,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
       {'b': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}, 'w': Array([0.9, 0.9], dtype=float32)}
       >>> p = rpx.MagnitudePruning(0.5)
       >>> raw, tx = p.init({"w": jnp.array([[1.0, 2.0]])}), rpx.optimizer(optax.sgd(1.0), p)
-      >>> updates, _ = tx.update(jax.tree.map(lambda x: 1.5 * (x == 2), raw), tx.init(raw), raw)
+      >>> updates, _ = tx.update(jax.tree.map(lambda x: jnp.where(x == 2, 1.5, 0.0), raw), tx.init(raw), raw)
       >>> p.fold(optax.apply_updates(raw, updates))["w"]  # 1 is now the larger one
       Array([[1., 0.]], dtype=float32)
     """

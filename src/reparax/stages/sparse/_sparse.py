@@ -370,8 +370,8 @@ class MagnitudePruning(_Prune):
         laters = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
         if laters and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
             shares = (*_as_tuple(self.sparsity), *_as_tuple(laters[0].sparsity))
-            is_same = replace(laters[0], sparsity=self.sparsity, where=self.where) == self
-            if is_same and all(isinstance(share, float) for share in shares):
+            are_shares = all(isinstance(share, float) for share in shares)  # not traced ones, and not counts
+            if are_shares and replace(laters[0], sparsity=self.sparsity, where=self.where) == self:
                 raise ValueError(
                     f"{CallName(self, method, (leaf.path,))} would prune weights that {laters[0]!r} prunes too. Write "
                     f"{replace(self, sparsity=shares)!r}: each share is of what those before it leave."
