@@ -202,7 +202,7 @@ def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
         ValueError,
         f"({p!r}).check found fixed values that are not those of `since`:\n"
         "  q/@lora/@fixed/w/@freeze/@fixed/w: 24 of 24 numbers differ\n"
-        "An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or let it see only the first "
+        "An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx, p)`, or let it see only the first "
         "half of `rpx.partition(raw)`.",
     ):
         p.check(decayed(raw), since=raw)

@@ -83,7 +83,7 @@ class OwnTerms(rpx.Reparametrization):
         return [rpx.stage.Term("ij->ij", helper(values["x"]))]
 
 
-class Counted(rpx.Reparametrization):
+class OwnCount(rpx.Reparametrization):
     """Counts its updates."""
 
     raw_values = {"x": rpx.stage.main(aligned=True), "n": rpx.stage.fixed()}
@@ -140,14 +140,14 @@ def test_an_attribute_of_the_class_set_anew(monkeypatch):
 
 
 def test_a_start_and_an_update_that_take_more_later(monkeypatch):
-    p, params, grads = Counted(), {"w": W}, {"w": np.full_like(W, 2)}
+    p, params, grads = OwnCount(), {"w": W}, {"w": np.full_like(W, 2)}
     raw = p.init(params)
-    assert p.update(raw)["w"]["@counted"]["@fixed"]["n"] == 1
-    monkeypatch.setattr(Counted, "update_leaf", lambda self, values, grad: {"n": values["n"] + jnp.sum(grad)})
-    assert p.update(raw)["w"]["@counted"]["@fixed"]["n"] == 0  # as for each stage that reads a gradient, without one
-    assert p.update(raw, grads=grads)["w"]["@counted"]["@fixed"]["n"] == 12
-    monkeypatch.setattr(Counted, "init_leaf", lambda self, w, key: {"x": w, "n": jax.random.uniform(key)})
-    starts = [float(p.init(params, jax.random.key(i))["w"]["@counted"]["@fixed"]["n"]) for i in range(2)]
+    assert p.update(raw)["w"]["@own_count"]["@fixed"]["n"] == 1
+    monkeypatch.setattr(OwnCount, "update_leaf", lambda self, values, grad: {"n": values["n"] + jnp.sum(grad)})
+    assert p.update(raw)["w"]["@own_count"]["@fixed"]["n"] == 0  # as for each stage that reads a gradient, without one
+    assert p.update(raw, grads=grads)["w"]["@own_count"]["@fixed"]["n"] == 12
+    monkeypatch.setattr(OwnCount, "init_leaf", lambda self, w, key: {"x": w, "n": jax.random.uniform(key)})
+    starts = [float(p.init(params, jax.random.key(i))["w"]["@own_count"]["@fixed"]["n"]) for i in range(2)]
     assert p.random_init
     assert 0 < starts[0] != starts[1] > 0
 

@@ -177,8 +177,8 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
         raise ValueError(
             f"{who} found fixed values that are not those of `since`:\n  "
             + "\n  ".join(lines)
-            + "\nAn optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or let it see only the "
-            "first half of `rpx.partition(raw)`."
+            + "\nAn optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx, p)`, or let it see only "
+            "the first half of `rpx.partition(raw)`."
         )
 
 

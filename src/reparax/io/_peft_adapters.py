@@ -18,9 +18,10 @@ from reparax.core.axes import last_to_number, list_axes
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
 from reparax.core.plan import Plan
+from reparax.core.roles import one_or_tuple
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, by_pattern, is_fed_forward, token_indices
-from reparax.io._peft_target import Target, one_or_all
+from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
@@ -235,7 +236,7 @@ def _read_lora(stored: Stored) -> Adapted:
         ) from error
     _, outputs = target.sides_of_array
     is_last = outputs == (len(target.heads or target.shape) - 1,)
-    axis = -1 if is_last else one_or_all(outputs)
+    axis = -1 if is_last else one_or_tuple(outputs)
     return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
 
 
@@ -272,7 +273,7 @@ def _require_dora(stage: WeightNorm, target: Target) -> None:
     axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
     if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
         raise ValueError(
-            f"PEFT has lengths of outputs, along axis {one_or_all(outputs)}, but no equivalent of {stage!r}"
+            f"PEFT has lengths of outputs, along axis {one_or_tuple(outputs)}, but no equivalent of {stage!r}"
         )
 
 

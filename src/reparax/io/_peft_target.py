@@ -16,6 +16,7 @@ from jax import Array
 from reparax.core.axes import list_axes
 from reparax.core.layers import known_by_name
 from reparax.core.paths import PyTree
+from reparax.core.roles import one_or_tuple
 from reparax.io._layouts import (
     EXPERTS,
     HEADS,
@@ -117,7 +118,7 @@ class Target(Entry):
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
         if is_named and not self.unlike_class and (inputs, outputs) == ((0,), (1,)):
             return {}
-        return {"rows": one_or_all(inputs), "columns": one_or_all(outputs)}
+        return {"rows": one_or_tuple(inputs), "columns": one_or_tuple(outputs)}
 
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
@@ -130,7 +131,7 @@ class Target(Entry):
         is_turned = self.heads and stage.axes_of(ndim) != (inputs, outputs)
         if set(rows) != set(inputs) or is_turned:
             raise ValueError(
-                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={one_or_all(outputs)}), but no "
+                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={one_or_tuple(outputs)}), but no "
                 f"equivalent of {stage!r}"
             )
 
@@ -146,11 +147,6 @@ class Target(Entry):
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
         return (rank, *permute(self.shape, self.adapter_layout)[1:])
-
-
-def one_or_all(axes: tuple[int, ...]) -> int | tuple[int, ...]:
-    """The axis if there is one, else all of them, as stages take them."""
-    return axes[0] if len(axes) == 1 else axes
 
 
 def targets_of(
