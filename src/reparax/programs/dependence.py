@@ -209,7 +209,7 @@ class Facts:
 
     Attributes:
       known: Whether it depends on chosen arguments only.
-      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
+      fixed: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
       origins: The arguments on which it depends.
       differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
       steps: The scans around it in whose steps it differs, by their depth.
@@ -217,14 +217,14 @@ class Facts:
     """
 
     known: bool
-    still: bool
+    fixed: bool
     origins: frozenset[int] = frozenset()
     differs: frozenset[str] = frozenset()
     steps: frozenset[int] = frozenset()
     formula: int | None = None
 
 
-NUMBER = Facts(known=True, still=True)
+NUMBER = Facts(known=True, fixed=True)
 """The facts of a literal or constant."""
 
 
@@ -237,7 +237,7 @@ class AllFacts(Analysis[Facts]):
     def joined(self, values: Sequence[Facts]) -> Facts:
         return Facts(
             known=all(facts.known for facts in values),
-            still=all(facts.still for facts in values),
+            fixed=all(facts.fixed for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
             differs=frozenset().union(*(facts.differs for facts in values)),
             steps=frozenset().union(*(facts.steps for facts in values)),
@@ -253,7 +253,7 @@ class AllFacts(Analysis[Facts]):
             types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
             differs = differs & types if eqn.invars else types
         is_known = facts.known and not jaxprs.has_effects(eqn)
-        return replace(facts, known=is_known, still=facts.still or stops, differs=differs)
+        return replace(facts, known=is_known, fixed=facts.fixed or stops, differs=differs)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         return view_class_of(eqn) in (Jit, Checkpoint)
@@ -263,7 +263,7 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
     flags = with_inputs_of_apply(program, is_chosen)
     return [
-        Facts(known=is_known, still=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
+        Facts(known=is_known, fixed=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
         for i, (v, is_known) in enumerate(zip(program.invars, flags, strict=True))
     ]
 

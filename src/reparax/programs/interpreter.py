@@ -223,7 +223,7 @@ class _Evaluation:
 def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
     kind = view_class_of(eqn)
-    if kind is StopGradient and facts[0].still:
+    if kind is StopGradient and facts[0].fixed:
         return eqn.invars
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
@@ -339,7 +339,7 @@ def _enter_scan(operation: Operation) -> Outs:
         elif isinstance(inputs[i], Sum):
             inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
         elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
-            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], still=True)
+            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
     body_facts = [*(NUMBER for _ in consts), *facts]
     numbers = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 

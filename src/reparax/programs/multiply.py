@@ -121,13 +121,13 @@ class FactorType:
 
     labels: Labels
     circle: Labels
-    still: bool
+    fixed: bool
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """The type of a factor."""
         circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
+        return cls(frozenset(factor.labels), frozenset(circle), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,14 +157,14 @@ def _multiply_types(
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
     labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
     loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
-    result = FactorType(result_labels, frozenset(), a.still and b.still)
+    result = FactorType(result_labels, frozenset(), a.fixed and b.fixed)
     return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
 
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
     """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
-    moving = [factor for factor in (a, b) if not factor.still]
+    moving = [factor for factor in (a, b) if not factor.fixed]
     for circle, factor in ((a, b), (b, a)):
         label = fourier_label(circle, factor, result_labels)
         if label is not None:
@@ -194,14 +194,14 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(how.dtype), b.dense.astype(how.dtype)
     pair = _Pair.of(a, b, keep)
-    still = a.still and b.still
+    fixed = a.fixed and b.fixed
     if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
-        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, still)
+        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, fixed)
     numbers = dot_numbers(a.labels, b.labels, pair.contracting, pair.batch)
     array = jax.lax.dot_general(x, y, numbers, precision=how.precision, preferred_element_type=how.result)
-    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), still)
+    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), fixed)
 
 
 class _Pair(NamedTuple):
@@ -256,7 +256,7 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
     array = sums.inverse_fourier(x * spectrum, label.size, how.result)
-    return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
+    return Factor(array, (*labels, column if label is row else row), circle.fixed and other.fixed)
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
@@ -268,7 +268,7 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
     sizes = [label.size for label in labels]
     is_trivial = all(factor.labels[i].size == 1 for i in axes)
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
-    return Factor(array, labels, factor.still)
+    return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
@@ -328,7 +328,7 @@ def split_off_segments(
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None, None
+        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), fixed=True)], None, None
     # Without a factor that has the rows no pair would bring rows and groups together.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
@@ -366,7 +366,7 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
     numbers = lax.RaggedDotDimensionNumbers(dot, [labels.index(link.rows)], [b.labels.index(link.group)])
     array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, how, numbers)
     free_b = [label for label in pair.free_b if label is not link.group]
-    return Factor(array, (*row_labels, *free_b), a.still and b.still)
+    return Factor(array, (*row_labels, *free_b), a.fixed and b.fixed)
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, how: How) -> Factor:
@@ -393,7 +393,7 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segmen
     dot = dot_numbers(a.labels, b.labels, contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
     array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
-    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.still and b.still)
+    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.fixed and b.fixed)
 
 
 def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:

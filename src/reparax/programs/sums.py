@@ -74,13 +74,13 @@ class Factor:
     Attributes:
       array: The array.
       labels: Its labels.
-      still: Whether it gets no gradient.
+      fixed: Whether it gets no gradient.
       draw: What is known of it as a draw, if it is one; else None.
     """
 
     array: Any
     labels: Merged
-    still: bool
+    fixed: bool
     draw: Draw | None = None
 
     @property
@@ -106,10 +106,10 @@ class Product:
     axes: tuple[Merged, ...]
 
     @classmethod
-    def of(cls, x: Any, *, still: bool) -> "Product":
+    def of(cls, x: Any, *, fixed: bool) -> "Product":
         """A product with one array as its only factor."""
         labels = tuple(Label(n) for n in x.shape)
-        return cls((Factor(x, labels, still),), tuple(map(axis_of, labels)))
+        return cls((Factor(x, labels, fixed),), tuple(map(axis_of, labels)))
 
     @property
     def labels(self) -> set[Label]:
@@ -144,7 +144,7 @@ class Product:
         summed = self.squeeze(axes)
         kept = self.labels.union(*summed.axes)
         gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in gone)
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
@@ -290,14 +290,14 @@ def contract_with_data(
 ) -> list[Product] | None:
     """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
     x, *sizes = data
-    pairs = [(Product.of(x, still=False), product) for product in weights]
+    pairs = [(Product.of(x, fixed=False), product) for product in weights]
     return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
 def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
-    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
+    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
     axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))

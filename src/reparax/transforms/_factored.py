@@ -224,7 +224,7 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
     facts = list(itertools.compress([*(NUMBER for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    return [Factor(interpreter.array(x, eqn), (), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
+    return [Factor(interpreter.array(x, eqn), (), fact.fixed) for x, fact in zip(outs, out_facts, strict=True)]
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
@@ -240,7 +240,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
             return None
         sizes = zip(letters, array.shape[n_batch:], strict=True)
         labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-        return Factor(array, (*batch[:n_batch], *labels), factor.still)
+        return Factor(array, (*batch[:n_batch], *labels), factor.fixed)
 
     labelled_factors = sums.all_or_none(map(labelled, factors, arrays, spec.letters))
     if labelled_factors is None:
@@ -283,14 +283,14 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     return rule(view, args)
 
 
-def _is_still(x: Sum) -> bool:
+def _is_fixed(x: Sum) -> bool:
     """Whether no factor of a sum gets a gradient."""
-    return all(factor.still for product in x.products for factor in product.factors)
+    return all(factor.fixed for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
     """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(type_of(x), still=_is_still(x))
+    return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
 # ---- products of matrices
@@ -332,14 +332,14 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
     chosen = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
-    cost_of_factors = sum((1 if factor.still else 2) * ENTRY * factor.size for factor in chosen)
+    cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in chosen)
     return cost_of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
 
 
 def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
     cost_of_writing = ENTRY * sums.count_entries(shape)
-    table = 0.0 if _is_still(weight) else ENTRY * sums.count_entries(weight.shape)
+    table = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
     return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
 
 
@@ -433,7 +433,7 @@ class _Convolution:
 
     def cost(self, split: _ChannelSplit) -> float:
         """The cost of the convolution with a kernel, and of mixing its channels, including gradients."""
-        n_passes = 2 if all(factor.still for factor in split.kernel.factors) else 3
+        n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
         window_size = sums.count_entries(self.kernel_shape(1))
@@ -472,7 +472,7 @@ def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     few, many = mixing.axes
     other_axes: list[Merged] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
-    data = Factor(x.reshape([label.size for label in labels]), labels, still=False)
+    data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
     return Product((data, *mixing.factors), tuple(axes))
 

@@ -107,7 +107,7 @@ def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     left = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
     summed = tuple(label for label in draw.labels if label not in left and label.size != 1)
-    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
+    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, fixed=True)
     return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
 
 
@@ -470,7 +470,7 @@ def _made(operation: Operation, type: Any) -> Made:
 def _drawn_sum(operation: Operation) -> Sum:
     """Normal numbers that an equation draws, as a sum with one factor."""
     (array,) = operation.view.bind(*operation.args)
-    product = Product.of(array, still=True)
+    product = Product.of(array, fixed=True)
     (factor,) = product.factors
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
