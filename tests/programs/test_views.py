@@ -67,7 +67,7 @@ def views(function, *args):
 
 def _views(jaxpr):
     own = [view_of(eqn) for eqn in jaxpr.eqns]
-    return own + [view for each in own for body in jaxprs.inner(each.eqn) for view in _views(body)]
+    return own + [view for each in own for body in jaxprs.inner_programs(each.eqn) for view in _views(body)]
 
 
 def the(kind, function, *args):
@@ -291,7 +291,7 @@ def test_shards_say_their_mesh(check):
     )
     assert (view.in_specs, dict(view.mesh_shape)) == (specs, {"a": 1})
     if check:
-        (body,) = jaxprs.inner(view.eqn)
+        (body,) = jaxprs.inner_programs(view.eqn)
         (varied,) = [each for each in _views(body) if type(each) is Vary]
         assert [*varied.axes] == ["a"]
 

@@ -327,7 +327,7 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
-    if not jaxprs.inner(eqn):
+    if not jaxprs.inner_programs(eqn):
         return []
     if is_apply(eqn):
         return variables(eqn.invars)
@@ -347,9 +347,9 @@ def _is_key_or_number(v: Any) -> bool:
 
 def holds_apply(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation contains the ``apply`` of a parametrization."""
-    return any(map(contains_apply, jaxprs.inner(eqn)))
+    return any(map(contains_apply, jaxprs.inner_programs(eqn)))
 
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
     """Whether a program contains the ``apply`` of a parametrization, also in a body."""
-    return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
+    return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

@@ -382,7 +382,7 @@ def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Seq
 def _enter_cond(operation: Operation) -> list[Any]:
     """The outputs of a cond, whose branches sums enter as they are."""
     index, *operands = operation.args
-    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner(operation.eqn)))]
+    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
     return list(jaxprs.run_cond(operation.eqn, index, bodies, operands))
 
 

@@ -433,7 +433,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
         eqns = stack.pop().eqns
         if any(_any_is_ref(eqn.outvars) for eqn in eqns):
             return True
-        for program in (program for eqn in eqns for program in inner(eqn)):
+        for program in (program for eqn in eqns for program in inner_programs(eqn)):
             if id(program) not in visited and not _any_is_ref(program.invars):
                 visited.add(id(program))
                 stack.append(program)
@@ -460,7 +460,7 @@ def params_of_our_equation(eqn: JaxprEqn) -> Env:
     return eqn.params
 
 
-def inner(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation."""
     return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
@@ -536,7 +536,7 @@ def is_jit(eqn: JaxprEqn) -> bool:
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
     _read_parameters(scan, _SCAN, _SCAN_UNREAD)
-    inner_jaxpr = inner(scan)[0]
+    inner_jaxpr = inner_programs(scan)[0]
     n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
     return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 

@@ -609,7 +609,7 @@ def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation may make a sum."""
-    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
+    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:

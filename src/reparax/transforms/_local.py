@@ -556,7 +556,7 @@ def is_draw(eqn: JaxprEqn) -> bool:
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation draws."""
-    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+    return any(is_draw(x) or _holds_draw(x) for jaxpr in jaxprs.inner_programs(eqn) for x in jaxpr.eqns)
 
 
 # ---- draws that all rows share

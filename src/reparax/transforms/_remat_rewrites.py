@@ -34,7 +34,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     applies = functools.cache(contains_apply)  # many equations hold one program
 
     def is_opened(eqn: JaxprEqn) -> bool:
-        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner_programs(eqn))))
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
         if not is_opened(eqn):
