@@ -15,7 +15,7 @@ from jax import lax
 from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
 from reparax.programs import sums
-from reparax.programs.sums import Circle, Factor, Label, Product, Segments, Sum, count_entries
+from reparax.programs.sums import Circulant, Factor, Label, Product, Segments, Sum, count_entries
 
 Labels = frozenset[Label]
 
@@ -120,14 +120,14 @@ class FactorType:
     """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
 
     labels: Labels
-    circle: Labels
+    circulant_labels: Labels
     fixed: bool
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """The type of a factor."""
-        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-        return cls(frozenset(factor.labels), frozenset(circle), factor.fixed)
+        circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
+        return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,10 +165,10 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
     """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     moving = [factor for factor in (a, b) if not factor.fixed]
-    for circle, factor in ((a, b), (b, a)):
-        label = fourier_label(circle, factor, result_labels)
+    for circulant, factor in ((a, b), (b, a)):
+        label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
+            rows = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
             return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
     has_sums = bool((a.labels & b.labels) - result_labels)
     total = 2.0 * n * has_sums + ENTRY * n_written
@@ -187,10 +187,10 @@ def _entries_along(labels: Labels) -> int:
 
 def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
-    for circle, other in ((a, b), (b, a)):
-        label = fourier_label(FactorType.of(circle), FactorType.of(other), keep)
+    for circulant, other in ((a, b), (b, a)):
+        label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
-            return _multiply_circulant(circle, other, label, keep, how)
+            return _multiply_circulant(circulant, other, label, keep, how)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(how.dtype), b.dense.astype(how.dtype)
     pair = _Pair.of(a, b, keep)
@@ -239,24 +239,24 @@ def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
 
     None if the first factor is no such matrix, or does not meet the other along one of its two axes alone.
     """
-    contracting, rows = a.circle & b.labels, a.circle - b.labels
+    contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
-    return next(iter(contracting)) if is_circulant and a.labels - a.circle <= keep else None
+    return next(iter(contracting)) if is_circulant and a.labels - a.circulant_labels <= keep else None
 
 
-def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
+def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
     """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
-    other = sum_except(other, keep.union(circle.labels))
-    *batch, row, column = circle.labels
+    other = sum_except(other, keep.union(circulant.labels))
+    *batch, row, column = circulant.labels
     free = tuple(x for x in other.labels if x is not label)
     x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
-    spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
+    spectrum = circulant.array.astype(how.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
     array = sums.inverse_fourier(x * spectrum, label.size, how.result)
-    return Factor(array, (*labels, column if label is row else row), circle.fixed and other.fixed)
+    return Factor(array, (*labels, column if label is row else row), circulant.fixed and other.fixed)
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:

@@ -86,12 +86,12 @@ class Factor:
     @property
     def size(self) -> int:
         """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
+        return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
         """The array; what is stored as fewer numbers is expanded."""
-        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
+        return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Circle:
+class Circulant:
     """Matrices with the entries ``numbers[..., (i - j) % n]``."""
 
     numbers: Any
@@ -355,8 +355,8 @@ class Circle:
         """How many numbers are stored."""
         return self.numbers.size
 
-    def astype(self, dtype: Any) -> "Circle":
-        return Circle(self.numbers.astype(dtype))
+    def astype(self, dtype: Any) -> "Circulant":
+        return Circulant(self.numbers.astype(dtype))
 
     def todense(self) -> Any:
         """The matrices."""

@@ -48,7 +48,7 @@ from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, ha
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import Circulant, Factor, Label, Merged, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -232,7 +232,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
-    arrays = [Circle(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
 
     def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
