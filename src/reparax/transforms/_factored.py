@@ -45,7 +45,7 @@ from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
-from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
+from reparax.programs.multiply import ENTRY, Numerics, array_of_products, array_of_sum, cost
 from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Circulant, Factor, Label, Merged, Product, Sum
@@ -311,11 +311,11 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
     if products is None or products_of_array is None:
         return None
     output = view.type
-    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
+    numerics = Numerics(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
     return WeightUse(
         weight,
         costs=lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))),
-        array=lambda: array_of_products(products, output.shape, how).astype(output.dtype),
+        array=lambda: array_of_products(products, output.shape, numerics).astype(output.dtype),
     )
 
 
@@ -354,8 +354,8 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return None
 
     def array() -> Any:
-        how = How(weight.dtype, view.type.dtype, weight.precision)
-        return _treat_missing(view, array_of_products(rows.products, rows.shape, how), places, size)
+        numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
+        return _treat_missing(view, array_of_products(rows.products, rows.shape, numerics), places, size)
 
     return WeightUse(weight, lambda: _costs_of_entries(weight, rows.shape, rows.products), array)
 
@@ -448,8 +448,8 @@ class _Convolution:
         """The output of the convolution with a kernel whose channels are mixed."""
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
-        how = How(dtype, dtype, self.weight.precision)
-        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), how)
+        numerics = Numerics(dtype, dtype, self.weight.precision)
+        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), numerics)
         channels = lax.conv_general_dilated(
             self.data,
             kernel,
@@ -463,7 +463,7 @@ class _Convolution:
         channel_axis = view.dimension_numbers.out_spec[1]
         product = _mix_channels(channels, channel_axis, split.mixing)
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
-        mixed = array_of_products([product], shape, How(dtype, result_dtype, view.precision))
+        mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 

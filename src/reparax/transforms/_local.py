@@ -30,7 +30,7 @@ from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_ca
 from reparax.programs.contractions import contraction_of
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
-from reparax.programs.multiply import How, array_of_products, with_numbers
+from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
@@ -138,7 +138,7 @@ def array_of(x: Sum) -> Array:
     wide = _wide(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
-    return array_of_products(x.products, x.shape, How(wide, wide, x.precision)).astype(x.dtype)
+    return array_of_products(x.products, x.shape, Numerics(wide, wide, x.precision)).astype(x.dtype)
 
 
 def _wide(dtype: Any) -> Any:
@@ -220,9 +220,9 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
     match view:
         case equations.Dot() | equations.RaggedDot():
             data = (_square(data[0]), *data[1:])
-            how = How(squares.dtype, squares.dtype, _precision(view))
+            numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, how)
+            return array_of_products(products or [], view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
         case equations.Gather():  # where there is no row, there is no noise
