@@ -510,10 +510,10 @@ def test_a_newer_jax_that_writes_programs_in_another_way_is_refused(run, change,
 
 @pytest.mark.parametrize(("check", "told"), [(True, [False, True]), (False, [False, False])])
 def test_types_tell_shards_where_they_are_checked(check, told):
-    found = [jaxprs.tells_shards(jax.typeof(jnp.ones(2)))]
+    found = [jaxprs.has_known_varying_axes(jax.typeof(jnp.ones(2)))]
 
     def body(x, y):
-        found.extend(jaxprs.tells_shards(jax.typeof(each)) for each in (x, y))
+        found.extend(jaxprs.has_known_varying_axes(jax.typeof(each)) for each in (x, y))
         return y
 
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))

@@ -419,7 +419,7 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
     )
 
 
-def tells_shards(type_: Any) -> bool:
+def has_known_varying_axes(type_: Any) -> bool:
     """Whether the type of an array says over which mesh axes it varies; not in a ``shard_map`` without checks."""
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 

@@ -16,7 +16,7 @@ from reparax.programs import equations, jaxprs, sums
 from reparax.programs.dependence import Facts
 from reparax.programs.jaxprs import type_of
 from reparax.programs.multiply import ENTRY, cost, with_numbers
-from reparax.programs.sums import Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
 """A function of an array and the axis that it changes."""
@@ -54,7 +54,7 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case equations.ConvertType() if sums.narrows(x.dtype, view.new_dtype) and not view.has_sharding:
+        case equations.ConvertType() if sums.is_narrowing_cast(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
         case equations.StopGradient():
             return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), fixed=True))
@@ -208,7 +208,7 @@ def _fills_all(view: equations.Gather) -> bool:
 
 
 def _take_in_product(
-    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any, *, nearest: bool
+    view: equations.Gather, product: Product, axis: int, rows: AxisLabels, places: Any, *, nearest: bool
 ) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     if not product.is_plain(axis):
@@ -224,7 +224,7 @@ def _take_in_product(
     return replace(product, factors=tuple(map(take, factors)))
 
 
-def _repeat_along(factors: Sequence[Factor], labels: Merged) -> Sequence[Factor] | None:
+def _repeat_along(factors: Sequence[Factor], labels: AxisLabels) -> Sequence[Factor] | None:
     """The factors of a product of which places beyond an axis give no gradient, and may give entries of their own.
 
     Each factor with a gradient has to know of these places, so it is repeated along the axis if it lacks it; and all
@@ -246,7 +246,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(factor: Factor, along: Merged, rows: Merged, places: Any, mode: Any, fill: Any) -> Factor:
+def _take_from_factor(factor: Factor, along: AxisLabels, rows: AxisLabels, places: Any, mode: Any, fill: Any) -> Factor:
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor

@@ -43,11 +43,11 @@ class Label:
     size: int
 
 
-Merged = tuple[Label, ...]
+AxisLabels = tuple[Label, ...]
 """The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
-def axis_of(label: Label) -> Merged:
+def axis_of(label: Label) -> AxisLabels:
     """The axis with one label; an axis of size 1 has none."""
     return () if label.size == 1 else (label,)
 
@@ -79,7 +79,7 @@ class Factor:
     """
 
     array: Any
-    labels: Merged
+    labels: AxisLabels
     fixed: bool
     draw: Draw | None = None
 
@@ -103,7 +103,7 @@ class Product:
     """
 
     factors: tuple[Factor, ...]
-    axes: tuple[Merged, ...]
+    axes: tuple[AxisLabels, ...]
 
     @classmethod
     def of(cls, x: Any, *, fixed: bool) -> "Product":
@@ -196,7 +196,7 @@ class Product:
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
-    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
+    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
         """This product with each factor changed, and with the parts of each label on its axes."""
         axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
@@ -303,7 +303,7 @@ def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
-def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
+def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
     """A factor with the parts of its labels, and reshaped alike."""
     if not any(label in parts for label in factor.labels):
         return factor
@@ -463,7 +463,7 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
     return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
 
-def narrows(dtype: Any, new_dtype: Any) -> bool:
+def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
     """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant

@@ -44,11 +44,11 @@ from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies, stand_in
 from reparax.programs.multiply import ENTRY, Numerics, array_of_products, array_of_sum, cost
 from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Circulant, Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import AxisLabels, Circulant, Factor, Label, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -470,7 +470,7 @@ class _Convolution:
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     """Output channels computed from fewer channels, as the last axis."""
     few, many = mixing.axes
-    other_axes: list[Merged] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
+    other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
     data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
@@ -522,7 +522,7 @@ class Factoring:
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation of known operands, or its body, may make a sum."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
@@ -539,7 +539,7 @@ class Factoring:
         if declared is not None:
             return self._start_sum(operation, declared)
         if has_body(eqn):
-            return enter(operation)
+            return interpret_bodies(operation)
         views = move_sum(eqn, operation.args)  # such as transposes and slices
         if views is not None:
             return self._look_up(operation, views[0]) if view_class_of(eqn) is Gather else views

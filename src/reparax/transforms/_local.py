@@ -29,11 +29,11 @@ from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.contractions import contraction_of
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies
 from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, is_narrowing_cast
 from reparax.transforms._explained import Explained, Weight
 from reparax.transforms._factored import check_this_jax
 from reparax.transforms._remat import remat
@@ -343,7 +343,7 @@ class Drawing:
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation draws, or its body does."""
         del facts, out_facts
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
@@ -359,7 +359,7 @@ class Drawing:
             return [_drawn_sum(operation)]
         if has_body(eqn):
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
-            return enter(operation)
+            return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _parts_of_draws(operation) or move_sum(eqn, args)
         if moved_sums is not None:
             return [replace(x, maker=_made(operation, args[0].maker.type)) for x in moved_sums]
@@ -399,7 +399,7 @@ class Drawing:
         key = key_of_use(weight.key, jnp.uint32(number), sorted(facts.differs))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
-        return result if jaxprs.tells_shards(jax.typeof(result)) else None
+        return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
     def _record(self, interpreter: Interpreter, read: NoisyRead) -> int:
         """The number of a read, which is recorded in place of another one there."""
@@ -499,7 +499,8 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
     if not isinstance(view, equations.ConvertType):
         return None
     (x,) = operation.args
-    return [replace(x, dtype=view.new_dtype)] if isinstance(x, Sum) and narrows(x.dtype, view.new_dtype) else None
+    is_kept = isinstance(x, Sum) and is_narrowing_cast(x.dtype, view.new_dtype)
+    return [replace(x, dtype=view.new_dtype)] if is_kept else None
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
