@@ -187,7 +187,7 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     axis, column = view.row
     offset = view.dimension_numbers.offset_dims
     rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
-    kept_axes = [i for i in range(x.ndim) if i not in view.gone]
+    kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
         rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1], nearest=nearest)

@@ -298,7 +298,7 @@ def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
     segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
-    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
+    axis_at = dict(zip((*view.axes_of_sizes, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
