@@ -450,7 +450,7 @@ everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
 @everyone
 def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
-    monkeypatch.setattr(jaxprs, "_SCAN", ("length", "reverse"))
+    monkeypatch.setattr(jaxprs, "_SCAN_PARAMS", ("length", "reverse"))
     with unreadable("a scan with the parameter 'unroll'"):
         run()
 

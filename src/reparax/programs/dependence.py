@@ -77,7 +77,7 @@ def run_batches(
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
-        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
+        read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
     for batch, later in zip(batches, read_later[-2::-1], strict=True):
         if batch.function is None:
             program = part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
@@ -301,7 +301,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
-            needed.update(v for v in jaxprs.read_by(known_eqns) if is_known[v])
+            needed.update(v for v in jaxprs.variables_read(known_eqns) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
 
 

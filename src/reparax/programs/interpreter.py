@@ -143,7 +143,7 @@ class _Evaluation:
         self._interpreter, self._jaxpr = interpreter, jaxpr
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._facts: Mapping[Any, Facts] = dependence.analyse(jaxpr, facts, interpreter.rules.analysis)
-        self._reads = jaxprs.reads(jaxpr)
+        self._reads = jaxprs.count_reads(jaxpr)
         self._waiting: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
@@ -206,7 +206,7 @@ class _Evaluation:
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
         else:  # the rules are asked to form the sums all the same
-            for v in jaxprs.read_by(eqns):
+            for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
 

@@ -42,7 +42,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
         inner_jaxpr, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
+    return jaxprs.inline_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
 
 
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
