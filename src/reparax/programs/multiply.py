@@ -328,7 +328,7 @@ def split_off_segments(
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), fixed=True)], None, None
+        return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
     # Without a factor that has the rows no pair would bring rows and groups together.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None

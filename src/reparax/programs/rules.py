@@ -180,7 +180,7 @@ def _change_axis_of_product(product: Product, axis: int, size: int, change: Chan
         array = change(factor.dense, factor.labels.index(label))
         return replace(factor, array=array, labels=tuple(new_label if x is label else x for x in factor.labels))
 
-    axes = tuple(sums.axis_of(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
+    axes = tuple(sums.axis_labels(new_label) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
@@ -206,7 +206,7 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
         if rows_of_product is None:
             return None
         axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
-        row_axes = map(sums.axis_of, rows)
+        row_axes = map(sums.axis_labels, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
         return replace(rows_of_product, axes=new_axes)
 
