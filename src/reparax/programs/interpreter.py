@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.sharding import PartitionSpec
 
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import NUMBER, Analysis, Facts, is_apply
+from reparax.programs.dependence import FACTS_OF_CONSTANT, Analysis, Facts, is_apply
 from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, view_class_of, view_of
 from reparax.programs.jaxprs import type_of
 from reparax.programs.rules import map_factors
@@ -144,7 +144,7 @@ class _Evaluation:
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
         self._interpreter, self._jaxpr = interpreter, jaxpr
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        self._facts: Mapping[Any, Facts] = dependence.analyse(jaxpr, facts, interpreter.rules.analysis)
+        self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
         self._reads = jaxprs.count_reads(jaxpr)
         self._deferred: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
@@ -166,7 +166,7 @@ class _Evaluation:
 
     def _evaluate_or_defer(self, eqn: JaxprEqn) -> None:
         """Evaluates an equation that keeps sums in factors, and defers any other equation."""
-        facts = [NUMBER if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
+        facts = [FACTS_OF_CONSTANT if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
         outs = self._keep_factors(eqn, facts)
         if outs is None:
             self._deferred.append(eqn)
@@ -186,7 +186,7 @@ class _Evaluation:
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """The outputs that the rules compute for an equation that reads sums or may introduce one; else None."""
         rules = self._interpreter.rules
-        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
+        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else FACTS_OF_CONSTANT
         reads_sum = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
         if not reads_sum and not rules.may_introduce_sum(eqn, facts, out_facts):
             return None
@@ -257,7 +257,7 @@ def _body(
     ``branch`` is the number of the body. With ``in_arrays``, sums among its outputs become arrays.
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[branch]
-    facts_of_inputs = [*(NUMBER for _ in consts), *facts]
+    facts_of_inputs = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
     interpreter = operation.interpreter.inside(operation.eqn, branch)
     run = interpreter.arrays if in_arrays else interpreter.run
     return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
@@ -342,7 +342,7 @@ def _interpret_scan(operation: Operation) -> Outs:
             inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
         elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
             inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
-    body_facts = [*(NUMBER for _ in consts), *facts]
+    body_facts = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
