@@ -238,7 +238,7 @@ FACTS_OF_CONSTANT = Facts(known=True, fixed=True)
 
 
 class AllFacts(Analysis[Facts]):
-    """Finds all facts about values. It enters ``jit`` and ``checkpoint`` only, whose gradients are those of their body."""
+    """Finds all facts. It enters ``jit`` and ``checkpoint`` alone, whose gradients are those of their body."""
 
     def __init__(self) -> None:
         super().__init__(FACTS_OF_CONSTANT)
