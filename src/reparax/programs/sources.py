@@ -33,7 +33,7 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost source line of an equation outside reparax, or an empty text; in a notebook, the line in its cell."""
+    """The innermost source line of an equation outside reparax, or an empty text; in a notebook, that of its cell."""
     line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", line)
 
