@@ -15,13 +15,13 @@ from jax import lax
 from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
 from reparax.programs import sums
-from reparax.programs.sums import Circle, Factor, Label, Product, Segments, Sum, count_entries
+from reparax.programs.sums import Circulant, Factor, Label, Product, Segments, Sum, count_entries
 
 Labels = frozenset[Label]
 
 
 @dataclass(frozen=True)
-class How:
+class Numerics:
     """How products are computed: the dtype of their operands and that of the result, and the precision."""
 
     dtype: Any
@@ -34,21 +34,21 @@ class How:
 
 def array_of_sum(x: Sum) -> Any:
     """The array that a sum represents."""
-    return array_of_products(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
+    return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
-def array_of_products(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
     """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
-    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), how)
+    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
-def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
     """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
-    return functools.reduce(jnp.add, [array_of_product(product, shape, how) for product in products])
+    return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
-def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
+def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
@@ -63,11 +63,11 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
         if segments is None or link is None:
-            result = multiply_pair(a, b, keep, how)
+            result = multiply_pair(a, b, keep, numerics)
         else:
-            result = multiply_in_groups(a, b, keep, how, segments, link)
+            result = multiply_in_groups(a, b, keep, numerics, segments, link)
         factors = [*other_factors, result]
-    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
+    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(numerics.result)
 
 
 def cost(product: Product) -> float:
@@ -120,14 +120,14 @@ class FactorType:
     """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
 
     labels: Labels
-    circle: Labels
-    still: bool
+    circulant_labels: Labels
+    fixed: bool
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """The type of a factor."""
-        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
+        circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
+        return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,18 +157,18 @@ def _multiply_types(
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
     labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
     loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
-    result = FactorType(result_labels, frozenset(), a.still and b.still)
+    result = FactorType(result_labels, frozenset(), a.fixed and b.fixed)
     return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
 
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
     """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
-    moving = [factor for factor in (a, b) if not factor.still]
-    for circle, factor in ((a, b), (b, a)):
-        label = fourier_label(circle, factor, result_labels)
+    moving = [factor for factor in (a, b) if not factor.fixed]
+    for circulant, factor in ((a, b), (b, a)):
+        label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
+            rows = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
             return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
     has_sums = bool((a.labels & b.labels) - result_labels)
     total = 2.0 * n * has_sums + ENTRY * n_written
@@ -185,23 +185,23 @@ def _entries_along(labels: Labels) -> int:
 # ---- the product of two factors
 
 
-def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
+def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
-    for circle, other in ((a, b), (b, a)):
-        label = fourier_label(FactorType.of(circle), FactorType.of(other), keep)
+    for circulant, other in ((a, b), (b, a)):
+        label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
-            return _multiply_circulant(circle, other, label, keep, how)
+            return _multiply_circulant(circulant, other, label, keep, numerics)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
-    x, y = a.dense.astype(how.dtype), b.dense.astype(how.dtype)
+    x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
-    still = a.still and b.still
+    fixed = a.fixed and b.fixed
     if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
-        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, still)
+        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, fixed)
     numbers = dot_numbers(a.labels, b.labels, pair.contracting, pair.batch)
-    array = jax.lax.dot_general(x, y, numbers, precision=how.precision, preferred_element_type=how.result)
-    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), still)
+    array = jax.lax.dot_general(x, y, numbers, precision=numerics.precision, preferred_element_type=numerics.result)
+    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), fixed)
 
 
 class _Pair(NamedTuple):
@@ -239,24 +239,24 @@ def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
 
     None if the first factor is no such matrix, or does not meet the other along one of its two axes alone.
     """
-    contracting, rows = a.circle & b.labels, a.circle - b.labels
+    contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
-    return next(iter(contracting)) if is_circulant and a.labels - a.circle <= keep else None
+    return next(iter(contracting)) if is_circulant and a.labels - a.circulant_labels <= keep else None
 
 
-def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
+def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, numerics: Numerics) -> Factor:
     """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
-    other = sum_except(other, keep.union(circle.labels))
-    *batch, row, column = circle.labels
+    other = sum_except(other, keep.union(circulant.labels))
+    *batch, row, column = circulant.labels
     free = tuple(x for x in other.labels if x is not label)
-    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
-    spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
+    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
+    spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
-    array = sums.inverse_fourier(x * spectrum, label.size, how.result)
-    return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
+    array = sums.inverse_fourier(x * spectrum, label.size, numerics.result)
+    return Factor(array, (*labels, column if label is row else row), circulant.fixed and other.fixed)
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
@@ -268,7 +268,7 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
     sizes = [label.size for label in labels]
     is_trivial = all(factor.labels[i].size == 1 for i in axes)
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
-    return Factor(array, labels, factor.still)
+    return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
@@ -328,32 +328,32 @@ def split_off_segments(
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None, None
+        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), fixed=True)], None, None
     # Without a factor that has the rows no pair would bring rows and groups together.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
 
-def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """The product of two factors, summed over labels that are not in ``keep``, as ``segments`` says."""
     labels = frozenset(a.labels + b.labels)
     _, result_labels = link.spans(labels, keep)
     if link.sums(labels, keep):
-        return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
+        return _sum_rows_per_group(a, b, result_labels, numerics, segments, link)
     for x, y in ((a, b), (b, a)):
         if link.keeps_rows and link.rows in x.labels and link.group in y.labels:
-            return _multiply_by_parts(x, y, result_labels, how, segments, link)
-    return multiply_pair(a, b, result_labels, how)
+            return _multiply_by_parts(x, y, result_labels, numerics, segments, link)
+    return multiply_pair(a, b, result_labels, numerics)
 
 
-def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
+def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """The product of rows with the parts of their groups."""
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
-        return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
+        return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -364,39 +364,39 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
         sizes = jnp.broadcast_to(sizes, [label.size for label in size_labels])
     dot = dot_numbers(labels, b.labels, pair.contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [labels.index(link.rows)], [b.labels.index(link.group)])
-    array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, how, numbers)
+    array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, numerics, numbers)
     free_b = [label for label in pair.free_b if label is not link.group]
-    return Factor(array, (*row_labels, *free_b), a.still and b.still)
+    return Factor(array, (*row_labels, *free_b), a.fixed and b.fixed)
 
 
-def _part_of_each_row(parts: Factor, segments: Factor, how: How) -> Factor:
+def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
     """``parts`` with its group axis gathered to rows: row r holds the part of r's group, or zeros beyond all groups."""
     *batch_labels, rows, group = segments.labels
     if batch_labels:
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
-        return multiply_pair(replace(segments, array=segments.dense), parts, keep, how)
+        return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
     array = jnp.take(parts.dense, segments.array.group_of_row(), axis=axis, mode="fill", fill_value=0)
     return replace(parts, array=array, labels=(*parts.labels[:axis], rows, *parts.labels[axis + 1 :]))
 
 
-def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
+def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """The product of two factors, summed over the rows of each group; the labels ``keep`` are not summed."""
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         # ``ragged_dot_general`` takes rows of both, and groups that are the same for all of a batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)
         dense = replace(segments, array=segments.dense)
-        return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), how), other, keep, how)
+        return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), numerics), other, keep, numerics)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     pair = _Pair.of(a, b, keep)
     contracting = [link.rows, *(label for label in pair.contracting if label is not link.rows)]
     dot = dot_numbers(a.labels, b.labels, contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
-    array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
-    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.still and b.still)
+    array = _ragged_dot(a.dense, b.dense, segments.array.sizes, numerics, numbers)
+    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.fixed and b.fixed)
 
 
-def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
-    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
-    x, y = x.astype(how.dtype), y.astype(how.dtype)
-    return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
+def _ragged_dot(x: Any, y: Any, sizes: Any, numerics: Numerics, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``numerics``."""
+    x, y = x.astype(numerics.dtype), y.astype(numerics.dtype)
+    return lax.ragged_dot_general(x, y, sizes, numbers, numerics.precision, numerics.result)

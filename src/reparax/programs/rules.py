@@ -16,7 +16,7 @@ from reparax.programs import equations, jaxprs, sums
 from reparax.programs.dependence import Facts
 from reparax.programs.jaxprs import type_of
 from reparax.programs.multiply import ENTRY, cost, with_numbers
-from reparax.programs.sums import Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
 """A function of an array and the axis that it changes."""
@@ -54,10 +54,10 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case equations.ConvertType() if sums.narrows(x.dtype, view.new_dtype) and not view.has_sharding:
+        case equations.ConvertType() if sums.is_narrowing_cast(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
         case equations.StopGradient():
-            return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
+            return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), fixed=True))
         case equations.Vary():
             vary = partial(jaxprs.as_varying, names=view.axes)
             return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
@@ -109,7 +109,7 @@ def negate_sum(x: Sum) -> Sum:
         array = jnp.asarray(-1, x.dtype)
         for factor in numbers:
             array = array * factor.array.astype(x.dtype)
-        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.still for factor in numbers))))
+        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.fixed for factor in numbers))))
 
     return replace(x, products=tuple(map(change, x.products)))
 
@@ -187,7 +187,7 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     axis, column = view.row
     offset = view.dimension_numbers.offset_dims
     rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
-    kept_axes = [i for i in range(x.ndim) if i not in view.gone]
+    kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
         rows_of_product = _take_in_product(view, product, axis, rows, places[..., column : column + 1], nearest=nearest)
@@ -208,7 +208,7 @@ def _fills_all(view: equations.Gather) -> bool:
 
 
 def _take_in_product(
-    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any, *, nearest: bool
+    view: equations.Gather, product: Product, axis: int, rows: AxisLabels, places: Any, *, nearest: bool
 ) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     if not product.is_plain(axis):
@@ -224,7 +224,7 @@ def _take_in_product(
     return replace(product, factors=tuple(map(take, factors)))
 
 
-def _repeat_along(factors: Sequence[Factor], labels: Merged) -> Sequence[Factor] | None:
+def _repeat_along(factors: Sequence[Factor], labels: AxisLabels) -> Sequence[Factor] | None:
     """The factors of a product of which places beyond an axis give no gradient, and may give entries of their own.
 
     Each factor with a gradient has to know of these places, so it is repeated along the axis if it lacks it; and all
@@ -237,7 +237,7 @@ def _repeat_along(factors: Sequence[Factor], labels: Merged) -> Sequence[Factor]
     (label,) = labels
     pairs = zip(factors, have_numbers, strict=True)
     repeats_all = not any(label in factor.labels for factor, has_numbers in pairs if has_numbers)
-    return [_repeat(x, label) if label not in x.labels and (repeats_all or not x.still) else x for x in factors]
+    return [_repeat(x, label) if label not in x.labels and (repeats_all or not x.fixed) else x for x in factors]
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
@@ -246,7 +246,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(factor: Factor, along: Merged, rows: Merged, places: Any, mode: Any, fill: Any) -> Factor:
+def _take_from_factor(factor: Factor, along: AxisLabels, rows: AxisLabels, places: Any, mode: Any, fill: Any) -> Factor:
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
@@ -294,7 +294,7 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
-    operands = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]
+    operands = [x if isinstance(x, Sum) else _as_sum(x, fixed=fact.fixed) for x, fact in zip(args, facts, strict=True)]
     if isinstance(view, equations.Concatenate | equations.Stack):
         return _concatenate(view, operands)
     return _output_of_maker(view, operands[0], operands[-1])
@@ -347,7 +347,7 @@ def _joined_along(group: Mapping[int, Product], along: Label, sizes: Sequence[in
         shape = [list(factor.dense.shape[:place]), list(factor.dense.shape[place + 1 :])]
         zeros = [jnp.zeros([*shape[0], n, *shape[1]], factor.array.dtype) for n in sizes]
         array = jnp.concatenate([dense.get(i, each) for i, each in enumerate(zeros)], place)
-        return replace(factor, array=array, still=all(x.still for x in factors.values()))
+        return replace(factor, array=array, fixed=all(x.fixed for x in factors.values()))
 
     first = next(iter(group.values()))
     members = (dict(zip(group, each, strict=True)) for each in zip(*(x.factors for x in group.values()), strict=True))
@@ -361,26 +361,26 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
         return None
     products: list[Product | None] = []
     for number, case in enumerate(cases):
-        x = case if isinstance(case, Sum) else _as_sum(case, still=False)
+        x = case if isinstance(case, Sum) else _as_sum(case, fixed=False)
         mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
-        products += [sums.multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
+        products += [sums.multiply_entries(product, Product.of(mask, fixed=True)) for product in x.products]
     masked = sums.all_or_none(products)
     return None if masked is None else Sum(tuple(masked), cases[0].shape, cases[0].dtype, None, None)
 
 
-def _as_sum(x: Any, *, still: bool) -> Sum:
+def _as_sum(x: Any, *, fixed: bool) -> Sum:
     """An array as a sum of one product of one factor."""
-    return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
+    return Sum((Product.of(x, fixed=fixed),), x.shape, x.dtype, None, None)
 
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """The cost to form the output of an equation from arrays, including gradients."""
     view = equations.view_of(eqn)
     if isinstance(view, equations.Dot):
-        a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
+        a, b = [Product.of(v.aval, fixed=fact.fixed) for v, fact in zip(eqn.invars, facts, strict=True)]
         product = sums.contract(view, a, b)
         return math.inf if product is None else cost(product)
-    return ENTRY * sums.count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
+    return ENTRY * sums.count_entries(view.type.shape) * (1 + sum(not fact.fixed for fact in facts))
 
 
 def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:

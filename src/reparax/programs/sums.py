@@ -43,11 +43,11 @@ class Label:
     size: int
 
 
-Merged = tuple[Label, ...]
+AxisLabels = tuple[Label, ...]
 """The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
-def axis_of(label: Label) -> Merged:
+def axis_of(label: Label) -> AxisLabels:
     """The axis with one label; an axis of size 1 has none."""
     return () if label.size == 1 else (label,)
 
@@ -74,24 +74,24 @@ class Factor:
     Attributes:
       array: The array.
       labels: Its labels.
-      still: Whether it gets no gradient.
+      fixed: Whether it gets no gradient.
       draw: What is known of it as a draw, if it is one; else None.
     """
 
     array: Any
-    labels: Merged
-    still: bool
+    labels: AxisLabels
+    fixed: bool
     draw: Draw | None = None
 
     @property
     def size(self) -> int:
         """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
+        return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
         """The array; what is stored as fewer numbers is expanded."""
-        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
+        return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class Product:
     """
 
     factors: tuple[Factor, ...]
-    axes: tuple[Merged, ...]
+    axes: tuple[AxisLabels, ...]
 
     @classmethod
-    def of(cls, x: Any, *, still: bool) -> "Product":
+    def of(cls, x: Any, *, fixed: bool) -> "Product":
         """A product with one array as its only factor."""
         labels = tuple(Label(n) for n in x.shape)
-        return cls((Factor(x, labels, still),), tuple(map(axis_of, labels)))
+        return cls((Factor(x, labels, fixed),), tuple(map(axis_of, labels)))
 
     @property
     def labels(self) -> set[Label]:
@@ -144,7 +144,7 @@ class Product:
         summed = self.squeeze(axes)
         kept = self.labels.union(*summed.axes)
         gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in gone)
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
@@ -196,7 +196,7 @@ class Product:
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
-    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
+    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
         """This product with each factor changed, and with the parts of each label on its axes."""
         axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
@@ -290,20 +290,20 @@ def contract_with_data(
 ) -> list[Product] | None:
     """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
     x, *sizes = data
-    pairs = [(Product.of(x, still=False), product) for product in weights]
+    pairs = [(Product.of(x, fixed=False), product) for product in weights]
     return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
 def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
-    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
-    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
+    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
+    axis_at = dict(zip((*view.axes_of_sizes, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
-def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
+def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
     """A factor with the parts of its labels, and reshaped alike."""
     if not any(label in parts for label in factor.labels):
         return factor
@@ -337,7 +337,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Circle:
+class Circulant:
     """Matrices with the entries ``numbers[..., (i - j) % n]``."""
 
     numbers: Any
@@ -355,8 +355,8 @@ class Circle:
         """How many numbers are stored."""
         return self.numbers.size
 
-    def astype(self, dtype: Any) -> "Circle":
-        return Circle(self.numbers.astype(dtype))
+    def astype(self, dtype: Any) -> "Circulant":
+        return Circulant(self.numbers.astype(dtype))
 
     def todense(self) -> Any:
         """The matrices."""
@@ -463,7 +463,7 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
     return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
 
-def narrows(dtype: Any, new_dtype: Any) -> bool:
+def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
     """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
