@@ -326,12 +326,12 @@ class Reparametrization(Leafwise):
     def _effective(self, values: Mapping[str, Array]) -> Array:
         return call_once_per_type(_array_without_draw, self, values)
 
-    def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
+    def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
         """Requires all declared raw values, of the types that ``init`` gives for an array.
 
         Nothing more is known if ``init`` needs numbers, or if the effective array has another type than the model's.
         """
-        super()._require_start(types, effective)
+        super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)
