@@ -63,8 +63,8 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     Raises:
       ValueError: If a field needs an axis that the array's role does not say.
     """
-    if leaf.told is not None:
-        return _axes_by_role(stage, leaf, leaf.told)
+    if leaf.network_role is not None:
+        return _axes_by_role(stage, leaf, leaf.network_role)
     if not stage.lacks_axes:
         return {}
     given, known = find_axes(stage.stacked, leaf), leaf.axes
@@ -83,10 +83,10 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     """The stacked axes of an array like ``w``, as a selection counts them: of several that a layer allows the first."""
-    if leaf.told is not None and stage.takes_stacked_from_role:
-        return leaf.told.stacked
+    if leaf.network_role is not None and stage.takes_stacked_from_role:
+        return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
-    if given or leaf.told is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
+    if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.stacks(w.shape)
     return stacks[0] if stacks else tuple(range(w.ndim - len(leaf.axes.sizes)))

@@ -226,7 +226,7 @@ class Joint(Leafwise):
         if self.arrays is None or not are_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
-        roles = {leaf.path: leaf.told for group in groups for leaf in group.values()}
+        roles = {leaf.path: leaf.network_role for group in groups for leaf in group.values()}
         stacked = {path: () if role is None else role.stacked for path, role in roles.items()}
         with checks.locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
