@@ -24,6 +24,7 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
+from reparax.core.initialization import follow_axes, initialize, with_boxes
 from reparax.core.names import METHODS, VERBS
 from reparax.core.originals import require_unmoved, undo, with_array
 from reparax.core.origins import Origins
@@ -32,8 +33,7 @@ from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.site import Site, identity
-from reparax.core.start import follow, start, with_boxes
+from reparax.core.site import Site, stage_key
 from reparax.core.values import RawValues
 from reparax.numerics.arguments import is_whole
 
@@ -113,11 +113,11 @@ class Parametrization(Static, ABC):
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(CallName(self, "init"), params, advice)
         tree = flatten(params)
-        return nest(with_boxes(self._parts, tree, start(self._parts, tree, typed_key)))
+        return nest(with_boxes(self._parts, tree, initialize(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
         """For each axis of a raw value the axis of a parameter that it follows."""
-        return follow(self._parts, flatten(params))[1]
+        return follow_axes(self._parts, flatten(params))[1]
 
     def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
@@ -392,10 +392,10 @@ class Parametrization(Static, ABC):
         planned = plan_for(self, raw, "fold", mean=True)
         if without is None:
             return run_plan(planned, None)
-        given = [identity(part) for part in without._parts] if isinstance(without, Parametrization) else []
+        given = [stage_key(part) for part in without._parts] if isinstance(without, Parametrization) else []
 
         def is_undone(stage: Any) -> bool:
-            return isinstance(stage, without) if isinstance(without, type) else identity(stage) in given
+            return isinstance(stage, without) if isinstance(without, type) else stage_key(stage) in given
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
             raise ValueError(

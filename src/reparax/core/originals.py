@@ -13,11 +13,11 @@ from jax import Array
 
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
+from reparax.core.initialization import initialize_sites
 from reparax.core.paths import Names, PyTree, describe, path_text
 from reparax.core.plan import UPTO, Plan, Step, plan_for
 from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
 from reparax.core.site import Site, Stages
-from reparax.core.start import start_at
 from reparax.core.values import RawValues, value_of
 from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array, is_inexact
@@ -63,7 +63,7 @@ def _originals_at(site: Site, step: Step, unmoved: AbstractSet[Names]) -> list[S
     """What gives the arrays of a site before its stage: raw values, or the formula if it only moves or decodes them."""
     if site.stage._is_layout or not site.nodes:
         return [site] if site.nodes else []
-    unchanged_names = _unchanged_names(site, {name: step.made[place] for name, place in site.arrays.items()})
+    unchanged_names = _unchanged_names(site, {name: step.output_types[place] for name, place in site.arrays.items()})
     originals = {name: _name_of_original(site, name, unchanged_names[name], unmoved) for name in site.arrays}
     if not any(originals.values()) and any(site.values.values()) and not site.free_values:
         return [site]
@@ -103,7 +103,7 @@ def _name_of_original(site: Site, array: str, unchanged: Sequence[str], unmoved:
 
 def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
     """The error for an array that no raw value is; it names the last stage before, if there is one."""
-    before = [step.stage for step in earlier if not step.made.keys().isdisjoint(site.places_read)]
+    before = [step.stage for step in earlier if not step.output_types.keys().isdisjoint(site.places_read)]
     undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
     return ValueError(
         f"{site.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
@@ -127,7 +127,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
             with locate_errors(site.who):
                 for taken in site.arrays.values():
                     site.stage._require_taken(changed.arrays[taken])
-        changed = start_at(touching, changed, key)
+        changed = initialize_sites(touching, changed, key)
     for place, x in changed.arrays.items():
         if describe(x) != describe(tree.arrays[place]):
             raise _type_error(who, path_text(place), tree.arrays[place], describe(x))
