@@ -21,7 +21,7 @@ from reparax.core.calls import (
     CallName,
     checked_key,
     describe_non_stage,
-    needed_key,
+    key_for_apply,
     parts_of,
     require_no_references,
     with_any_key,
@@ -159,7 +159,7 @@ class Parametrization(Static, ABC):
                 f"{upto!r}."
             )
         require_no_references(self, "apply", raw)
-        typed_key = needed_key(self, key)
+        typed_key = key_for_apply(self, key)
         tree, n_stages = flatten(raw), len(self) if upto is None else upto
         planned = plan("apply", self._parts[:n_stages], tree)
         require_no_markers(CallName(self, "apply"), planned.after, later=self._parts[n_stages:])
@@ -422,7 +422,7 @@ class Parametrization(Static, ABC):
     # The rest is for plans and for ``initialization.py``, which call the formulas of a stage at its sites.
 
     draws_by_type: ClassVar[bool] = False
-    """Whether ``draw(w, key)`` of a perturbation reads only the type of ``w``; ``perturb`` then adds the draw to ``w``."""
+    """Whether ``draw(w, key)`` of a perturbation reads only the type of ``w``; ``perturb`` then adds the draw."""
     _is_layout: ClassVar[bool] = False
     """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
