@@ -243,7 +243,8 @@ def dot_numbers(
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
     """The label along which Fourier transforms can multiply a circulant matrix, the first factor, and the second one.
 
-    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep the others.
+    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep the
+    others.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
