@@ -75,7 +75,7 @@ class StepPlan:
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """How to compute parts of a program's values, from parts of values as early as possible.
+    """How to compute parts of a program's values, each followed back through as many equations as possible.
 
     ``differentiable`` says whether the result may be differentiated.
     """
