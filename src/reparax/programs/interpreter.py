@@ -249,7 +249,7 @@ def interpret_bodies(operation: Operation) -> Outs:
     return _INTERPRET[view_class_of(operation.eqn)](operation)
 
 
-def _body(
+def _interpreted_body(
     operation: Operation, facts: Sequence[Facts], branch: int = 0, *, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
     """A function that interprets a body of an equation, for inputs with these facts.
@@ -266,15 +266,15 @@ def _body(
 def _interpret_jit(operation: Operation) -> Outs:
     """Interprets a call inline, or under ``jit`` again if it has shardings, for which no operand may be a sum."""
     if not jaxprs.has_sharding(operation.eqn):
-        return _body(operation, operation.facts, in_arrays=False)(*operation.args)
+        return _interpreted_body(operation, operation.facts, in_arrays=False)(*operation.args)
     if any(isinstance(x, Sum) for x in operation.args):
         return None
-    return _run_with_body(operation, _body(operation, operation.facts), operation.args)
+    return _run_with_body(operation, _interpreted_body(operation, operation.facts), operation.args)
 
 
 def _interpret_checkpoint(operation: Operation) -> list[Any]:
     """Interprets a body under ``jax.checkpoint`` again, or inline if nothing is computed."""
-    body = _body(operation, operation.facts, in_arrays=False)
+    body = _interpreted_body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
         return body(*operation.args)
@@ -385,7 +385,7 @@ def _interpret_cond(operation: Operation) -> list[Any]:
     """Interprets each branch of a cond, with sums among its operands kept in factors."""
     index, *operands = operation.args
     _, *facts = operation.facts  # the first are those of the index
-    branches = [_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
+    branches = [_interpreted_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
     return list(jaxprs.run_cond(operation.eqn, index, branches, operands))
 
 
@@ -404,7 +404,7 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
         """The body, for one shard of its operands and the indices of the steps of the scans around it."""
         steps_on_shard = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
         on_shard = replace(operation, interpreter=replace(operation.interpreter, steps=steps_on_shard))
-        return _body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
+        return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
 
     indices = [step.index for step in steps]
     step_specs = [None if index is None else PartitionSpec() for index in indices]
