@@ -369,8 +369,8 @@ def test_a_module_that_is_reloaded_or_is_a_script_too_has_the_same_classes(tmp_p
 
 def array_error(p, name):
     return (
-        f"{p} holds an array as {name}, so it can be neither compared nor hashed. Give it a known number, or build "
-        f"the stage inside of the jitted function that uses it."
+        f"{p} holds an array as {name}, so it can be neither compared nor hashed. Pass a known number, or build "
+        f"the stage inside the jitted function that uses it."
     )
 
 

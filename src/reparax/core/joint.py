@@ -23,7 +23,7 @@ from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
-from reparax.core.where import check_where, why_nothing
+from reparax.core.where import check_where, why_none_selected
 from reparax.numerics.arithmetic import is_inexact, widened
 
 
@@ -253,7 +253,7 @@ def _captures(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -
     matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
     captures = [(leaf, match.groups()) for leaf, match in matches if match]
     if not captures:
-        why = why_nothing(expression, [leaf.path for leaf in leaves])
+        why = why_none_selected(expression, [leaf.path for leaf in leaves])
         raise ValueError(f"{who} found no array for {name!r}: {why}")
     return captures
 

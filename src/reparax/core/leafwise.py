@@ -44,12 +44,12 @@ from reparax.core.site import Site
 from reparax.core.values import OTHERS
 from reparax.core.where import (
     Where,
-    by_path,
     check_where,
-    choose,
-    chose_nothing_error,
     is_bias_or_scale,
     is_table,
+    none_selected_error,
+    reads_paths_only,
+    select_leaves,
 )
 from reparax.numerics.arithmetic import is_array
 
@@ -266,7 +266,7 @@ class Leafwise(Parametrization):
 
         Another stage of the same kind may have made some of them, on arrays that this one does not select.
         """
-        if not by_path(self.where):
+        if not reads_paths_only(self.where):
             _read_all(leaves, read)
         chosen = self._selected(who.method, leaves)
         for leaf in chosen:
@@ -335,11 +335,11 @@ class Leafwise(Parametrization):
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The leaves of a tree on which the stage acts."""
         who = CallName(self, method)
-        chosen = choose(who, self.where, leaves, partial(self._acts_by_default, who))
+        chosen = select_leaves(who, self.where, leaves, partial(self._acts_by_default, who))
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
             return []
         if not chosen:
-            raise chose_nothing_error(who, self.where, leaves, self.stacked)
+            raise none_selected_error(who, self.where, leaves, self.stacked)
         chosen = without_unmatched(who, self._varying_fields, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):

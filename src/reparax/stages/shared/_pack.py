@@ -19,7 +19,7 @@ from reparax.core.paths import describe
 from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node
 from reparax.core.site import Site, site_of
 from reparax.core.values import OTHERS, RawValues, Values, main
-from reparax.core.where import matches, nearest
+from reparax.core.where import match_paths, nearest
 from reparax.numerics.arguments import check_whole
 from reparax.stages.shared._cells import (
     Block,
@@ -98,7 +98,8 @@ class _Rearranged(Parametrization):
     def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
         """The cells that ``where`` selects, each with its arrays by their relative paths."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
-        selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
+        all_cells = [cell for cell, _, _ in candidates if cell is not None]
+        selected = {match[0] for match in match_paths(self.where, all_cells)}
         cells: dict[str, dict[str, Leaf]] = {}
         for cell, path, leaf in candidates:
             if cell not in selected:
