@@ -144,10 +144,9 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
                 for place_here in site.arrays.values():
                     site.stage._require_taken(changed.arrays[place_here])
         changed = initialize_sites(touching, changed, key)
-    for place, x in changed.arrays.items():
-        if describe(x) != describe(tree.arrays[place]):
-            raise _type_error(who, path_text(place), tree.arrays[place], describe(x))
-    return nest(tree.with_arrays({**tree.arrays, **changed.arrays}))
+    # A cast may have changed the dtypes of the raw tree since ``init``; they stay as they are.
+    arrays = {**tree.arrays, **{place: x.astype(tree.arrays[place].dtype) for place, x in changed.arrays.items()}}
+    return nest(tree.with_arrays(arrays))
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
