@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.boxes import boxes_of_values, stated_entries
+from reparax.core.boxes import axis_entries, boxes_of_values
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
@@ -195,6 +195,6 @@ def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
     if not boxes:
         return raw
     kinds = {kind_of(name) for place in raw.arrays for name in place if is_mark(name)}
-    has_names = any(stated_entries(box) is not None for box in boxes.values())
+    has_names = any(axis_entries(box) is not None for box in boxes.values())
     origins = follow_axes([stage for stage in stages if stage.kind in kinds], params)[1] if has_names else Origins()
     return replace(raw, boxes=boxes_of_values(boxes, params.arrays, raw.arrays, origins))

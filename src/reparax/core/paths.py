@@ -110,7 +110,7 @@ class Elsewhere:
 AxisNames = tuple[str | None, ...]
 
 
-def stated_axes(box: Any) -> Any:
+def axis_metadata(box: Any) -> Any:
     """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none."""
     if not has_ancestor(box, "Variable"):
         return getattr(box, "names", None)
@@ -131,7 +131,7 @@ def axis_names(box: Any) -> AxisNames | None:
 
     An axis has the name None if it is unnamed, or sharded over several mesh axes.
     """
-    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
+    names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
