@@ -29,7 +29,7 @@ from reparax.numerics.arguments import (
     optional,
 )
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.linalg import adjoint, product, rank_error, why_not_divisible
+from reparax.numerics.linalg import adjoint, not_divisible_error, product, rank_error
 from reparax.numerics.threefry import bits
 
 _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a finite number that is not negative.")
@@ -267,7 +267,7 @@ class Rotated(RowsAndColumns):
     any_matrix: ClassVar[bool] = False
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.num_blocks, 1), w)
+        return not_divisible_error((self.num_blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         eye = jnp.eye(w.shape[0] // self.num_blocks, dtype=w.dtype)

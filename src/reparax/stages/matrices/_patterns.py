@@ -24,11 +24,11 @@ from reparax.numerics.linalg import (
     adjoint,
     as_blocks,
     identity,
+    not_divisible_error,
     not_square_error,
     product,
     rank_error,
     resolution,
-    why_not_divisible,
 )
 from reparax.numerics.terms import Term
 
@@ -310,7 +310,7 @@ class BlockDiagonal(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.num_blocks, self.num_blocks), w)
+        return not_divisible_error((self.num_blocks, self.num_blocks), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         diagonal = jnp.diagonal(as_blocks(w, self.num_blocks, self.num_blocks), axis1=-4, axis2=-2)

@@ -21,13 +21,13 @@ from reparax.numerics.linalg import (
     adjoint,
     as_blocks,
     is_zero,
+    not_divisible_error,
     not_square_error,
     polar,
     product,
     rank_error,
     resolution,
     unit,
-    why_not_divisible,
     without_reflection,
 )
 from reparax.stages.matrices._orthogonal import cayley
@@ -144,7 +144,7 @@ class Kronecker(RowsAndColumns, Constraint):
     random_init: ClassVar[Any] = False  # only rows of zeros are drawn
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible(self.shape, w)
+        return not_divisible_error(self.shape, w)
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w), key))

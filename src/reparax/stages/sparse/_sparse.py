@@ -26,8 +26,8 @@ from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
-from reparax.numerics.linalg import scale
-from reparax.numerics.select import largest, largest_of_all
+from reparax.numerics.linalg import max_magnitude
+from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
 class Freeze(Reparametrization):
@@ -198,7 +198,7 @@ class NByM(_Masked, Constraint):
         axis = axes.position(self.along, w)
         rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
-        keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
+        keep = jnp.vectorize(lambda group: mask_largest(group, self.n), signature="(m)->(m)")(groups)
         return mask_values(w, jnp.moveaxis(keep.reshape(rows.shape), -1, axis))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
@@ -311,7 +311,7 @@ class _Prune(_Masked, Constraint):
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
-        return mask_values(w, largest(scores, count_left(self, scores.size)))
+        return mask_values(w, mask_largest(scores, count_left(self, scores.size)))
 
 
 _ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greater than 0.", known=True)
@@ -437,7 +437,7 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
         return x
     if order == math.inf:
         return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
-    x = x / scale(x, axes.count_from_front(None, x))
+    x = x / max_magnitude(x, axes.count_from_front(None, x))
     return jnp.sum(x**order, axis=axes.other_axes(axis, w), keepdims=True)
 
 
@@ -466,7 +466,7 @@ class _Regrow(_Masked, Constraint):
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
-        mask = largest(scores, count_left(self, w.size))
+        mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
@@ -480,8 +480,8 @@ class _Regrow(_Masked, Constraint):
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
-        survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
-        grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
+        survivors = mask_largest(jnp.where(active, size, hidden), count - n_dropped)
+        grown = mask_largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
         mask = (survivors | grown).astype(values["mask"].dtype)
         return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
 
@@ -628,5 +628,5 @@ class GlobalMagnitudePruning(Joint):
         if (wrong := count_error(self, size)) is not None:
             raise ValueError(wrong)
         scores = [jnp.abs(widened(masked["w"])).astype(float) for masked in values.values()]
-        kept = zip(values.items(), largest_of_all(scores, count_left(self, size)), strict=True)
+        kept = zip(values.items(), mask_largest_of_all(scores, count_left(self, size)), strict=True)
         return {place: {"mask": keep.astype(masked["mask"].dtype)} for (place, masked), keep in kept}
