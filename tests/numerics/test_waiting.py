@@ -6,15 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reparax.numerics.tie import (
-    compute_once,
-    has_bits,
-    pass_as_integers,
-    pull_back_once,
-    read_in_step,
-    store_whole,
-    tie,
-)
+from reparax.numerics.tie import by_integers, compute_once, has_bits, pull_back_once, read_in_step, store_whole, tie
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -56,7 +48,7 @@ def test_every_bit_stays(name):
 
 def test_every_bit_of_what_a_step_reads_stays_on_tpus_too():
     x = jnp.asarray(VALUES["float32"])
-    assert bits(jax.jit(pass_as_integers)(x)) == bits(x)
+    assert bits(jax.jit(by_integers)(x)) == bits(x)
     program = jax.jit(read_in_step).trace(x).lower(lowering_platforms=("tpu",)).as_text()
     assert "popcnt" in program
     value, slope = jax.jvp(jax.vmap(read_in_step), (x,), (x,))

@@ -87,7 +87,7 @@ Indices = tuple[int, ...]
 
 
 @functools.partial(inlined, static_argnums=1)
-def max_magnitude(x: Array, axes: Indices) -> Array:
+def max_abs(x: Array, axes: Indices) -> Array:
     """The largest magnitude along ``axes``, or 1 if it is zero. Numbers divided by it do not overflow when squared."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
@@ -114,7 +114,7 @@ def _sum_of_squares(u: Array, axes: Indices) -> Array:
 @functools.partial(inlined, static_argnums=1)
 def unit(x: Array, axes: Indices) -> Array:
     """``x`` divided by its length along ``axes``; zero stays zero."""
-    u = x / max_magnitude(x, axes).astype(x.dtype)
+    u = x / max_abs(x, axes).astype(x.dtype)
     return u / _nonzero_length(u, axes).astype(x.dtype)
 
 
@@ -212,6 +212,6 @@ def norm(x: Array, axes: Indices) -> Array:
 
     It is accurate for any finite length, at the price of a pass for the largest magnitude.
     """
-    size = max_magnitude(x, axes)
+    size = max_abs(x, axes)
     length = size * _nonzero_length(x / size.astype(x.dtype), axes)
     return jnp.where(is_zero(x, axes), 0, length)

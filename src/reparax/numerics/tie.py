@@ -100,7 +100,7 @@ def _zero_from_bits(bits: Array) -> Array:
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
-def pass_as_integers(x: Array) -> Array:
+def by_integers(x: Array) -> Array:
     """``x`` itself, in float32, after integer operations, which compilers do not swap with a cast."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
@@ -163,7 +163,7 @@ def _same(x: Array) -> Array:
 
 
 _whole = _identity("reparax_whole", lax.optimization_barrier, cpu=_same)
-_read = _identity("reparax_read", _same, tpu=pass_as_integers)
+_read = _identity("reparax_read", _same, tpu=by_integers)
 _once = _identity("reparax_once", lax.optimization_barrier, cpu=_divide_by_ones)
 _once_back = _identity("reparax_once_back", _same)
 ad.deflinear2(_once_back, lambda ct, x: [_once.bind(ct)])

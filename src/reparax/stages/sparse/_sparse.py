@@ -26,7 +26,7 @@ from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
-from reparax.numerics.linalg import max_magnitude
+from reparax.numerics.linalg import max_abs
 from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
@@ -437,7 +437,7 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
         return x
     if order == math.inf:
         return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
-    x = x / max_magnitude(x, axes.count_from_front(None, x))
+    x = x / max_abs(x, axes.count_from_front(None, x))
     return jnp.sum(x**order, axis=axes.other_axes(axis, w), keepdims=True)
 
 
