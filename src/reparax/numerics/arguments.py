@@ -107,21 +107,21 @@ def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
     return check
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Whether ``value`` is an integer, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_whole(value: Any, who: str, name: str) -> int:
+def check_integer(value: Any, who: str, name: str) -> int:
     """``value``, which must be an integer."""
-    if not is_whole(value):
+    if not is_integer(value):
         raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
     return int(value)
 
 
-def check_positive_whole(value: Any, who: str, name: str) -> int:
-    """Like :func:`check_whole`, for a number of at least 1."""
-    if check_whole(value, who, name) < 1:
+def check_positive_integer(value: Any, who: str, name: str) -> int:
+    """Like :func:`check_integer`, for a number of at least 1."""
+    if check_integer(value, who, name) < 1:
         raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
     return int(value)
 
@@ -130,7 +130,7 @@ def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     """``value``, which must be two integers of at least 1."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
-    return tuple(check_positive_whole(size, who, name) for size in value)
+    return tuple(check_positive_integer(size, who, name) for size in value)
 
 
 def shortest(x: Any) -> float:

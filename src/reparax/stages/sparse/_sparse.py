@@ -24,7 +24,7 @@ from reparax.core.raw import Flat, Leaf, is_mark, kind_of
 from reparax.core.roles import CHANNELS
 from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
+from reparax.numerics.arguments import check_integer, check_number, is_integer, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
 from reparax.numerics.linalg import max_abs
 from reparax.numerics.select import mask_largest, mask_largest_of_all
@@ -174,8 +174,8 @@ class NByM(_Masked, Constraint):
       Scratch*, 2021.
     """
 
-    n: int = field(check_whole)
-    m: int = field(check_whole)
+    n: int = field(check_integer)
+    m: int = field(check_integer)
     along: Axis = field(axes.check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": CHANNELS}
@@ -214,7 +214,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 def _check_share(value: Any, who: str, name: str) -> Any:
     """A share of the weights; an error for numbers that may mean a count: 1, and a traced integer."""
-    if is_whole(value) and value == 1:
+    if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
             f"`{who}(count=1)`."
@@ -235,7 +235,7 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 
 def check_count(value: Any, who: str, name: str) -> int:
     """A number of weights."""
-    if check_whole(value, who, name) < 0:
+    if check_integer(value, who, name) < 0:
         raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
     return int(value)
 
