@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
 
 from reparax.core.origins import Origins
-from reparax.core.paths import Names, axis_metadata, has_ancestor, is_box, is_empty, name_keywords
+from reparax.core.paths import Names, axis_metadata, is_box, is_empty, is_flax_instance, name_keywords
 
 
 class RawAxisNames(tuple[Any, ...]):
@@ -49,7 +49,7 @@ def is_box_of_one(x: object) -> bool:
 
 def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:
     """A copy of a box with a new value, and with new axis names if they are not None."""
-    if has_ancestor(box, "Variable"):
+    if is_flax_instance(box, "Variable"):
         return box.replace(value, **({} if names is None else dict.fromkeys(name_keywords(box), names)))
     return box.replace_boxed(value) if names is None else box.replace(value=value, names=names)
 
@@ -62,7 +62,7 @@ def axis_entries(box: Any) -> Any:
 
 def is_unnamed_variable(box: Any) -> bool:
     """Whether a box is an nnx variable without axis names."""
-    return has_ancestor(box, "Variable") and axis_metadata(box) is None
+    return is_flax_instance(box, "Variable") and axis_metadata(box) is None
 
 
 def is_moved_to_values(box: Any) -> bool:
@@ -98,7 +98,7 @@ def boxes_of_values(
         box = boxes.get(place[:n])
         if n == len(place) or not is_moved_to_values(box):
             continue
-        if is_unnamed_variable(box) or (is_empty(x) and has_ancestor(box, "Variable")):
+        if is_unnamed_variable(box) or (is_empty(x) and is_flax_instance(box, "Variable")):
             found[place] = box
         elif not is_empty(x):
             source, axes = origins[place]

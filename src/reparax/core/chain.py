@@ -468,7 +468,7 @@ class Parametrization(Static, ABC):
         """The initial raw values for the arrays."""
         raise NotImplementedError
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
         """Raises an error if ``apply`` of these initial values would give arrays of other types than ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:

@@ -327,7 +327,7 @@ def kind_of_class(cls: type) -> str:
 def _why_no_kind(cls: type, kind: Any) -> str | None:
     """Why ``cls`` cannot have this kind, for an error; None if it can."""
     if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
-        return "is not a name without '@', '.' and '/', other than 'fixed'"
+        return "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
     namesake = _namesake(cls, kind)
     return None if namesake is None else f"is the kind of {class_name(namesake)}"
 

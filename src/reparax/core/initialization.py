@@ -56,7 +56,7 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
         with locate_errors(site.who):
             values = site.stage._init_at(site, arrays, init_keys.get(i))
             if (group := (stage_key(site.stage), *_types_of({"": arrays, **values}))) not in checked:
-                site.stage._check_start(values, arrays)
+                site.stage._check_init(values, arrays)
                 checked.add(group)
                 if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere or site.stage.changes_type):
                     _warn_if_no_inverse(site, values, arrays, init_keys.get(i))
@@ -168,7 +168,7 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     def init(arrays: Mapping[str, Any]) -> RawValues:
         values = site.stage._init_at(site, arrays, None)
         if len(arrays) > 1:  # A probe that doubles only one of several equal lengths is to fail here.
-            site.stage._check_start(values, arrays)
+            site.stage._check_init(values, arrays)
         return values
 
     with locate_errors(site.who):

@@ -177,10 +177,10 @@ class Joint(Leafwise):
         """The initial raw values of the arrays of one group."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
-        checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
+        checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The effective arrays of one group."""

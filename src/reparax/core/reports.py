@@ -49,7 +49,7 @@ def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """``lines`` with one line, where the first was, for lines that differ only in consecutive numbers at part ``i``."""
+    """Like :func:`count_lines`, but with one line for consecutive numbers with equal values: ``layers/0..3/kernel``."""
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
     for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
         lines = _fold_numbers_at(i, lines)
