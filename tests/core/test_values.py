@@ -319,7 +319,8 @@ def test_two_names_of_one_kind_are_told_apart():
 
 @pytest.mark.parametrize(("name", "kind"), [("Fixed", "fixed"), ("_", ""), ("__", ""), ("a.b", "a.b")])
 def test_a_name_that_is_no_kind_is_refused(name, kind):
-    with no_kind(f"kinds_c.{name}", kind, "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"):
+    why = "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
+    with no_kind(f"kinds_c.{name}", kind, why):
         define(name, "kinds_c")
     assert define(name, "kinds_c", kind=f"kinds_c_{name.replace('.', '_')}")
 
