@@ -232,7 +232,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
-    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circulant_flags, strict=True)]
 
     def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
