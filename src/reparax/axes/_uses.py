@@ -239,7 +239,7 @@ def _kind_of_product(view: View) -> str:
     """The word for how a contraction multiplies a weight."""
     if isinstance(view, Conv):
         return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
-    return PRODUCT if isinstance(view, Dot) else LOOKUP
+    return PRODUCT if isinstance(view, Dot | RaggedDot) else LOOKUP
 
 
 def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
