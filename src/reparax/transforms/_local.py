@@ -388,7 +388,7 @@ class Drawing:
             return [replace(x, maker=_record_of_output(operation, args[0].maker.type)) for x in moved_sums]
         if not isinstance(operation.view, LINEAR):
             return None
-        rows = _rows(operation)
+        rows = _row_sizes(operation)
         if rows:
             return self._draw_rows(operation, rows)
         x = _combined_sum(operation)
@@ -458,7 +458,7 @@ LINEAR = (
 """The equations whose outputs may be noisy weights, or may have noise for each row."""
 
 
-def _rows(operation: Operation) -> list[Any]:
+def _row_sizes(operation: Operation) -> list[Any]:
     """The sizes of the axes of an output along which no weight has noise of its own, so that each index may draw.
 
     For ``x @ w`` with data of the shape (8, 3), it is [8]: the noise of ``w`` differs along outputs, not along
@@ -501,6 +501,7 @@ def _drawn_sum(operation: Operation) -> Sum:
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, still=True)
     (factor,) = product.factors
+    # Draws with keys of the same formula are equal, so they have the same source.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
