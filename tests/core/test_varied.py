@@ -174,7 +174,7 @@ def test_a_stage_that_differs_between_arrays_does_not_speak_of_one(p, ask):
     w = jnp.ones((4, 2)) * 0.5
     with raises(
         ValueError,
-        f"{p!r} differs from array to array, so it has no single image. Use that of one array: "
+        f"{p!r} differs from array to array, so it has no single image. Use the stage of one array: "
         f"`stage.for_array(path, w)`.",
     ):
         ask(p, w)

@@ -122,7 +122,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         earlier = union(value.if_rows for value in operands)
         multiplied = list[int]()
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
-            if len(view.cut) > 1:  # only the indices themselves say along which of these axes they select
+            if len(view.partial_axes) > 1:  # only the indices themselves say along which of these axes they select
                 self._add_other_read(operands[0], line)
             multiplied = [0] if _takes_vectors(view) else []
         elif earlier:
@@ -214,10 +214,10 @@ def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
 
 def _takes_vectors(view: Gather) -> bool:
     """Whether each slice is a vector or a part of an axis, as from a table, and not the whole array of an expert."""
-    kept = [i for i in range(len(view.slice_sizes)) if i not in view.gone]
+    kept = [i for i in range(len(view.slice_sizes)) if i not in view.removed_axes]
     # Under vmap, slices keep the axis that they cut, with size 1.
-    long = {i for i in kept if i not in view.cut or view.slice_sizes[i] != 1}
-    return len(long) < 2 or bool(long.intersection(view.cut))
+    long = {i for i in kept if i not in view.partial_axes or view.slice_sizes[i] != 1}
+    return len(long) < 2 or bool(long.intersection(view.partial_axes))
 
 
 def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProduct | None:
@@ -248,7 +248,7 @@ def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
         case Conv():
             return i == 1
         case Gather():
-            return i == 0 and bool(view.cut)
+            return i == 0 and bool(view.partial_axes)
         case DynamicSlice():  # the one axis that it cuts holds the rows
             return i == 0 and len(contraction.contracted(0)) == 1
         case _:

@@ -20,12 +20,12 @@ from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_e
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.initialization import follow_axes
 from reparax.core.layers import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
 from reparax.core.roles import INPUTS, Misfit, Numbers, Role, axes_by_word, one_or_tuple
-from reparax.core.start import follow
 from reparax.numerics.arithmetic import is_array
 
 Roles = Mapping[Names, Role]
@@ -63,8 +63,8 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     Raises:
       ValueError: If a field needs an axis that the array's role does not say.
     """
-    if leaf.told is not None:
-        return _axes_by_role(stage, leaf, leaf.told)
+    if leaf.network_role is not None:
+        return _axes_by_role(stage, leaf, leaf.network_role)
     if not stage.lacks_axes:
         return {}
     given, known = find_axes(stage.stacked, leaf), leaf.axes
@@ -83,10 +83,10 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     """The stacked axes of an array like ``w``, as a selection counts them: of several that a layer allows the first."""
-    if leaf.told is not None and stage.asks_stacked:
-        return leaf.told.stacked
+    if leaf.network_role is not None and stage.takes_stacked_from_role:
+        return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
-    if given or leaf.told is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
+    if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.stacks(w.shape)
     return stacks[0] if stacks else tuple(range(w.ndim - len(leaf.axes.sizes)))
@@ -94,14 +94,14 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     """The axes of each field that asks for them, at an array with that role."""
-    axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.asks_stacked else {}
-    if not stage.axes_asked:
+    axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.takes_stacked_from_role else {}
+    if not stage.axes_from_role:
         return axes_of_field
-    stacked = role.stacked if stage.asks_stacked else find_axes(stage.stacked, leaf)
+    stacked = role.stacked if stage.takes_stacked_from_role else find_axes(stage.stacked, leaf)
     if why := _why_unusable(role, stacked):
         raise ValueError(f"{why}, or leave it out with `where`.")
     numbers = axes_by_word(role, stacked)
-    for name, axes in stage.axes_asked.items():
+    for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
         number = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(number, tuple) and stage._checks[name].check.single:
@@ -200,7 +200,7 @@ def visit_with_roles(
     origins: Origins | None = None
     new_stages, later_stages = list[Any](), list[Any]()
     for stage in reversed(stages):
-        tree, origins = follow(later_stages, tree, origins)
+        tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
         new_stages[:0] = later_stages
     return new_stages
@@ -237,7 +237,9 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
-            axes_of_leaves.append((leaf, axes_at(stage._typical.for_array(leaf.path, None), leaf, leaf.content)))
+            axes_of_leaves.append(
+                (leaf, axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content))
+            )
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [numbered for part in parts for numbered in with_axes(part, tree)]
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
@@ -256,7 +258,7 @@ def _with_numbers(
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
         answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
         others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
-        answers |= {path: getattr(stage._typical.for_array(path, None), name) for path in others}
+        answers |= {path: getattr(stage._with_placeholders.for_array(path, None), name) for path in others}
         new_axes[name] = by_path_or_one(answers, paths, several=several)
     return replace(stage, **new_axes)
 

@@ -169,9 +169,15 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) 
             why = f"{layer[1]} holds it, but does not say its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
             known.update(_arrays_of_layer(*layer, module, boxes))
+        first = start
         for child in node.children():
             visit(child, start, why)
             start += child.num_leaves
+        if cls is not None and layers_of_library(cls.__module__) is not None and cls.__name__ == "Shared":
+            for number in range(first, start):  # a function of the user's, which is no part of `treedef`, says what
+                if number in known and not known[number].are_of_vector:
+                    why = f"eqx.nn.Shared holds that of {known[number].source}, and another layer may read it too"
+                    known[number] = KnownAxes(why=why, is_class=True)
 
     visit(treedef, 0, "")
     for number, axes in list(known.items()):

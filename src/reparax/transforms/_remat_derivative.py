@@ -106,7 +106,7 @@ class _Primitive(Primitive):
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
         # JAX passes a function instead of the program. Its first inputs are those that JAX has added.
-        function, operands = jaxprs.replacement(args, params)
+        function, operands = jaxprs.function_and_operands(args, params)
         if params["n_tangents"]:  # the outputs that JAX has added need not be linear
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))

@@ -220,7 +220,7 @@ def _is_of(kinds: set[type[View]], eqn: JaxprEqn) -> bool:
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equations of the programs inside an equation."""
-    return [inner for program in jaxprs.inner(eqn) for inner in program.eqns]
+    return [inner for program in jaxprs.inner_programs(eqn) for inner in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:

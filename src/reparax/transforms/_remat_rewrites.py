@@ -37,7 +37,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     has_apply = functools.cache(contains_apply)  # many equations hold the same program
 
     def is_inlined(eqn: JaxprEqn) -> bool:
-        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(has_apply, jaxprs.inner(eqn))))
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(has_apply, jaxprs.inner_programs(eqn))))
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
         if not is_inlined(eqn):
@@ -45,7 +45,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
         inner_jaxpr, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    return jaxprs.open_calls(jaxpr, is_inlined) or dependence.rewrite(jaxpr, args, rule)
+    return jaxprs.inline_calls(jaxpr, is_inlined) or dependence.rewrite(jaxpr, args, rule)
 
 
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
