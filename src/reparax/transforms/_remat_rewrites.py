@@ -106,7 +106,7 @@ def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[
 
 def _is_large_float32(v: Var) -> bool:
     """Whether a variable is an array in float32 of more than ``LARGE`` bytes."""
-    return v.aval.dtype == jnp.float32 and size_in_bytes(v.aval) > LARGE
+    return jaxprs.type_of(v).dtype == jnp.float32 and size_in_bytes(v.aval) > LARGE
 
 
 # ---- stacked weights
