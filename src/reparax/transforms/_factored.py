@@ -276,12 +276,12 @@ class WeightUse:
     Attributes:
       weight: The weight.
       costs: Returns the cost with the factors, and the cost with the weight as one array, both including gradients.
-      array: Computes the product with the factors.
+      compute: Computes the product with the factors.
     """
 
     weight: Sum
     costs: Callable[[], tuple[float, float]]
-    array: Callable[[], Any]
+    compute: Callable[[], Any]
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
@@ -329,7 +329,7 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
     return WeightUse(
         weight,
         costs=lambda: (sum(map(cost, products)), sum(map(cost, products_with_array))),
-        array=lambda: array_of_products(products, output.shape, numerics).astype(output.dtype),
+        compute=lambda: array_of_products(products, output.shape, numerics).astype(output.dtype),
     )
 
 
@@ -371,11 +371,11 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     if rows is None:
         return None
 
-    def array() -> Any:
+    def product() -> Any:
         numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
         return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
-    return WeightUse(weight, lambda: _costs_of_rows(weight, rows), array)
+    return WeightUse(weight, lambda: _costs_of_rows(weight, rows), product)
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
@@ -449,7 +449,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     return WeightUse(
         weight,
         costs=lambda: (sum(map(convolution.cost, kernels)), convolution.cost(whole)),
-        array=lambda: functools.reduce(jnp.add, map(convolution.output, kernels)).astype(view.type.dtype),
+        compute=lambda: functools.reduce(jnp.add, map(convolution.output, kernels)).astype(view.type.dtype),
     )
 
 
@@ -539,6 +539,7 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
+"""What finds the use of a weight in each kind of equation, from the view of the equation and its operands."""
 
 
 # ---- the rules, and the transform
@@ -592,7 +593,7 @@ class Factoring:
         if use is None:
             return None
         if self.plan.is_decided:
-            return [use.array()]
+            return [use.compute()]
         self.plan.record_read(use.weight, SumRead(eqn, interpreter.times, interpreter.in_formula, *use.costs()))
         return [stand_in(eqn.outvars[0])]
 
