@@ -167,6 +167,7 @@ def test_a_jax_that_lacks_what_is_imported_is_named_with_the_tested_versions():
         "except ImportError as error: print(error)"
     )
     assert lines == [
-        f"reparax cannot read JAX {jax.__version__} (cannot import name 'jit_p' from 'jax.extend.core.primitives'): it "
-        f"was tested with JAX 0.8.0 to {names.NEWEST}. Install one of these versions, or a newer reparax."
+        f"reparax does not work with JAX {jax.__version__} (cannot import name 'jit_p' from "
+        f"'jax.extend.core.primitives'). It was tested with JAX 0.8.0 to {names.NEWEST}: install one of these "
+        f"versions, or a newer reparax."
     ]

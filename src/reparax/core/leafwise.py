@@ -28,12 +28,12 @@ from reparax.core.axes import (
     LAST,
     Axes,
     AxesCheck,
-    are_words,
     check_front_axes,
     count_from_front,
     each_stacked,
     find_axes,
     has_names,
+    has_words,
     map_stacked,
     numbered_fields,
     one_stacked,
@@ -205,19 +205,19 @@ class Leafwise(Parametrization):
 
         These are the fields for which the user gave words, and the unset ones. ``stacked`` is not among them.
         """
-        given = {name: axes for name, axes in self._given_axes.items() if are_words(axes) and name != "stacked"}
+        given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
 
     @cached_property
     def takes_stacked_from_role(self) -> bool:
         """Whether the stacked axes come from the array's role."""
         if self.stacked != ():
-            return are_words(self.stacked)
+            return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
         # While ``stacked`` is unset, axes by number, and axes given as "stacked", count all axes of the array.
         others = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
-        counts_all = any(are_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
+        counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
 
     @property
@@ -471,7 +471,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             break  # the number of stacked axes follows from the numbers of axes of the raw values, so this one is it
         with suppress(Exception):
             reading = _read_as(stage, leaf, w, stacked, types)
-            if leaf.axes.stacks(reading.effective.shape) == [stacked]:
+            if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())

@@ -515,7 +515,7 @@ class Flat:
             mark, declared = value.node[-1], value.declared.axes
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                return KnownAxes(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
+                return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
             ranks = vars(makers[0]) if len(makers) == 1 else {}
             axes = axes.of_factor(declared, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
         return axes
