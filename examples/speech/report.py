@@ -63,19 +63,19 @@ def verdict(each: Contrast) -> str:
     word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
     p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
     return (
-        f"{each.way}: {word} {each.against} ({each.mean:+.1f} points, 95 % interval {each.low:+.1f} to "
+        f"{each.way}: {word} {each.against} ({round(each.mean, 1) + 0.0:+.1f} points, 95 % interval {each.low:+.1f} to "
         f"{each.high:+.1f}, Holm's {p})."
     )
 
 
 def effect(each: Contrast) -> str:
-    """The same of a way that adds something, after its name."""
+    """What a way does to the word error rate, as a phrase that follows the way's name."""
     if each.p >= 0.05:
         points = f"{each.mean:+.1f} points, {each.low:+.1f} to {each.high:+.1f}"
-        return f"does not change word error rates significantly ({points})"
+        return f"does not significantly change the word error rate ({points})"
     if each.mean < 0:
-        return f"lowers word error rates by {-each.mean:.1f} points ({-each.high:.1f} to {-each.low:.1f})"
-    return f"raises word error rates by {each.mean:.1f} points ({each.low:.1f} to {each.high:.1f})"
+        return f"lowers the word error rate by {-each.mean:.1f} points ({-each.high:.1f} to {-each.low:.1f})"
+    return f"raises the word error rate by {each.mean:.1f} points ({each.low:.1f} to {each.high:.1f})"
 
 
 def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
@@ -87,8 +87,8 @@ def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None
     told = {each.way: each for each in contrasts(found, best)}
     alone, beside = (effect(told[way]) for way in ("weight noise", "SpecAugment, noise"))
     return (
-        f"Noise {alone}, and with SpecAugment it {beside}: digits by {settings.unseen} unseen voices in each of "
-        f"{len(of_replicates(found, best, 'plain'))} replicates, with 95 % intervals."
+        f"Weight noise {alone}. On top of SpecAugment, it {beside}. Tested on digits from {settings.unseen} unseen "
+        f"voices in each of {len(of_replicates(found, best, 'plain'))} replicates, with 95 % intervals."
     )
 
 

@@ -49,11 +49,11 @@ def changed_axes(view: View) -> Collection[int]:
         case equations.Cumulative() | equations.Sort() | equations.TopK():
             return [view.axis]
         case equations.ReduceWindow():
-            return [i for i, keeps in enumerate(view.keeps) if not keeps]
+            return [i for i, keeps in enumerate(view.keeps_axis) if not keeps]
         case equations.Pad():
             return [i for i, amounts in enumerate(view.padding) if any(amounts)]
         case Gather():
-            return view.cut
+            return view.partial_axes
         case _:
             return []
 
@@ -155,7 +155,7 @@ def _gather(view: Gather, values: Sequence[Value]) -> Axes:
     table, places = values
     whole = dict(zip(contraction.operands[0], table.axes, strict=True))
     rows = dict(zip(contraction.operands[1], places.axes, strict=True))
-    chosen = table.origins_of(view.cut) if len(view.cut) == 1 else Origins()
+    chosen = table.origins_of(view.partial_axes) if len(view.partial_axes) == 1 else Origins()
 
     def axis(index: int, size: int) -> Axis:
         if index in rows and selects(view, places):

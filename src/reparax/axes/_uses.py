@@ -120,7 +120,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         earlier = union(value.if_rows for value in operands)
         lookups = list[int]()
         if isinstance(view, Gather) and selects(view, operands[1]):
-            if len(view.cut) > 1:  # which axis of the places is which of these, only their values say
+            if len(view.partial_axes) > 1:  # which axis of the places is which of these, only their values say
                 self._add_other_read(operands[0], line)
             lookups = [0] if _gives_vectors(view) else []
         elif earlier:
@@ -204,9 +204,10 @@ def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
 
 def _gives_vectors(view: Gather) -> bool:
     """Whether each slice is a vector, or a part of an axis, as of a table; those of layers and experts are arrays."""
-    kept = [i for i in range(len(view.slice_sizes)) if i not in view.gone]
-    long = {i for i in kept if i not in view.cut or view.slice_sizes[i] != 1}  # under vmap, slices keep an axis of one
-    return len(long) < 2 or bool(long.intersection(view.cut))
+    kept = [i for i in range(len(view.slice_sizes)) if i not in view.removed_axes]
+    # Under vmap, slices keep an axis of size 1.
+    long = {i for i in kept if i not in view.partial_axes or view.slice_sizes[i] != 1}
+    return len(long) < 2 or bool(long.intersection(view.partial_axes))
 
 
 def _product(view: View, value: Value, i: int, line: str) -> DataProduct | None:
@@ -234,7 +235,7 @@ def _multiplies(view: View, contraction: Contraction, i: int) -> bool:
         case Conv():
             return i == 1
         case Gather():
-            return i == 0 and bool(view.cut)
+            return i == 0 and bool(view.partial_axes)
         case DynamicSlice():  # with the one axis that is cut as that of rows
             return i == 0 and len(contraction.contracted(0)) == 1
         case _:

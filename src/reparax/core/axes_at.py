@@ -22,12 +22,12 @@ from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_e
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.initialization import follow_axes
 from reparax.core.layers import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
 from reparax.core.roles import INPUTS, Misfit, Numbers, Role, axes_by_word, one_or_tuple
-from reparax.core.start import follow
 from reparax.numerics.arithmetic import is_array
 
 Roles = Mapping[Names, Role]
@@ -214,7 +214,7 @@ def visit_with_roles(
     origins: Origins | None = None
     new_stages, later_stages = list[Any](), list[Any]()
     for stage in reversed(stages):
-        tree, origins = follow(later_stages, tree, origins)
+        tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
         new_stages[:0] = later_stages
     return new_stages

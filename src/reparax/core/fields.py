@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from reparax.core import config
 from reparax.core.axes import check_optional_axes
-from reparax.core.calls import takes
+from reparax.core.calls import can_take
 from reparax.core.names import instead_of
 from reparax.core.raw import STAGES
 from reparax.core.values import Values, check_values
@@ -368,7 +368,7 @@ def by_array(check: Check) -> Check:
         if isinstance(value, ByPath | Mapping):
             return _check_by_path(value, who, name, check)
         # A function of one argument is a schedule.
-        takes_array = callable(value) and takes(value, 2, unsure=False)
+        takes_array = callable(value) and can_take(value, 2, if_unknown=False)
         return ByArray(value, check, who) if takes_array else check(value, who, name)
 
     return check_each

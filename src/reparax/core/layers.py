@@ -188,9 +188,16 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) 
             why = f"it belongs to {layer[1]}, which does not tell its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
             known.update(_axes_in_layer(*layer, module, boxes))
+        start_of_child = start
         for child in node.children():
-            visit(child, start, why)
-            start += child.num_leaves
+            visit(child, start_of_child, why)
+            start_of_child += child.num_leaves
+        if cls is not None and layers_of_library(cls.__module__) is not None and cls.__name__ == "Shared":
+            # A function of the user's, which is not part of `treedef`, says which arrays another layer reads.
+            for number in range(start, start_of_child):
+                if number in known and not known[number].are_of_vector:
+                    why = f"it belongs to {known[number].source} in eqx.nn.Shared, so another layer may read it too"
+                    known[number] = KnownAxes(why=why, is_class=True)
 
     visit(treedef, 0, "")
     for number, axes in list(known.items()):

@@ -22,7 +22,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core import checks, config
-from reparax.core.calls import CallName, takes
+from reparax.core.calls import CallName, can_take
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.leafwise import Leafwise, read_values
 from reparax.core.paths import has_symbols, type_of
@@ -82,7 +82,7 @@ class Perturbation(Leafwise):
         """Requires that ``apply_leaf`` takes a key."""
         super().__init_subclass__(**kwargs)
         formula: Any = cls.__dict__.get("apply_leaf")
-        if inspect.isfunction(formula) and not takes(formula, 3, unsure=True):
+        if inspect.isfunction(formula) and not can_take(formula, 3, if_unknown=True):
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(formula))}, but is called with (self, "
                 f"w, key). Take a key, even if the stage is not random."

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import register_static
 
-from reparax.core.calls import takes
+from reparax.core.calls import can_take
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
 from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
@@ -188,7 +188,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
             f"path or a predicate (path, array) -> bool. {_suggest(where)}"
         )
-    elif callable(where) and not takes(where, 2, unsure=True):
+    elif callable(where) and not can_take(where, 2, if_unknown=True):
         raise TypeError(
             f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from reparax.core.calls import BY_HAND, CallName, needed_key, require_by_hand
+from reparax.core.calls import BY_HAND, CallName, key_for_apply, require_by_hand
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
@@ -169,7 +169,7 @@ class Functions:
     def effective(self, *arguments: Any, key: Any = None) -> Any:
         """Variables of the plain model, of one draw."""
         variables, key = self._split_key(arguments, key)
-        raw, key = self._get(*variables), needed_key(self.p, key)
+        raw, key = self._get(*variables), key_for_apply(self.p, key)
         try:
             return self._set_plain(self.p.apply(raw, key), *variables)
         except ValueError as error:

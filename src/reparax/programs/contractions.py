@@ -23,24 +23,24 @@ class Contraction:
       operands: Those of each operand.
       output: Those of the output. Along an index that no operand has, the output differs from each of them: the steps
         of a window, the part of an axis that a look-up takes, or the groups of rows that are summed.
-      apart: The indices of which each has an operand of its own: those of a batch, and of matrices for groups of rows.
+      batch_indices: x
     """
 
     operands: tuple[Indices, ...]
     output: Indices
-    apart: frozenset[int]
+    batch_indices: frozenset[int]
 
     def contracted(self, operand: int) -> list[int]:
         """The axes of an operand that go: those that are summed over, of a window, or of which places choose."""
-        return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.apart]
+        return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
     def kept(self, operand: int) -> list[int]:
         """The axes of an operand that the output has, but for those of a batch."""
-        return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.apart]
+        return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.batch_indices]
 
     def batch(self, operand: int) -> list[int]:
         """The axes of an operand along which each index meets its own part of another operand."""
-        return [k for k, i in enumerate(self.operands[operand]) if i in self.apart]
+        return [k for k, i in enumerate(self.operands[operand]) if i in self.batch_indices]
 
     def sources(self, axis: int) -> list[int | None]:
         """For each operand the axis that is this one of the output; None if it has no such axis."""
@@ -75,9 +75,9 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
     product, sizes = _dot(view), tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
     if view.group is None:
-        return Contraction(operands, (sizes[-1], *product.output), product.apart)
+        return Contraction(operands, (sizes[-1], *product.output), product.batch_indices)
     group = product.operands[1][view.group]
-    return Contraction(operands, tuple(i for i in product.output if i != group), product.apart | {group})
+    return Contraction(operands, tuple(i for i in product.output if i != group), product.batch_indices | {group})
 
 
 def _convolution(view: Conv) -> Contraction:
@@ -97,7 +97,8 @@ def _gather(view: Gather) -> Contraction:
     numbers = view.dimension_numbers
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         places[j] = table[i]
-    slices = iter([-1 - i if i in view.cut else index for i, index in enumerate(table) if i not in view.gone])
+    kept_axes = [i for i in range(len(table)) if i not in view.removed_axes]
+    slices = iter([-1 - i if i in view.partial_axes else table[i] for i in kept_axes])
     rows = iter(places[:-1])
     output = tuple(next(slices if k in numbers.offset_dims else rows) for k in range(view.type.ndim))
     apart = frozenset(table[i] for i in numbers.operand_batching_dims)

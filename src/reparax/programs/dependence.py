@@ -77,7 +77,7 @@ def run_batches(
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
-        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
+        read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
     for batch, later in zip(batches, read_later[-2::-1], strict=True):
         if batch.function is None:
             program = part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
@@ -209,7 +209,7 @@ class Facts:
 
     Attributes:
       known: Whether it depends on chosen arguments only.
-      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
+      fixed: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
       origins: The arguments on which it depends.
       differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
       steps: The scans around it in whose steps it differs, by their depth.
@@ -217,14 +217,14 @@ class Facts:
     """
 
     known: bool
-    still: bool
+    fixed: bool
     origins: frozenset[int] = frozenset()
     differs: frozenset[str] = frozenset()
     steps: frozenset[int] = frozenset()
     formula: int | None = None
 
 
-NUMBER = Facts(known=True, still=True)
+NUMBER = Facts(known=True, fixed=True)
 """The facts of a literal or constant."""
 
 
@@ -237,7 +237,7 @@ class AllFacts(Analysis[Facts]):
     def joined(self, values: Sequence[Facts]) -> Facts:
         return Facts(
             known=all(facts.known for facts in values),
-            still=all(facts.still for facts in values),
+            fixed=all(facts.fixed for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
             differs=frozenset().union(*(facts.differs for facts in values)),
             steps=frozenset().union(*(facts.steps for facts in values)),
@@ -253,7 +253,7 @@ class AllFacts(Analysis[Facts]):
             types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
             differs = differs & types if eqn.invars else types
         is_known = facts.known and not jaxprs.has_effects(eqn)
-        return replace(facts, known=is_known, still=facts.still or stops, differs=differs)
+        return replace(facts, known=is_known, fixed=facts.fixed or stops, differs=differs)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         return view_class_of(eqn) in (Jit, Checkpoint)
@@ -263,7 +263,7 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
     flags = with_inputs_of_apply(program, is_chosen)
     return [
-        Facts(known=is_known, still=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
+        Facts(known=is_known, fixed=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
         for i, (v, is_known) in enumerate(zip(program.invars, flags, strict=True))
     ]
 
@@ -301,7 +301,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
-            needed.update(v for v in jaxprs.read_by(known_eqns) if is_known[v])
+            needed.update(v for v in jaxprs.variables_read(known_eqns) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
 
 
@@ -327,7 +327,7 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
-    if not jaxprs.inner(eqn):
+    if not jaxprs.inner_programs(eqn):
         return []
     if is_apply(eqn):
         return variables(eqn.invars)
@@ -347,9 +347,9 @@ def _is_key_or_number(v: Any) -> bool:
 
 def holds_apply(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation contains the ``apply`` of a parametrization."""
-    return any(map(contains_apply, jaxprs.inner(eqn)))
+    return any(map(contains_apply, jaxprs.inner_programs(eqn)))
 
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
     """Whether a program contains the ``apply`` of a parametrization, also in a body."""
-    return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
+    return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

@@ -140,7 +140,7 @@ class RaggedDot(View, names=("ragged_dot_general",)):
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
-    def before(self) -> Sequence[int]:
+    def axes_of_sizes(self) -> Sequence[int]:
         """The axes of the left operand of which each index may have groups of its own."""
         if self.operands[2].aval.ndim == 1:
             return ()
@@ -186,12 +186,12 @@ class Gather(View, names=("gather",)):
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
-    def gone(self) -> tuple[int, ...]:
+    def removed_axes(self) -> tuple[int, ...]:
         """The axes of the operand that slices do not have."""
         return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
-    def cut(self) -> tuple[int, ...]:
+    def partial_axes(self) -> tuple[int, ...]:
         """The axes of the operand of which slices have a part, but for those of a batch."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
@@ -247,7 +247,7 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
     """A reduction of windows, such as pooling."""
 
     @property
-    def keeps(self) -> Sequence[bool]:
+    def keeps_axis(self) -> Sequence[bool]:
         """For each axis whether each entry is a window of its own."""
         params = self.eqn.params
         pads = params["padding"]

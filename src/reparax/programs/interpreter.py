@@ -20,7 +20,7 @@ from reparax.programs.dependence import NUMBER, Analysis, Facts, is_apply
 from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, view_class_of, view_of
 from reparax.programs.jaxprs import type_of
 from reparax.programs.rules import map_factors
-from reparax.programs.sums import Factor, Label, Merged, Product, Sum, all_or_none, count_entries
+from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
 """The outputs of an equation, arrays or sums; None if it must be evaluated unchanged."""
@@ -76,7 +76,7 @@ class Rules(Protocol):
     analysis: Analysis[Facts]
     counts_steps: bool
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether weights may start in an equation that reads none, or in its bodies."""
         ...
 
@@ -143,7 +143,7 @@ class _Evaluation:
         self._interpreter, self._jaxpr = interpreter, jaxpr
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._facts: Mapping[Any, Facts] = dependence.analyse(jaxpr, facts, interpreter.rules.analysis)
-        self._reads = jaxprs.reads(jaxpr)
+        self._reads = jaxprs.count_reads(jaxpr)
         self._waiting: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
@@ -186,7 +186,7 @@ class _Evaluation:
         rules = self._interpreter.rules
         out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
         reads_sum = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
-        if not reads_sum and not rules.may_start(eqn, facts, out_facts):
+        if not reads_sum and not rules.may_introduce_sum(eqn, facts, out_facts):
             return None
         self._evaluate_waiting()
         args = list(map(self._value_of, eqn.invars))
@@ -206,7 +206,7 @@ class _Evaluation:
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
         else:  # the rules are asked to form the sums all the same
-            for v in jaxprs.read_by(eqns):
+            for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
 
@@ -223,7 +223,7 @@ class _Evaluation:
 def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
     kind = view_class_of(eqn)
-    if kind is StopGradient and facts[0].still:
+    if kind is StopGradient and facts[0].fixed:
         return eqn.invars
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
@@ -238,11 +238,11 @@ def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
 
 
 def has_body(eqn: JaxprEqn) -> bool:
-    """Whether :func:`enter` evaluates an equation."""
+    """Whether :func:`interpret_bodies` evaluates an equation."""
     return view_class_of(eqn) in _BODIES
 
 
-def enter(operation: Operation) -> Outs:
+def interpret_bodies(operation: Operation) -> Outs:
     """The outputs of an equation with a body, which is interpreted."""
     return _BODIES[view_class_of(operation.eqn)](operation)
 
@@ -298,7 +298,7 @@ class _Slices:
             return None
         arrays = list[Any]()
 
-        def without_axis(factor: Factor, axis: Merged) -> Factor:
+        def without_axis(factor: Factor, axis: AxisLabels) -> Factor:
             array = _with_axis_first(factor, axis)
             if array is None:
                 return factor
@@ -318,7 +318,7 @@ class _Slices:
         return map_factors(self.rest, lambda x: replace(x, array=next(arrays_left)) if x.array is None else x)
 
 
-def _with_axis_first(factor: Factor, axis: Merged) -> Any:
+def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
     """The array of a factor with an axis of its product first; None if it does not vary along this axis."""
     if not axis:  # an axis of one index has no label
         return factor.dense[None]
@@ -339,7 +339,7 @@ def _enter_scan(operation: Operation) -> Outs:
         elif isinstance(inputs[i], Sum):
             inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
         elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
-            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], still=True)
+            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
     body_facts = [*(NUMBER for _ in consts), *facts]
     numbers = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
@@ -382,7 +382,7 @@ def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Seq
 def _enter_cond(operation: Operation) -> list[Any]:
     """The outputs of a cond, whose branches sums enter as they are."""
     index, *operands = operation.args
-    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner(operation.eqn)))]
+    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
     return list(jaxprs.run_cond(operation.eqn, index, bodies, operands))
 
 

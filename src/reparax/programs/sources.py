@@ -27,7 +27,7 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
     for eqn in program.eqns:
         line = line_of(eqn) or outside
         line_of_origin[jaxprs.origin(eqn)] = line
-        for inner_program in jaxprs.inner(eqn):
+        for inner_program in jaxprs.inner_programs(eqn):
             line_of_origin |= lines_by_origin(inner_program, line)
     return line_of_origin
 
@@ -55,7 +55,7 @@ def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
 
 def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
     """The line inside a call that made its ``i``-th output; empty if it is not known."""
-    (program,) = jaxprs.inner(call)
+    (program,) = jaxprs.inner_programs(call)
     v: Any = program.outvars[i]
     maker = next((eqn for eqn in program.eqns if v in eqn.outvars), None)
     return "" if maker is None else line_of_output(maker, maker.outvars.index(v), lines)

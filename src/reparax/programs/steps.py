@@ -226,7 +226,7 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts, if both go by parts."""
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    call = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
     jvp, consts = _program_of_jvp(call)

@@ -30,6 +30,7 @@ from reparax.core.calls import (
 )
 from reparax.core.chain import Parametrization
 from reparax.core.checks import by_parameter
+from reparax.core.initialization import initialize
 from reparax.core.paths import Names, PyTree, flatten_with_names, is_traceable, items, path_text, types_of_result
 from reparax.core.raw import (
     FIXED,
@@ -41,7 +42,6 @@ from reparax.core.raw import (
     registered_kind,
     require_no_raw,
 )
-from reparax.core.start import start
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, is_placeholder, partition, require_tree
 
@@ -272,7 +272,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        start(tuple(p.deterministic), flatten(params), None)  # so that wrong parameters fail before the first step
+        initialize(tuple(p.deterministic), flatten(params), None)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

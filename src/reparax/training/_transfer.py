@@ -16,11 +16,11 @@ from jax.core import Tracer
 
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
+from reparax.core.initialization import initialize_sites, with_boxes
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for, run_steps
 from reparax.core.raw import Flat, first_marker, kind_of, nest, parameter_path, places_of
 from reparax.core.site import Site
-from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free, is_placeholder
 
@@ -145,7 +145,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         kept = old_chain.kept_values(sites, tree)
         fresh += _fresh_parameters(stage, sites, tree, kept)
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
-        started = start_at(new_sites, tree, key)
+        started = initialize_sites(new_sites, tree, key)
         old_chain.follow_unchanged(new_sites, tree, started)
         for site, name, place in _places(new_sites):
             if (values := old_chain.converted_values(site, name, started)) is not None:
@@ -214,7 +214,7 @@ class _OldChain:
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
         """Applies each stage, and notes what it reads: of nodes their values, and arrays that it changes in place."""
-        plan = plan_for(p, raw, mean=True, otherwise="Pass the chain that made it as `old`.")
+        plan = plan_for(p, raw, mean=True, advice="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
         arrays = dict(plan.raw.arrays)

@@ -44,11 +44,11 @@ from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
-from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies, stand_in
+from reparax.programs.multiply import ENTRY, Numerics, array_of_products, array_of_sum, cost
 from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import AxisLabels, Circulant, Factor, Label, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -224,7 +224,7 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
     facts = list(itertools.compress([*(NUMBER for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    return [Factor(interpreter.array(x, eqn), (), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
+    return [Factor(interpreter.array(x, eqn), (), fact.fixed) for x, fact in zip(outs, out_facts, strict=True)]
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
@@ -232,7 +232,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
-    arrays = [Circle(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
 
     def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
@@ -240,7 +240,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
             return None
         sizes = zip(letters, array.shape[n_batch:], strict=True)
         labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-        return Factor(array, (*batch[:n_batch], *labels), factor.still)
+        return Factor(array, (*batch[:n_batch], *labels), factor.fixed)
 
     labelled_factors = sums.all_or_none(map(labelled, factors, arrays, spec.letters))
     if labelled_factors is None:
@@ -283,14 +283,14 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     return rule(view, args)
 
 
-def _is_still(x: Sum) -> bool:
+def _is_fixed(x: Sum) -> bool:
     """Whether no factor of a sum gets a gradient."""
-    return all(factor.still for product in x.products for factor in product.factors)
+    return all(factor.fixed for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
     """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(type_of(x), still=_is_still(x))
+    return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
 # ---- products of matrices
@@ -311,11 +311,11 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
     if products is None or products_of_array is None:
         return None
     output = view.type
-    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
+    numerics = Numerics(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
     return WeightUse(
         weight,
         costs=lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))),
-        array=lambda: array_of_products(products, output.shape, how).astype(output.dtype),
+        array=lambda: array_of_products(products, output.shape, numerics).astype(output.dtype),
     )
 
 
@@ -332,14 +332,14 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
     chosen = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
-    cost_of_factors = sum((1 if factor.still else 2) * ENTRY * factor.size for factor in chosen)
+    cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in chosen)
     return cost_of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
 
 
 def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
     cost_of_writing = ENTRY * sums.count_entries(shape)
-    table = 0.0 if _is_still(weight) else ENTRY * sums.count_entries(weight.shape)
+    table = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
     return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
 
 
@@ -354,8 +354,8 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return None
 
     def array() -> Any:
-        how = How(weight.dtype, view.type.dtype, weight.precision)
-        return _treat_missing(view, array_of_products(rows.products, rows.shape, how), places, size)
+        numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
+        return _treat_missing(view, array_of_products(rows.products, rows.shape, numerics), places, size)
 
     return WeightUse(weight, lambda: _costs_of_entries(weight, rows.shape, rows.products), array)
 
@@ -433,7 +433,7 @@ class _Convolution:
 
     def cost(self, split: _ChannelSplit) -> float:
         """The cost of the convolution with a kernel, and of mixing its channels, including gradients."""
-        n_passes = 2 if all(factor.still for factor in split.kernel.factors) else 3
+        n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
         window_size = sums.count_entries(self.kernel_shape(1))
@@ -448,8 +448,8 @@ class _Convolution:
         """The output of the convolution with a kernel whose channels are mixed."""
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
-        how = How(dtype, dtype, self.weight.precision)
-        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), how)
+        numerics = Numerics(dtype, dtype, self.weight.precision)
+        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), numerics)
         channels = lax.conv_general_dilated(
             self.data,
             kernel,
@@ -463,16 +463,16 @@ class _Convolution:
         channel_axis = view.dimension_numbers.out_spec[1]
         product = _mix_channels(channels, channel_axis, split.mixing)
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
-        mixed = array_of_products([product], shape, How(dtype, result_dtype, view.precision))
+        mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     """Output channels computed from fewer channels, as the last axis."""
     few, many = mixing.axes
-    other_axes: list[Merged] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
+    other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
-    data = Factor(x.reshape([label.size for label in labels]), labels, still=False)
+    data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
     return Product((data, *mixing.factors), tuple(axes))
 
@@ -522,7 +522,7 @@ class Factoring:
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation of known operands, or its body, may make a sum."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
@@ -539,7 +539,7 @@ class Factoring:
         if declared is not None:
             return self._start_sum(operation, declared)
         if has_body(eqn):
-            return enter(operation)
+            return interpret_bodies(operation)
         views = move_sum(eqn, operation.args)  # such as transposes and slices
         if views is not None:
             return self._look_up(operation, views[0]) if view_class_of(eqn) is Gather else views
@@ -609,7 +609,7 @@ def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation may make a sum."""
-    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
+    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:

@@ -29,11 +29,11 @@ from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.contractions import contraction_of
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
-from reparax.programs.multiply import How, array_of_products, with_numbers
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies
+from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, is_narrowing_cast
 from reparax.transforms._explained import Explained, Weight
 from reparax.transforms._factored import check_this_jax
 from reparax.transforms._remat import remat
@@ -107,7 +107,7 @@ def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     left = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
     summed = tuple(label for label in draw.labels if label not in left and label.size != 1)
-    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
+    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, fixed=True)
     return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
 
 
@@ -138,7 +138,7 @@ def array_of(x: Sum) -> Array:
     wide = _wide(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
-    return array_of_products(x.products, x.shape, How(wide, wide, x.precision)).astype(x.dtype)
+    return array_of_products(x.products, x.shape, Numerics(wide, wide, x.precision)).astype(x.dtype)
 
 
 def _wide(dtype: Any) -> Any:
@@ -220,9 +220,9 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
     match view:
         case equations.Dot() | equations.RaggedDot():
             data = (_square(data[0]), *data[1:])
-            how = How(squares.dtype, squares.dtype, _precision(view))
+            numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, how)
+            return array_of_products(products or [], view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
         case equations.Gather():  # where there is no row, there is no noise
@@ -343,7 +343,7 @@ class Drawing:
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation draws, or its body does."""
         del facts, out_facts
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
@@ -359,7 +359,7 @@ class Drawing:
             return [_drawn_sum(operation)]
         if has_body(eqn):
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
-            return enter(operation)
+            return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _parts_of_draws(operation) or move_sum(eqn, args)
         if moved_sums is not None:
             return [replace(x, maker=_made(operation, args[0].maker.type)) for x in moved_sums]
@@ -399,7 +399,7 @@ class Drawing:
         key = key_of_use(weight.key, jnp.uint32(number), sorted(facts.differs))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
-        return result if jaxprs.tells_shards(jax.typeof(result)) else None
+        return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
     def _record(self, interpreter: Interpreter, read: NoisyRead) -> int:
         """The number of a read, which is recorded in place of another one there."""
@@ -470,7 +470,7 @@ def _made(operation: Operation, type: Any) -> Made:
 def _drawn_sum(operation: Operation) -> Sum:
     """Normal numbers that an equation draws, as a sum with one factor."""
     (array,) = operation.view.bind(*operation.args)
-    product = Product.of(array, still=True)
+    product = Product.of(array, fixed=True)
     (factor,) = product.factors
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
@@ -499,7 +499,8 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
     if not isinstance(view, equations.ConvertType):
         return None
     (x,) = operation.args
-    return [replace(x, dtype=view.new_dtype)] if isinstance(x, Sum) and narrows(x.dtype, view.new_dtype) else None
+    is_kept = isinstance(x, Sum) and is_narrowing_cast(x.dtype, view.new_dtype)
+    return [replace(x, dtype=view.new_dtype)] if is_kept else None
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
@@ -556,7 +557,7 @@ def is_draw(eqn: JaxprEqn) -> bool:
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation draws."""
-    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+    return any(is_draw(x) or _holds_draw(x) for jaxpr in jaxprs.inner_programs(eqn) for x in jaxpr.eqns)
 
 
 # ---- draws that all rows share

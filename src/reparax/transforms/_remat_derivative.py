@@ -104,7 +104,7 @@ class _Primitive(Primitive):
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
         # JAX gives a function in place of the program, whose first inputs are those that it has added.
-        function, operands = jaxprs.replacement(args, params)
+        function, operands = jaxprs.function_and_operands(args, params)
         if params["n_tangents"]:  # what is added need not be linear
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))

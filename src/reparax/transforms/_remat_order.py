@@ -209,7 +209,7 @@ def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equations of the programs in an equation."""
-    return [inner for program in jaxprs.inner(eqn) for inner in program.eqns]
+    return [inner for program in jaxprs.inner_programs(eqn) for inner in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:

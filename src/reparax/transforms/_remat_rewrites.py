@@ -34,7 +34,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     applies = functools.cache(contains_apply)  # many equations hold one program
 
     def is_opened(eqn: JaxprEqn) -> bool:
-        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner_programs(eqn))))
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
         if not is_opened(eqn):
@@ -42,7 +42,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
         inner_jaxpr, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
+    return jaxprs.inline_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
 
 
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
