@@ -106,12 +106,10 @@ class Leafwise(Parametrization):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``."""
         super().__init_subclass__(**kwargs)
-        checks_of_axes = {
-            name: AxesByPath(check) for name, check in cls._checks.items() if isinstance(check, AxesCheck)
-        }
-        cls._checks = {**cls._checks, **checks_of_axes}
-        has_axes = {name: isinstance(check, AxesByPath) for name, check in cls._checks.items()}
-        cls._axis_fields = tuple(name for name, flag in has_axes.items() if flag and name != "stacked")
+        checks = cls._checks.items()
+        cls._checks = {name: AxesByPath(check) if isinstance(check, AxesCheck) else check for name, check in checks}
+        fields_with_axes = [name for name, check in cls._checks.items() if isinstance(check, AxesByPath)]
+        cls._axis_fields = tuple(name for name in fields_with_axes if name != "stacked")
 
     def default(self, w: Array) -> bool:
         """Whether the shape and dtype of ``w`` let the stage act on it if no ``where`` is given."""
