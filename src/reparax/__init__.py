@@ -84,7 +84,7 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.transforms import remat as remat
 else:  # where a type checker would believe that there is every name
     __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]
-    __dir__ = _names.shown
+    __dir__ = _names.shown_names
 
     def __getattr__(name: str) -> object:
         globals()[name] = found = _names.load(name)

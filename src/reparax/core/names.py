@@ -65,7 +65,7 @@ LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "hai
 """The families that need a library, with its name. ``dir(rpx)`` leaves them out if it is not installed."""
 LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
 """For each library whose models are trees of modules, the module with a table of the axes in its layers."""
-ALONE = ("testing", "demo")
+NOT_FAMILIES = ("testing", "demo")
 """The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
 VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
@@ -98,7 +98,7 @@ NAMES_OF_OTHERS = {
 """What to write here in place of a name of torch, optax, flax, paramax or PEFT."""
 
 
-def family_of() -> dict[str, str]:
+def family_by_name() -> dict[str, str]:
     """The family of each public name. Families of libraries are left out, because they share names."""
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
@@ -108,11 +108,11 @@ def load(name: str) -> Any:
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
     if name in TOP:
-        return getattr(load(family_of()[name]), name)
+        return getattr(load(family_by_name()[name]), name)
     raise AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
 
 
-def shown() -> list[str]:
+def shown_names() -> list[str]:
     """The result of ``dir(rpx)``: the names at the top, and the families whose libraries are installed."""
     missing = {family for family, library in LIBRARIES.items() if importlib.util.find_spec(library) is None}
     return sorted({*TOP, *FAMILIES} - missing)
@@ -153,7 +153,7 @@ def layers_of_library(module: str) -> Any:
 
 def how_to_write() -> dict[str, str]:
     """The code for each public name, at the top if it is there: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
-    return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_of().items()}
+    return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_by_name().items()}
 
 
 def _suggest(name: str) -> str:
@@ -165,7 +165,7 @@ def _suggest(name: str) -> str:
         return f". Write {NAMES_OF_OTHERS[name]}."
     if name in METHODS:
         return f". It is a method of a chain: `p.{name}`."
-    if name in ALONE:
+    if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
     squashed_names = {_squash(public): public for public in codes}
     similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
