@@ -264,6 +264,7 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
+    # Later calls select arrays without roles. If these would be other arrays, axes by path limit the stage to the same.
     if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
         return [new_stage]
     return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
