@@ -107,7 +107,7 @@ def test_each_public_stage_with_a_default_is_tested_here() -> None:
     assert of_matrices == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
 
 
-NAMES = "a name tells the axes only of an array of two axes called 'kernel' or 'w'"
+NAMES = "a name determines the axes only of an array of two axes called 'kernel' or 'w'"
 OTHERWISE = (
     "Or let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
     "with `where`."

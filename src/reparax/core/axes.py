@@ -34,8 +34,8 @@ EACH = "each"
 """A value for feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
 
 LAST = "last"
-"""The default of a field for one axis: the axis that the array's layer or name tells, or the only axis of a vector. No
-axis can have this name."""
+"""The default of a field for one axis: the axis that follows from the array's layer or name, or the only axis of a
+vector. No axis can have this name."""
 
 
 @dataclass(frozen=True)

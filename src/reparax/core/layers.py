@@ -41,8 +41,8 @@ class KnownAxes:
         if nothing is known.
       why: Why the axes are unknown, at all or for an array of another shape.
       source: The class of the layer, or the name of the array in a plain tree.
-      is_class: Whether a module holds the array, so that only the class of the module tells its axes.
-      beside: The other arrays of the same layer: the number of each among the leaves of the model, and its sizes.
+      is_class: Whether a module holds the array, so that only the class of the module determines its axes.
+      siblings: The other arrays of the same layer: the number of each among the leaves of the model, and its sizes.
       names: The names of the axes, if the array is in a flax box that has them.
     """
 
@@ -50,7 +50,7 @@ class KnownAxes:
     why: str = ""
     source: str = ""
     is_class: bool = False
-    beside: tuple[tuple[int, Sizes], ...] = ()
+    siblings: tuple[tuple[int, Sizes], ...] = ()
     names: AxisNames | None = None
 
     @property
@@ -120,7 +120,7 @@ class KnownAxes:
         Empty if they can.
         """
         sizes = tuple(w.shape[axis] for axis in stacked)
-        for number, sizes_of_one in self.beside if tree else ():
+        for number, sizes_of_one in self.siblings if tree else ():
             place = tree.frame.places[number]
             shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
             if shape is None:
@@ -154,7 +154,7 @@ def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
     return Role(inputs, outputs, stacked, uses=(use,), shape=sizes)
 
 
-PLAIN = "a name tells the axes only of an array of two axes called 'kernel' or 'w'"
+_NOT_BY_NAME = "a name determines the axes only of an array of two axes called 'kernel' or 'w'"
 _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "table"})
 
 
@@ -162,7 +162,7 @@ _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "tabl
 def known_by_name(name: str) -> KnownAxes:
     """What the name of an array in a plain tree tells about its axes."""
     letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), PLAIN, name)
+    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), _NOT_BY_NAME, name)
 
 
 def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, KnownAxes]:
@@ -177,7 +177,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) 
     def visit(node: Any, start: int, why: str) -> None:
         """Adds the leaves of a node to ``known``. The first one has the number ``start``.
 
-        ``why`` says why the axes of a leaf are unknown if no layer below tells them; it is empty outside modules.
+        ``why`` says why the axes of a leaf are unknown if no layer below determines them; it is empty outside modules.
         """
         cls = node.node_data()[0] if node.node_data() else None
         if cls is None and why:
@@ -185,7 +185,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) 
         if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
-            why = f"it belongs to {layer[1]}, which does not tell its axes"
+            why = f"it belongs to {layer[1]}, which does not specify its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
             known.update(_axes_in_layer(*layer, module, boxes))
         start_of_child = start
@@ -272,7 +272,7 @@ def _axes_in_layer(
             why = f"it belongs to {type(box).__name__}, a class that reparax does not know"
             known[leaf] = KnownAxes(why=why, is_class=True)
     return {
-        leaf: replace(axes, beside=tuple((other, of_other.sizes) for other, of_other in known.items() if other != leaf))
+        leaf: replace(axes, siblings=tuple((other, x.sizes) for other, x in known.items() if other != leaf))
         for leaf, axes in known.items()
     }
 

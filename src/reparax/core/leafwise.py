@@ -6,7 +6,7 @@ from a function of the array, axes by name, and axes that follow from the role o
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
 array is replaced by a marker dict that holds its raw values. :func:`reader` infers from the types of the raw values
-which array they stand for, which gives a :class:`Reading`. Both arrays and marker dicts are described by a
+which array they represent; the result is a :class:`Reading`. Both arrays and marker dicts are described by a
 :class:`Leaf`; the content of the latter is a :class:`Node`.
 """
 
@@ -94,7 +94,7 @@ class Leafwise(Parametrization):
     """Whether an array is refused if the axes of a field in ``by_roles`` are neither set nor known from its role."""
     outside_networks: ClassVar[str] = ""
     """What the last axis holds in arrays outside of networks, if the stage is as common there. The axes of such an
-    array do not follow from its name, which tells only the axes of a matrix product."""
+    array do not follow from its name, which determines only the axes of a matrix product."""
     any_matrix: ClassVar[bool] = False
     """Whether the stage takes a matrix whichever axis holds its inputs, because the formula does not distinguish inputs
     from outputs."""
@@ -277,7 +277,7 @@ class Leafwise(Parametrization):
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The marker dicts that the stage selects, each with the stage for the array that it stands for."""
+        """The marker dicts that the stage selects, each with the stage for the array that it represents."""
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
         return [(leaf, self._stage_for_node(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
@@ -304,7 +304,7 @@ class Leafwise(Parametrization):
         return chosen
 
     def _stage_for_node(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
-        """The stage for the array that a marker dict stands for. Raises the error of the reading, if it has one."""
+        """The stage for the array that a marker dict represents. Raises the error of the reading, if it has one."""
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
@@ -397,7 +397,7 @@ class Leafwise(Parametrization):
 
 
 class Reading(NamedTuple):
-    """What the types of raw values tell about the array that they stand for.
+    """What the types of raw values tell about the array that they represent.
 
     Attributes:
       stage: The stage with the axes for that array. Numbers that vary between arrays are placeholders.
@@ -450,7 +450,7 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
-    """Infers which array raw values of these types stand for.
+    """Infers which array raw values of these types represent.
 
     If the axes of the array are known from its layer, only its stacked axes are not. Then the raw values have to fit
     an array with some stacked axes, and with no others.
@@ -483,7 +483,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
     """Completes the reading of raw values of these types: by an error if they are wrong, else by the effective dtype.
 
-    The dtype of an aligned value may differ from that of the effective array, which only the formula tells.
+    The dtype of an aligned value may differ from that of the effective array, which only the formula determines.
     """
     stage, effective = reading.stage, reading.effective
     try:
