@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
-from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.fields import ByPath, join_by_path
 from reparax.core.initialization import follow_axes
 from reparax.core.layers import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
@@ -282,7 +282,7 @@ def _with_numbers(
         axes_of_path = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
         others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
         axes_of_path |= {path: getattr(stage._with_placeholders.for_array(path, None), name) for path in others}
-        new_axes[name] = by_path_or_one(axes_of_path, paths, several=several)
+        new_axes[name] = join_by_path(axes_of_path, paths, several=several)
     return replace(stage, **new_axes)
 
 
@@ -331,5 +331,5 @@ def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """A copy of the stage that selects only these places."""
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()
-    numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
+    numbers = {name: value.for_paths(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
