@@ -87,7 +87,7 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """A selection for ``where``: the stage's default, without the paths that match one of some regular expressions.
+    """For ``where``, the default of the stage without the paths that match one of these regular expressions.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
