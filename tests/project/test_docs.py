@@ -23,7 +23,7 @@ from benchmarks.evidence.record import found
 from benchmarks.evidence.summary import NONE, difference
 from examples.speech.report import headline
 from reparax.core.names import FAMILIES as TABLE
-from reparax.core.names import family_of
+from reparax.core.names import family_by_name
 from reparax.testing import check_laws
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_the_api_pages_have_every_public_name_once():
     of_tests = [f"reparax.testing.{name}" for name in ("check_laws", "check_step")]
     assert sorted(documented) == sorted([*public, *of_tests])
     index = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
-    top = {f"reparax.{family_of()[name]}.{name}": f"rpx.{name}" for name in TOP}
+    top = {f"reparax.{family_by_name()[name]}.{name}": f"rpx.{name}" for name in TOP}
     called = top | dict(zip(of_tests, of_tests, strict=True))
     assert sorted(index) == sorted(called.get(name, name.replace("reparax.", "rpx.")) for name in documented)
 
