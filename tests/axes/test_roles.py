@@ -304,6 +304,8 @@ def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
         assert re.match(here.format("gather"), roles(fun, [W], X)[0].why)
     (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0), [W], X)
     assert re.match(here.format("scatter"), role.why)
+    (role,) = roles(lambda p, x: jax.lax.conv(p[0], x, (1,), "SAME"), [LAYERS], LAYERS)
+    assert re.match(here.format("conv_general_dilated"), role.why)  # data that are learned, not a kernel
 
     def keys(p, x):  # rows of a table, or rows of the first of two factors
         return (p[0][KEEP] @ p[1]) @ (x @ p[1]).T
@@ -323,6 +325,13 @@ def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a
     (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T, [jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
     assert axes(role) == ((0, 1), (0, 1), ())
     assert [use.how for use in role.uses] == ["lookup", "product"]
+
+
+def test_experts_that_a_ragged_product_multiplies_are_no_table():
+    experts, sizes = jax.ShapeDtypeStruct((2, 4, 5), FLOAT), jnp.array([2, 1])
+    (role,) = roles(lambda p, x: jax.lax.ragged_dot(x, p[0], sizes), [experts], jax.ShapeDtypeStruct((3, 4), FLOAT))
+    assert axes(role) == ((1,), (2,), (0,))
+    assert [use.how for use in role.uses] == ["product"]
 
 
 def every(x, up, down):

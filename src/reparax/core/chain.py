@@ -311,13 +311,7 @@ class Parametrization(Static, ABC):
 
     @property
     def deterministic(self) -> Parametrization:
-        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean.
-
-        Raises:
-          TypeError: If a random stage does not define its mean.
-        """
-        if self.stochastic:
-            raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
+        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean."""
         return self
 
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:

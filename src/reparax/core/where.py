@@ -87,7 +87,7 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """The default of a stage, for ``where``, without the paths that match any of these regular expressions.
+    """For ``where``, the default of the stage without the paths that match one of these regular expressions.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
