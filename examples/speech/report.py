@@ -68,16 +68,6 @@ def verdict(each: Contrast) -> str:
     )
 
 
-def effect(each: Contrast) -> str:
-    """What a way does to the word error rate, as a phrase that follows the way's name."""
-    if each.p >= 0.05:
-        points = f"{each.mean:+.1f} points, {each.low:+.1f} to {each.high:+.1f}"
-        return f"does not significantly change the word error rate ({points})"
-    if each.mean < 0:
-        return f"lowers the word error rate by {-each.mean:.1f} points ({-each.high:.1f} to {-each.low:.1f})"
-    return f"raises the word error rate by {each.mean:.1f} points ({each.low:.1f} to {each.high:.1f})"
-
-
 def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
     """What other pages say of noise in the weights."""
     found, settings = read(name, folder), settings or TABLES[name]
@@ -85,10 +75,12 @@ def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None
         return "A comparison of word error rates is not finished."
     best = chosen(found, settings)
     told = {each.way: each for each in contrasts(found, best)}
-    alone, beside = (effect(told[way]) for way in ("weight noise", "SpecAugment, noise"))
+    alone, beside = told["weight noise"], told["SpecAugment, noise"]
     return (
-        f"Weight noise {alone}. On top of SpecAugment, it {beside}. Tested on digits from {settings.unseen} unseen "
-        f"voices in each of {len(of_replicates(found, best, 'plain'))} replicates, with 95 % intervals."
+        f"On digits from {settings.unseen} unseen voices in each of {len(of_replicates(found, best, 'plain'))} "
+        f"replicates, weight noise changed the word error rate by {alone.mean:+.1f} points (95 % interval "
+        f"{alone.low:+.1f} to {alone.high:+.1f}), and by {beside.mean:+.1f} ({beside.low:+.1f} to {beside.high:+.1f}) "
+        f"on top of SpecAugment."
     )
 
 

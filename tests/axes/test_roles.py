@@ -304,6 +304,8 @@ def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
         assert re.match(here.format("gather"), roles(fun, [W], X)[0].why)
     (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0), [W], X)
     assert re.match(here.format("scatter"), role.why)
+    (role,) = roles(lambda p, x: jax.lax.conv(p[0], x, (1,), "SAME"), [LAYERS], LAYERS)
+    assert re.match(here.format("conv_general_dilated"), role.why)  # data that are learned, not a kernel
 
     def keys(p, x):  # rows of a table, or rows of the first of two factors
         return (p[0][KEEP] @ p[1]) @ (x @ p[1]).T

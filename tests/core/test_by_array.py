@@ -176,12 +176,13 @@ WHOLE_TREE = [
 
 @pytest.mark.parametrize("other", WHOLE_TREE, ids=repr)
 def test_stages_of_several_arrays_change_no_draw_of_another(other, key):
-    params = dict.fromkeys("abc", np.ones((2, 2), np.float32))
+    params = dict.fromkeys("Aabc", np.ones((2, 2), np.float32))
     alone = rpx.VarNoise(0.1) >> rpx.VarNoise(0.2)
     between = rpx.VarNoise(0.1) >> other >> rpx.VarNoise(0.2)
     effective = between.apply(between.init(params), key), alone.apply(params, key)
     got, want = jax.tree.map(np.asarray, effective)
-    np.testing.assert_allclose(got["c"], want["c"], rtol=1e-6)
+    for name in "Ac":
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
     assert abs(got["a"] - want["a"]).max() > 1e-3  # on its own arrays the two noises stay apart
 
 

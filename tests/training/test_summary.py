@@ -197,6 +197,7 @@ def test_the_axes_of_stages_say_where_they_are_from_and_weights_left_out_are_lis
     assert {row.path: row.axes for row in made.rows if row.axes} == axes
     _, titles, *lines = str(made).splitlines()
     assert lines[-3:] == left_out
+    assert "".join(f"<p>{line}</p>" for line in left_out) in made._repr_html_()
     column = titles.index("axes")
     shown = {line.split()[0]: line[column:] for line in lines[:-3] if line[column:]}
     assert shown == {path: "; ".join(texts) for path, texts in axes.items()}

@@ -416,9 +416,9 @@ def test_a_tree_of_another_chain_is_refused():
     raw = init(NEW, PARAMS)
     with raises(
         ValueError,
-        "Chain().apply does not know '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the chain "
-        "that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer chain, "
-        "call its `apply(raw, key, upto=k)`.",
+        "Chain().apply has no stage for '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the "
+        "chain that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer "
+        "chain, call its `apply(raw, key, upto=k)`.",
     ):
         rpx.transfer(rpx.Chain(), NEW, raw)
     with raises(

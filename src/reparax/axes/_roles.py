@@ -60,7 +60,7 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    who = check_call("roles", fun, argnums, among_its_own=given_options(argnums=argnums))
+    who = check_call("roles", fun, argnums, own_options=given_options(argnums=argnums))
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "

@@ -21,7 +21,7 @@ from reparax.core.paths import AxisNames
 from reparax.core.raw import OTHER_CHAIN, Leaf
 from reparax.core.roles import WORDS, Numbers
 from reparax.core.unchanged import mark_same, restore_same
-from reparax.numerics.arguments import is_whole
+from reparax.numerics.arguments import is_integer
 
 Axis = int | str
 Axes = Axis | tuple[Axis, ...]
@@ -122,7 +122,7 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
 
 def _is_axis(value: object) -> bool:
     """Whether a value is one axis: a whole number, or a text other than ``"each"`` and ``"last"``."""
-    return (isinstance(value, str) and value not in (EACH, LAST)) or is_whole(value)
+    return (isinstance(value, str) and value not in (EACH, LAST)) or is_integer(value)
 
 
 def _is_given_as(axes: object, text: str) -> bool:

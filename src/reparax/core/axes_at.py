@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
-from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.fields import ByPath, join_by_path
 from reparax.core.initialization import follow_axes
 from reparax.core.layers import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
@@ -259,7 +259,7 @@ def _with_numbers(
         answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
         others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
         answers |= {path: getattr(stage._with_placeholders.for_array(path, None), name) for path in others}
-        new_axes[name] = by_path_or_one(answers, paths, several=several)
+        new_axes[name] = join_by_path(answers, paths, several=several)
     return replace(stage, **new_axes)
 
 
@@ -307,5 +307,5 @@ def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """The stage for these places alone."""
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()
-    numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
+    numbers = {name: value.for_paths(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)

@@ -41,7 +41,7 @@ from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.site import Site, stage_key
 from reparax.core.values import RawValues
-from reparax.numerics.arguments import is_whole
+from reparax.numerics.arguments import is_integer
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class Parametrization(Static, ABC):
           >>> p.apply(raw, upto=1)["w"]["@weight_norm"]["v"]  # the direction that `WeightNorm` reads
           Array([[3., 4.]], dtype=float32)
         """
-        if upto is not None and (not is_whole(upto) or upto not in range(len(self) + 1)):
+        if upto is not None and (not is_integer(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
@@ -311,13 +311,7 @@ class Parametrization(Static, ABC):
 
     @property
     def deterministic(self) -> Parametrization:
-        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean.
-
-        Raises:
-          TypeError: If a random stage does not define its mean.
-        """
-        if self.stochastic:
-            raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
+        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean."""
         return self
 
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
@@ -468,7 +462,7 @@ class Parametrization(Static, ABC):
         """The initial raw values for the arrays."""
         raise NotImplementedError
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
         """Raises an error if ``apply`` of these initial values would give arrays of other types than ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:

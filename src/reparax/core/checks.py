@@ -155,7 +155,7 @@ def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callabl
         )
 
 
-def require_start(
+def require_valid_init(
     stage: Any,
     apply: Callable[[RawValues], Any],
     formulas: tuple[str, str],

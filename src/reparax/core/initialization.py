@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.boxes import boxes_of_values, stated_entries
+from reparax.core.boxes import axis_entries, boxes_of_values
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
 from reparax.core.origins import Origins, compose, keep_origins, probe_origins
@@ -56,7 +56,7 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
         with locate_errors(site.who):
             values = site.stage._init_at(site, arrays, init_keys.get(i))
             if (group := (stage_key(site.stage), *_types_of({"": arrays, **values}))) not in checked:
-                site.stage._check_start(values, arrays)
+                site.stage._check_init(values, arrays)
                 checked.add(group)
                 if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere or site.stage.changes_type):
                     _warn_if_no_inverse(site, values, arrays, init_keys.get(i))
@@ -168,7 +168,7 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     def init(arrays: Mapping[str, Any]) -> RawValues:
         values = site.stage._init_at(site, arrays, None)
         if len(arrays) > 1:  # A probe that doubles only one of several equal lengths is to fail here.
-            site.stage._check_start(values, arrays)
+            site.stage._check_init(values, arrays)
         return values
 
     with locate_errors(site.who):
@@ -195,6 +195,6 @@ def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
     if not boxes:
         return raw
     kinds = {kind_of(name) for place in raw.arrays for name in place if is_mark(name)}
-    has_names = any(stated_entries(box) is not None for box in boxes.values())
+    has_names = any(axis_entries(box) is not None for box in boxes.values())
     origins = follow_axes([stage for stage in stages if stage.kind in kinds], params)[1] if has_names else Origins()
     return replace(raw, boxes=boxes_of_values(boxes, params.arrays, raw.arrays, origins))

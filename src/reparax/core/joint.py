@@ -28,7 +28,7 @@ from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
-from reparax.core.where import check_where, why_nothing
+from reparax.core.where import check_where, why_none_selected
 from reparax.numerics.arithmetic import is_inexact, widened
 
 
@@ -177,10 +177,10 @@ class Joint(Leafwise):
         """The initial raw values of the arrays of one group."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
-        checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
+        checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         """The effective arrays of one group."""
@@ -266,7 +266,7 @@ def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) ->
     matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
     captures = [(leaf, match.groups()) for leaf, match in matches if match]
     if not captures:
-        why = why_nothing(expression, [leaf.path for leaf in leaves])
+        why = why_none_selected(expression, [leaf.path for leaf in leaves])
         raise ValueError(f"{who} found no array for {name!r}: {why}")
     return captures
 

@@ -15,7 +15,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from reparax.core.names import layers_of_library
-from reparax.core.paths import AxisNames, has_ancestor
+from reparax.core.paths import AxisNames, is_flax_instance
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, one_or_tuple
 
 Spec = tuple[Any, ...]
@@ -258,7 +258,7 @@ def _arrays_of_layer(
 
 def _has_hook(box: Any) -> bool:
     """Whether a variable of nnx gives what a hook makes of its array."""
-    return has_ancestor(box, "Variable") and "on_get_value" in box.get_metadata()
+    return is_flax_instance(box, "Variable") and "on_get_value" in box.get_metadata()
 
 
 def _reads_otherwise(box: Any) -> bool:

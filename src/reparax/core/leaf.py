@@ -351,7 +351,7 @@ class Reparametrization(Leafwise):
         call = partial(_call_jitted, _jitted_call) if is_ours else site.call
         return {"w": call(_initial_values, self, w, key)}
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         types = {name: type_of(x) for name, x in values["w"].items()}
         effective = jax.eval_shape(lambda values: self._effective(values), types)
         if not self.changes_type:

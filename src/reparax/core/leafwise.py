@@ -54,12 +54,12 @@ from reparax.core.site import Site
 from reparax.core.values import OTHERS
 from reparax.core.where import (
     Where,
-    by_path,
     check_where,
-    choose,
-    chose_nothing_error,
     is_bias_or_scale,
     is_table,
+    none_selected_error,
+    reads_paths_only,
+    select_leaves,
 )
 from reparax.numerics.arithmetic import is_array
 
@@ -294,7 +294,7 @@ class Leafwise(Parametrization):
         Another stage of the same kind may have created some of the marker dicts, on arrays that this one does not
         select. If the selection depends on the arrays, and not only on their paths, all marker dicts are read first.
         """
-        if not by_path(self.where):
+        if not reads_paths_only(self.where):
             _read_nodes(leaves, read)
         chosen = self._selected(who.method, leaves)
         for leaf in chosen:
@@ -366,11 +366,11 @@ class Leafwise(Parametrization):
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The leaves that the stage acts on. Raises an error if there are none."""
         who = CallName(self, method)
-        chosen = choose(who, self.where, leaves, partial(self._acts_by_default, who))
+        chosen = select_leaves(who, self.where, leaves, partial(self._acts_by_default, who))
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
             return []
         if not chosen:
-            raise chose_nothing_error(who, self.where, leaves, self.stacked)
+            raise none_selected_error(who, self.where, leaves, self.stacked)
         chosen = without_unmatched(who, self._varying_fields, chosen)
         # Later calls may run inside the body of a scan over the layers, where the arrays no longer have the layer axis.
         if method == "init" and not isinstance(self.stacked, ByPath):

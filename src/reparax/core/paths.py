@@ -79,7 +79,7 @@ def is_end(x: object) -> bool:
     return x is None or is_empty(x)
 
 
-def has_ancestor(x: object, *names: str) -> bool:
+def is_flax_instance(x: object, *names: str) -> bool:
     """Whether ``x`` is an instance of a flax class with one of these names. Does not import flax."""
     return not _names_in_flax(type(x)).isdisjoint(names)
 
@@ -92,12 +92,12 @@ def _names_in_flax(cls: type) -> frozenset[str]:
 
 def is_box(x: object) -> bool:
     """Whether ``x`` is a flax node that holds one array and its metadata: an nnx variable or a linen box."""
-    return has_ancestor(x, "Variable", "AxisMetadata")
+    return is_flax_instance(x, "Variable", "AxisMetadata")
 
 
 def is_reference(x: object) -> bool:
     """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
-    return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
+    return is_flax_instance(x, "HijaxVariable") or isinstance(x, jax.Ref)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Elsewhere:
 AxisNames = tuple[str | None, ...]
 
 
-def stated_axes(box: Any) -> Any:
+def axis_metadata(box: Any) -> Any:
     """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none."""
-    if not has_ancestor(box, "Variable"):
+    if not is_flax_instance(box, "Variable"):
         return getattr(box, "names", None)
     return box.get_metadata().get(name_keywords(box)[0])
 
@@ -131,7 +131,7 @@ def axis_names(box: Any) -> AxisNames | None:
 
     An axis has the name None if it is unnamed, or sharded over several mesh axes.
     """
-    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
+    names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
@@ -248,7 +248,7 @@ def require_one_place(boxes: Mapping[Names, Any]) -> None:
     first_places = dict[int, Names]()
     for place, box in boxes.items():
         first = first_places.setdefault(id(box), place)
-        if first != place and has_ancestor(box, "Variable"):
+        if first != place and is_flax_instance(box, "Variable"):
             raise ValueError(
                 f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
                 f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or split it, "

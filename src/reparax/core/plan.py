@@ -257,7 +257,7 @@ def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: 
     """
     makers = [stage for stage in who.p if stage.kind == kind_of(mark)]
     if not makers:
-        return ValueError(f"{who} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
+        return ValueError(f"{who} has no stage for {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
     for stage in makers:
         stage._unwrapped._check_values_at(CallName(stage._unwrapped, who.method), tree, path)
     return ValueError(

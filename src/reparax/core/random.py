@@ -238,7 +238,7 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Random words of 32 or 64 bits."""
-    if threefry.handles(key, shape):
+    if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 

@@ -33,10 +33,10 @@ from reparax.core.paths import (
     axis_names,
     describe,
     flatten_with_names,
-    has_ancestor,
     is_box,
     is_empty,
     is_end,
+    is_flax_instance,
     items,
     path_text,
     require_one_place,
@@ -398,7 +398,7 @@ def state_flags(tree: PyTree) -> list[bool]:
 
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
     """For each leaf, whether it is model state. ``count`` returns how many leaves an nnx variable, or a leaf, is."""
-    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
+    paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
     return [flag for flag, node in pairs for _ in range(count(node))]
 
@@ -412,8 +412,8 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
 
     def is_state(path: Names, box: Any) -> bool:
         # A variable of the class `rpx.nnx.Fixed` holds a raw value of a parameter, so it is not state.
-        is_parameter = has_ancestor(box, "Param") or getattr(type(box), "holds_parameter", False)
-        if has_ancestor(box, "Variable") and not is_parameter:
+        is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
+        if is_flax_instance(box, "Variable") and not is_parameter:
             return True
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
@@ -448,7 +448,7 @@ class Frame:
     @cached_property
     def state(self) -> frozenset[Names]:
         """The places that hold model state instead of a parameter."""
-        variables = {place: box for place, box in self.boxes.items() if has_ancestor(box, "Variable")}
+        variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
         of_one = set(map(id, variables.values()))
         flags = _flags_of_leaves(around, lambda node: 1 if id(node) in of_one else len(jax.tree.leaves(node)))

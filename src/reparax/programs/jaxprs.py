@@ -170,7 +170,8 @@ def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
 def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
     """The program with some of its calls inlined and constants as its first inputs, and the values of these constants.
 
-    An inlined body keeps its variables. So None if two calls share a body, whose variables would be computed twice.
+    An inlined body keeps its variables, so two calls must not share one: its variables would be computed twice. Returns
+    None in that case.
     """
     inlined_bodies, consts = set[int](), dict[Var, Any]()
 

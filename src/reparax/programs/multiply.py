@@ -243,7 +243,7 @@ def dot_numbers(
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
     """The label along which Fourier transforms can multiply a circulant matrix, the first factor, and the second one.
 
-    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep the
+    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep its
     others.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels

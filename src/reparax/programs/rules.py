@@ -201,14 +201,13 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
-        index = indices[..., column : column + 1]
-        rows_of_product = _take_from_product(view, product, axis, rows, index, nearest=nearest)
-        if rows_of_product is None:
+        product_rows = _take_from_product(view, product, axis, rows, indices[..., column : column + 1], nearest=nearest)
+        if product_rows is None:
             return None
-        axes = iter([() if i == axis else rows_of_product.axes[i] for i in kept_axes])
+        axes = iter([() if i == axis else product_rows.axes[i] for i in kept_axes])
         row_axes = map(sums.axis_labels, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
-        return replace(rows_of_product, axes=new_axes)
+        return replace(product_rows, axes=new_axes)
 
     return x.map_products(take, view.type.shape)
 
@@ -232,7 +231,7 @@ def _take_from_product(
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
     mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
-    take = partial(_take_from_factor, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
+    take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
 
 
@@ -262,9 +261,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(
-    factor: Factor, label: Label | None, rows: AxisLabels, indices: Any, mode: Any, fill: Any
-) -> Factor:
+def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: Any, mode: Any, fill: Any) -> Factor:
     """The entries of a factor at indices along one of its axes; the factor itself if it lacks that axis."""
     if label not in factor.labels:
         return factor

@@ -47,7 +47,7 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    who = check_call("explain", fun, argnums, follows_weights=True, among_its_own=given_options(argnums=argnums))
+    who = check_call("explain", fun, argnums, follows_weights=True, own_options=given_options(argnums=argnums))
     for function in (fun, getattr(fun, "__wrapped__", None)):  # the second is what `jax.jit` wraps
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)

@@ -46,7 +46,7 @@ from reparax.core.paths import describe, type_of
 from reparax.numerics.terms import Spec, specs_of
 from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
-from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
+from reparax.programs.dependence import FACTS_OF_CONSTANT, AllFacts, Analysis, Facts, facts_of_inputs, facts_of_outputs
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies, stand_in
 from reparax.programs.multiply import ENTRY, Numerics, array_of_products, array_of_sum, cost
@@ -231,9 +231,9 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = list(itertools.compress([*consts, *operation.args], is_read))
-    facts = list(itertools.compress([*(NUMBER for _ in consts), *operation.facts], is_read))
+    facts = list(itertools.compress([*(FACTS_OF_CONSTANT for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
-    out_facts = outputs_of(program, facts, interpreter.rules.analysis)
+    out_facts = facts_of_outputs(program, facts, interpreter.rules.analysis)
     return [Factor(interpreter.array(x, eqn), (), fact.fixed) for x, fact in zip(outs, out_facts, strict=True)]
 
 
@@ -242,7 +242,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
-    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circulant_flags, strict=True)]
 
     def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)

@@ -129,7 +129,7 @@ def saved_residuals(
       0
     """
     options = given_options(argnums=argnums, has_aux=has_aux)
-    who = check_call("saved_residuals", fun, argnums, among_its_own=options)
+    who = check_call("saved_residuals", fun, argnums, own_options=options)
     check_this_jax()
     return _report(who, fun, argnums, args, kwargs)
 
