@@ -2,7 +2,8 @@
 
 ``p = rpx.WeightNorm() >> rpx.VarNoise(0.075)``, ``raw = p.init(params)``, and ``p.apply(raw, key)`` in the loss.
 
-The names that most programs use are here. Their families have more, and ``dir(rpx.norms)`` lists them:
+The names that most programs need are at the top level, such as ``rpx.WeightNorm``. Each family is a module with more
+names, which ``dir`` lists, for example ``dir(rpx.norms)``:
 
 ``rpx.norms``       lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
 ``rpx.noise``       noise, dropout and distributions: ``VarNoise``, ``WeightDropout``, ``Gaussian``
@@ -21,9 +22,9 @@ The names that most programs use are here. Their families have more, and ``dir(r
 ``rpx.equinox``     the same for equinox: ``Parametrized``
 ``rpx.haiku``       the same for haiku: ``parametrized``
 ``rpx.stage``       for stages of your own: ``Reparametrization``, ``field``, ``main``
-``reparax.testing``  the laws that your stages must keep; import it explicitly
+``reparax.testing``  the laws that stages of your own must satisfy; import it explicitly
 
-A family is imported when it is named; ``nnx``, ``linen``, ``equinox`` and ``haiku`` need their libraries.
+A family is imported when it is first used; ``nnx``, ``linen``, ``equinox`` and ``haiku`` need their libraries.
 """
 
 import typing as _typing
@@ -32,7 +33,7 @@ from reparax.core import names as _names
 
 __version__ = "0.1.0"
 
-if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in `core.names`
+if _typing.TYPE_CHECKING:  # for editors and type checkers, which cannot read the tables in `core.names`
     from reparax import axes as axes
     from reparax import io as io
     from reparax import training as training
@@ -82,9 +83,9 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.transforms import explain as explain
     from reparax.transforms import factored as factored
     from reparax.transforms import remat as remat
-else:  # where a type checker would believe that there is every name
+else:  # hidden from type checkers, to which `__getattr__` would mean that every name exists
     __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]
-    __dir__ = _names.shown
+    __dir__ = _names.shown_names
 
     def __getattr__(name: str) -> object:
         globals()[name] = found = _names.load(name)

@@ -328,6 +328,13 @@ def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a
     assert [use.how for use in role.uses] == ["lookup", "product"]
 
 
+def test_experts_that_a_ragged_product_multiplies_are_no_table():
+    experts, sizes = jax.ShapeDtypeStruct((2, 4, 5), FLOAT), jnp.array([2, 1])
+    (role,) = roles(lambda p, x: jax.lax.ragged_dot(x, p[0], sizes), [experts], jax.ShapeDtypeStruct((3, 4), FLOAT))
+    assert axes(role) == ((1,), (2,), (0,))
+    assert [use.how for use in role.uses] == ["product"]
+
+
 def every(x, up, down):
     """What each expert, or each member of an ensemble, computes."""
     return jax.vmap(lambda up, down, x: jnp.tanh(x @ up) @ down, in_axes=(0, 0, None if x.ndim == 2 else 0))(

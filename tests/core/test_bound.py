@@ -69,7 +69,7 @@ def test_two_stages_of_one_kind_act_each_on_its_own_arrays():
 
 def test_noise_that_selects_nothing_is_refused_in_init_and_in_apply():
     p = rpx.WeightNorm() >> rpx.VarNoise(0.1, where="c/kernel")
-    why = "no path matches 'c/kernel' as a whole. The nearest of 2 paths are 'b/kernel', 'a/kernel'. Correct the "
+    why = "no whole path matches 'c/kernel'. The nearest of 2 paths are 'b/kernel', 'a/kernel'. Correct the "
     for verb, tree in (("init", KERNELS), ("apply", rpx.WeightNorm().init(KERNELS))):
         text = f"VarNoise(0.1, where='c/kernel').{verb} selects nothing: {why}expression; `.*` matches any text."
         with raises(ValueError, text):

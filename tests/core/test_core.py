@@ -278,8 +278,8 @@ def test_an_empty_node_may_be_restored_as_none():
 @pytest.mark.parametrize("verb", ["init", "apply", "update", "update_base", "penalty", "log_det"])
 def test_a_stage_writes_formulas_and_no_method_of_a_chain(base, verb):
     text = (
-        f"Odd defines {verb}, which a chain never calls for one of its stages. Write its formula: {verb}_leaf on one "
-        f"array, or a Joint on several."
+        f"Odd defines {verb}, which chains never call on their stages. Define the formula {verb}_leaf for one array "
+        f"instead, or derive from Joint for several arrays."
     )
     with raises(TypeError, text):
         type("Odd", (base,), {verb: lambda self, tree, key=None: tree})

@@ -81,9 +81,9 @@ class Strict(rpx.Reparametrization):
 def text(who, formulas, by):
     init, apply = formulas
     return (
-        f"{who}: {init} does not invert {apply}: for an array w that {apply} has made, {apply}({init}(w)) differs by "
-        f"{by} of the largest entry, so training may not start at your weights. Mend one of the two; if this is meant, "
-        f"set `starts_elsewhere = True` in the class."
+        f"{who}: {init} does not invert {apply}: for an array w that {apply} has computed, {apply}({init}(w)) differs "
+        f"by {by} of the largest entry, so training may not start at your weights. Correct one of the two, or set "
+        f"`starts_elsewhere = True` in the class if this is intended."
     )
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_computed_where_no_number_is_known():
 @pytest.mark.parametrize("name", CASES)
 def test_no_stage_of_this_package_would_be_told_so_if_it_were_yours(name, key, monkeypatch):
     seen = []
-    monkeypatch.setattr("reparax.core.start.is_of_package", lambda cls: seen.append(cls))
+    monkeypatch.setattr("reparax.core.initialization.is_of_package", lambda cls: seen.append(cls))
     p, params = CASES[name]
     p.init(params(), key)  # a warning is an error in all tests
     assert seen or not any(stage.raw_values for stage in p)

@@ -83,7 +83,7 @@ def test_a_mean_of_another_shape_is_refused():
             return w[:1]
 
     text = (
-        "Short(0.25, where='w').fold at 'w': mean_leaf must return float32[2, 2], like the array that it stands for, "
+        "Short(0.25, where='w').fold at 'w': mean_leaf must return float32[2, 2], like the array that it replaces, "
         "but returns float32[1, 2]. Cast or reshape in mean_leaf, or set `changes_type = True` in the class."
     )
     with raises(ValueError, text):

@@ -169,6 +169,15 @@ def test_one_array_is_set_as_init_sets_it_and_all_others_stay(p):
     assert_equal({name: x for name, x in got.items() if name != "q"}, {"k": raw["k"], "tied": raw["tied"]})
 
 
+def test_an_array_is_set_in_values_that_were_cast_since_init():
+    p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
+    free, fixed = rpx.partition(p.init({"q": jnp.ones((3, 4), jnp.bfloat16)}, KEY))
+    raw = rpx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), free), fixed)
+    got = p.set(raw, "q", jnp.full((3, 4), 2, jnp.bfloat16), KEY)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, raw)
+    np.testing.assert_array_equal(p.fold(got)["q"], np.full((3, 4), 2.0))
+
+
 def test_what_is_tied_to_the_array_follows_it():
     p = rpx.WeightNorm(axis=-1) >> rpx.Tie({"tied": "q"})
     got = p.set(p.init(PARAMS), "q", NEW)
@@ -200,10 +209,10 @@ def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
     assert not np.array_equal(u, start)
     with raises(
         ValueError,
-        f"({p!r}).check found fixed values that are not those of `since`:\n"
+        f"({p!r}).check found fixed values that differ from those of `since`:\n"
         "  q/@lora/@fixed/w/@freeze/@fixed/w: 24 of 24 numbers differ\n"
-        "An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx, p)`, or let it see only the first "
-        "half of `rpx.partition(raw)`.",
+        "An optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or pass it only the "
+        "first half of `rpx.partition(raw)`.",
     ):
         p.check(decayed(raw), since=raw)
 

@@ -129,8 +129,8 @@ def test_threefry_that_counts_in_halves_draws_its_own_numbers():
 
 
 def test_only_up_to_the_last_word_that_32_bits_count():
-    assert threefry.handles(KEY, (2**16, 2**16))
-    assert not threefry.handles(KEY, (2**16, 2**16 + 1))
+    assert threefry.is_supported(KEY, (2**16, 2**16))
+    assert not threefry.is_supported(KEY, (2**16, 2**16 + 1))
 
 
 def test_a_draw_of_more_words_than_32_bits_count_is_left_to_jax():

@@ -105,10 +105,10 @@ def test_a_slice_refuses_the_tree_of_the_whole_chain_and_says_what_to_write():
     p = Scale(2.0) >> WeightNorm()
     with raises(
         ValueError,
-        "Scale(2.0).apply does not know '@weight_norm' at 'in/w': another chain made this raw tree. Apply the chain "
+        "Scale(2.0).apply has no stage for '@weight_norm' at 'in/w': another chain made this raw tree. Apply the chain "
         "that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer chain, "
         "call its `apply(raw, key, upto=k)`.",
     ):
         p[0].apply(p.init(PARAMS))
-    with pytest.raises(ValueError, match=r"does not know '@mask' at"):
+    with pytest.raises(ValueError, match=r"has no stage for '@mask' at"):
         p.apply(rpx.Mask().init(PARAMS), upto=0)

@@ -319,7 +319,8 @@ def test_two_names_of_one_kind_are_told_apart():
 
 @pytest.mark.parametrize(("name", "kind"), [("Fixed", "fixed"), ("_", ""), ("__", ""), ("a.b", "a.b")])
 def test_a_name_that_is_no_kind_is_refused(name, kind):
-    with no_kind(f"kinds_c.{name}", kind, "is not a name without '@', '.' and '/', other than 'fixed'"):
+    why = "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
+    with no_kind(f"kinds_c.{name}", kind, why):
         define(name, "kinds_c")
     assert define(name, "kinds_c", kind=f"kinds_c_{name.replace('.', '_')}")
 
@@ -369,8 +370,8 @@ def test_a_module_that_is_reloaded_or_is_a_script_too_has_the_same_classes(tmp_p
 
 def array_error(p, name):
     return (
-        f"{p} holds an array as {name}, so it can be neither compared nor hashed. Give it a known number, or build "
-        f"the stage inside of the jitted function that uses it."
+        f"{p} holds an array as {name}, so it can be neither compared nor hashed. Pass a known number, or build "
+        f"the stage inside the jitted function that uses it."
     )
 
 

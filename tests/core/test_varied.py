@@ -146,7 +146,7 @@ def test_a_where_and_numbers_select_together():
 def test_a_function_gets_types_alone_and_is_told_so():
     p = rpx.norms.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
     with pytest.raises(
-        TypeError, match=r"^MaxNorm got a function as max_norm that fails for 'w': .* It takes the path, and the"
+        TypeError, match=r"^MaxNorm got a function as max_norm that fails for 'w': .* It is called with the path, and "
     ):
         p.init({"w": normal(2, 2)})
 
@@ -174,7 +174,7 @@ def test_a_stage_that_differs_between_arrays_does_not_speak_of_one(p, ask):
     w = jnp.ones((4, 2)) * 0.5
     with raises(
         ValueError,
-        f"{p!r} differs from array to array, so it has no single image. Use that of one array: "
+        f"{p!r} differs from array to array, so it has no single image. Use the stage of one array: "
         f"`stage.for_array(path, w)`.",
     ):
         ask(p, w)

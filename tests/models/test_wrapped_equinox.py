@@ -245,6 +245,21 @@ class Folded(eqx.Module):
         return 0
 
 
+class Shared(eqx.Module):
+    """A table that is the matrix of another layer too."""
+
+    pair: eqx.nn.Shared
+
+    def __init__(self) -> None:
+        key = jax.random.key(0)
+        pair = eqx.nn.Embedding(4, 4, key=key), eqx.nn.Linear(4, 4, key=key)
+        self.pair = eqx.nn.Shared(pair, where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight)
+
+    def __call__(self, i: Any) -> jax.Array:
+        table, out = self.pair()
+        return out(table(i))
+
+
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case: Case) -> None:
     case.check(globals())

@@ -8,7 +8,7 @@ from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reparax.numerics.select import largest
+from reparax.numerics.select import mask_largest
 
 
 def by_sorting(scores, count):
@@ -30,7 +30,7 @@ def scores(dtype, size=200):
     return np.stack(every).astype(dtype)
 
 
-counts = jax.jit(jax.vmap(jax.vmap(largest, (None, 0)), (0, None)))
+counts = jax.jit(jax.vmap(jax.vmap(mask_largest, (None, 0)), (0, None)))
 
 
 @pytest.mark.parametrize("dtype", mostly_thorough(["float16", "bfloat16", "float32", "float64"], "float16", "float32"))
@@ -48,7 +48,7 @@ def test_the_largest_stay_and_of_equal_ones_the_first(dtype, size):
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)], ids=str)
 def test_arrays_of_any_shape(shape):
     w = np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32)
-    np.testing.assert_array_equal(largest(w, 1), by_sorting(w, 1))
+    np.testing.assert_array_equal(mask_largest(w, 1), by_sorting(w, 1))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -56,10 +56,10 @@ def test_an_array_on_a_mesh_stays_where_it_is(kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     w = np.round(4 * np.random.default_rng(0).standard_normal((8, 16))).astype(np.float32)
     placed = jax.device_put(w, NamedSharding(mesh, P("a", "b")))
-    program = largest.lower(placed, 40).compile().as_text()
+    program = mask_largest.lower(placed, 40).compile().as_text()
     assert "all-gather" not in program
     assert "sort(" not in program
-    got = largest(placed, 40)
+    got = mask_largest(placed, 40)
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
     np.testing.assert_array_equal(got, by_sorting(w, 40))
 
@@ -67,5 +67,5 @@ def test_an_array_on_a_mesh_stays_where_it_is(kind):
 def test_each_device_selects_alone_under_shard_map():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     w = np.random.default_rng(0).integers(-2, 3, (8, 20)).astype(np.float32)
-    got = jax.shard_map(lambda x: largest(x, 7), mesh=mesh, in_specs=P("a"), out_specs=P("a"))(w)
+    got = jax.shard_map(lambda x: mask_largest(x, 7), mesh=mesh, in_specs=P("a"), out_specs=P("a"))(w)
     np.testing.assert_array_equal(got, np.stack([by_sorting(row, 7) for row in w]))

@@ -80,7 +80,7 @@ def test_a_closed_program_has_constants_which_become_its_first_inputs():
 
 def test_an_open_program_is_opened_as_it_is():
     # Until jax 0.10.2 checkpoint held an open program, and jit a closed one.
-    inside, consts = jaxprs.consts_first(jaxprs.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
+    inside, consts = jaxprs.consts_first(jaxprs.inner_programs(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
     assert consts == []
     same(jaxprs.evaluate(inside, [W]), [jnp.sin(W)])
 
@@ -228,7 +228,7 @@ CALLS["custom_jvp_call"].defjvp(lambda primals, tangents: (CALLS["custom_jvp_cal
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_holds_one_program_which_takes_and_gives_what_it_does(name):
     eqn = equation(name, CALLS[name], W, X)
-    (inside,) = jaxprs.inner(eqn)
+    (inside,) = jaxprs.inner_programs(eqn)
     assert jaxprs.is_call(eqn)
     assert (len(inside.invars), len(inside.outvars)) == (len(eqn.invars), len(eqn.outvars)) == (2, 2)
 
@@ -237,13 +237,13 @@ def test_a_cond_chooses_by_its_first_operand_and_gives_its_branches_all_others()
     eqn = equation("cond", lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), W, X)
     assert jaxprs.is_cond(eqn)
     assert not jaxprs.is_call(eqn)
-    assert [len(branch.invars) for branch in jaxprs.inner(eqn)] == [len(eqn.invars) - 1] * 2
+    assert [len(branch.invars) for branch in jaxprs.inner_programs(eqn)] == [len(eqn.invars) - 1] * 2
 
 
 def test_a_loop_and_a_reduction_that_hold_programs_are_no_calls():
     loop = equation("while", lambda w: jax.lax.while_loop(lambda w: w[0, 0] < 3, lambda w: w + 1, w), W)
     reduction = equation("reduce", lambda w: jax.lax.reduce(w, 0.0, lambda a, b: a * b + a, (0, 1)), W)
-    assert [len(jaxprs.inner(eqn)) for eqn in (loop, reduction)] == [2, 1]
+    assert [len(jaxprs.inner_programs(eqn)) for eqn in (loop, reduction)] == [2, 1]
     assert not any(is_a(eqn) for eqn in (loop, reduction) for is_a in (jaxprs.is_call, jaxprs.is_scan, jaxprs.is_cond))
 
 
@@ -269,7 +269,7 @@ def test_the_name_of_an_axis_of_a_mesh_is_an_effect_that_may_happen_twice():
     def numbered(x):
         return x + jax.lax.axis_index("data").astype(x.dtype)
 
-    (inside,) = jaxprs.inner(equation("shard_map", jax.shard_map(numbered, **specs), X))
+    (inside,) = jaxprs.inner_programs(equation("shard_map", jax.shard_map(numbered, **specs), X))
     named = [eqn for eqn in inside.eqns if eqn.effects]
     assert [eqn.primitive.name for eqn in named] == ["axis_index"]
     assert not jaxprs.has_effects(named[0])
@@ -361,7 +361,7 @@ def test_a_scan_is_written_again(settings):
 
 def test_a_cond_is_written_again():
     f = jax.jit(lambda i, w: jax.lax.switch(i, [jnp.sin, jnp.cos], w))
-    eqn = next(eqn for eqn in jaxprs.inner(equation("jit", f, 1, W))[0].eqns if jaxprs.is_cond(eqn))
+    eqn = next(eqn for eqn in jaxprs.inner_programs(equation("jit", f, 1, W))[0].eqns if jaxprs.is_cond(eqn))
     same(jaxprs.run_cond(eqn, 1, [lambda w: [w], lambda w: [2 * w]], [W]), [2 * W])
 
 
@@ -450,7 +450,7 @@ everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
 @everyone
 def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
-    monkeypatch.setattr(jaxprs, "_SCAN", ("length", "reverse"))
+    monkeypatch.setattr(jaxprs, "_SCAN_PARAMS", ("length", "reverse"))
     with unreadable("a scan with the parameter 'unroll'"):
         run()
 
@@ -510,10 +510,10 @@ def test_a_newer_jax_that_writes_programs_in_another_way_is_refused(run, change,
 
 @pytest.mark.parametrize(("check", "told"), [(True, [False, True]), (False, [False, False])])
 def test_types_tell_shards_where_they_are_checked(check, told):
-    found = [jaxprs.tells_shards(jax.typeof(jnp.ones(2)))]
+    found = [jaxprs.has_known_varying_axes(jax.typeof(jnp.ones(2)))]
 
     def body(x, y):
-        found.extend(jaxprs.tells_shards(jax.typeof(each)) for each in (x, y))
+        found.extend(jaxprs.has_known_varying_axes(jax.typeof(each)) for each in (x, y))
         return y
 
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))

@@ -67,7 +67,7 @@ def views(function, *args):
 
 def _views(jaxpr):
     own = [view_of(eqn) for eqn in jaxpr.eqns]
-    return own + [view for each in own for body in jaxprs.inner(each.eqn) for view in _views(body)]
+    return own + [view for each in own for body in jaxprs.inner_programs(each.eqn) for view in _views(body)]
 
 
 def the(kind, function, *args):
@@ -157,11 +157,11 @@ def test_a_ragged_product_says_which_axes_have_groups():
     numbers = lax.RaggedDotDimensionNumbers((([2], [1]), ([], [])), [1], [0])
     view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers, lax.Precision.HIGHEST), x, w, sizes)
     assert (view.contracting, view.batch, view.ragged, view.group) == (((2,), (1,)), ((), ()), 1, 0)
-    assert (tuple(view.before), view.is_whole) == ((0,), True)
+    assert (tuple(view.axes_of_sizes), view.is_whole) == ((0,), True)
     assert set(view.precision) == {lax.Precision.HIGHEST}
     numbers = lax.RaggedDotDimensionNumbers((([1], [0]), ([], [])), [1], [])
     view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((5, 6)), sizes[0])
-    assert (view.ragged, view.group, tuple(view.before), view.is_whole) == (1, None, (), True)
+    assert (view.ragged, view.group, tuple(view.axes_of_sizes), view.is_whole) == (1, None, (), True)
     numbers = lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [0], [])
     assert not the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, x, sizes[0]).is_whole
 
@@ -212,7 +212,7 @@ def test_another_gather_has_no_axis(function):
 def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
     assert the(Gather, lambda x, n: jnp.take(x, n[:, 0], 1), X, N).row == (1, 0)
     view = the(Gather, lambda x, n: jax.vmap(lambda i: x[i])(n[:, 0]), X, N)
-    assert (view.row, view.gone) == ((0, 0), ())
+    assert (view.row, view.removed_axes) == ((0, 0), ())
     view = the(Gather, lambda x, n: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, 1))(n[:, 0]), X, N)
     assert view.row == (1, 1)
     numbers = lax.GatherDimensionNumbers((1, 2, 3), (), (0,))
@@ -291,7 +291,7 @@ def test_shards_say_their_mesh(check):
     )
     assert (view.in_specs, dict(view.mesh_shape)) == (specs, {"a": 1})
     if check:
-        (body,) = jaxprs.inner(view.eqn)
+        (body,) = jaxprs.inner_programs(view.eqn)
         (varied,) = [each for each in _views(body) if type(each) is Vary]
         assert [*varied.axes] == ["a"]
 

@@ -355,8 +355,8 @@ BROKEN = [  # the first of each law is quick; in the texts, # is a number
     (Redundant(), "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     (
         AllAux(),
-        "chains: beside another stage it fails: ValueError: Doubled().init selects nothing: its default takes none of "
-        "the 2 arrays ('a/x', 'b/x'). Select some with `where`.",
+        "chains: beside another stage it fails: ValueError: Doubled().init selects nothing: its default selects none "
+        "of the 2 arrays ('a/x', 'b/x'). Select some with `where`.",
     ),
     (Deaf(), "selection: init takes 'no such path' as where, which matches nothing."),
     (Forgetful(0.5), "checkpoints: to_json and from_json return a different one."),

@@ -152,10 +152,9 @@ def test_a_chain_that_cannot_start_at_the_weights_is_refused():
     params = scaled_identity(a=2, c=1, d=10, e=1.25, f=-4)  # the nearest orthogonal matrices are I and -I
     with raises(
         ValueError,
-        "transfer would change the model: Orthogonal() cannot start at the weights before. In units of the largest "
-        "entry of each array it would change 'd' by 0.9, 'f' by 0.75, 'a' by 0.5, 1 more. Leave these arrays out with "
-        "`where`, take stages that can represent them, or pass `nearest=True` to start as near as "
-        "it can.",
+        "transfer would change the model: Orthogonal() cannot represent its current weights. Relative to the "
+        "largest entry of each array, it would change 'd' by 0.9, 'f' by 0.75, 'a' by 0.5, 1 more. Leave these arrays "
+        "out with `where`, use stages that can represent them, or pass `nearest=True` to start as close as possible.",
     ):
         rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params)
     moved = rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params, nearest=True)
@@ -170,14 +169,14 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
     raw = jax.eval_shape(old.init, PARAMS)
     with raises(
         ValueError,
-        "transfer cannot compare traced weights with those that VarNoise(0.1) >> WeightNorm() starts at: it computes "
-        "new values of 'b/kernel'. Call it outside of `jax.jit`, or pass `nearest=True` to start as near as "
-        "it can.",
+        "transfer cannot compare traced weights with the initial weights of VarNoise(0.1) >> WeightNorm(), which it "
+        "needs to do because it computes new values for 'b/kernel'. Call it outside `jax.jit`, or pass `nearest=True` "
+        "to start as close as possible.",
     ):
         jax.eval_shape(lambda raw: rpx.transfer(old, new, raw), raw)
     for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
         jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
-    with pytest.raises(ValueError, match=r"new values of 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
+    with pytest.raises(ValueError, match=r"new values for 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
         jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.quantized.Cast("bfloat16"), raw), PARAMS)
 
 
@@ -277,7 +276,9 @@ def test_a_smaller_rank_is_the_nearest_and_is_refused_unless_the_weights_stay():
     old, new = rpx.LoRA(3, columns=-1), rpx.LoRA(2, alpha=1.0, columns=-1)
     raw = old.init({"w": normal(5, 4)}, jax.random.key(1))
     raw["w"]["@lora"]["b"] = normal(3, 4, seed=1)
-    with pytest.raises(ValueError, match=r"transfer would change the model: LoRA\(2, .*\) cannot start at the weights"):
+    with pytest.raises(
+        ValueError, match=r"transfer would change the model: LoRA\(2, .*\) cannot represent its current weights"
+    ):
         rpx.transfer(old, new, raw)
     got = rpx.transfer(old, new, raw, nearest=True)
     u, singular, vh = np.linalg.svd(difference(raw, 1, ("w", "@lora")))
@@ -415,9 +416,9 @@ def test_a_tree_of_another_chain_is_refused():
     raw = init(NEW, PARAMS)
     with raises(
         ValueError,
-        "Chain().apply does not know '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the chain "
-        "that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer chain, "
-        "call its `apply(raw, key, upto=k)`.",
+        "Chain().apply has no stage for '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the "
+        "chain that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer "
+        "chain, call its `apply(raw, key, upto=k)`.",
     ):
         rpx.transfer(rpx.Chain(), NEW, raw)
     with raises(
@@ -538,8 +539,8 @@ def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
     state = trained(tx, raw)
     assert_equal(rpx.transfer(OLD, OLD, state, like=raw), state)
     text = (
-        "transfer cannot start a moment for 'b/kernel/@weight_norm/g': the state has none for some values that "
-        "train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
+        "transfer cannot create a moment for 'b/kernel/@weight_norm/g': some trainable values have no moment in the "
+        "state, or one of another shape, so the state does not show what this one needs. Make a new state with "
         "`tx.init`."
     )
     with raises(ValueError, text):

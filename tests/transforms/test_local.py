@@ -668,7 +668,7 @@ def shapes_drawn(jaxpr):
     for eqn in jaxpr.eqns:
         if jaxprs.is_jit(eqn) and eqn.params["name"] == DRAW:
             yield jaxprs.type_of(eqn.outvars[0]).shape
-        for inside in jaxprs.inner(eqn):
+        for inside in jaxprs.inner_programs(eqn):
             yield from shapes_drawn(inside)
 
 
@@ -733,7 +733,7 @@ def kept(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "reparax_once":
             yield jaxprs.type_of(eqn.outvars[0]).shape
-        for inside in jaxprs.inner(eqn):
+        for inside in jaxprs.inner_programs(eqn):
             yield from kept(inside)
 
 

@@ -342,9 +342,9 @@ def test_mutable_arrays_inside_of_a_body_are_refused(name):
 
 
 def test_what_is_no_function_is_refused():
-    with raises(TypeError, "remat takes a function, but got 3 of type int. Pass one, such as the loss."):
+    with raises(TypeError, "remat takes a function, but got 3 of type int. Pass a function, such as the loss."):
         rpx.remat(3)
-    text = "of type dict. Pass one, such as the loss."
+    text = "of type dict. Pass a function, such as the loss."
     with raises(TypeError, f"remat takes a function, but got {{'w': 'float32[2]'}} {text}"):
         rpx.remat({"w": normal(2)})
 
@@ -363,7 +363,7 @@ def test_errors_name_a_function_without_the_arrays_that_it_holds():
 
         __call__ = loss
 
-    text = "takes the position of an argument, or a tuple of positions, as argnums, but got ['float32[2]']. Count"
+    text = "expects argnums to be the position of an argument or a tuple of positions, but got ['float32[2]']. Count"
     model = Model()
     for fun, name in ((model.loss, "loss"), (model, "Model"), (functools.partial(loss, RAW), "loss")):
         rpx.remat(fun)

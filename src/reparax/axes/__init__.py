@@ -1,7 +1,8 @@
 """Roles of the axes of weights, found in the program of a network.
 
-``_reading`` goes through the program. Of each value it follows the axes (``_values``), as ``_rules`` say for each kind
-of equation, and notes where weights meet data (``_uses``); ``_roles`` sums up what was noted of each parameter.
+``_reading`` goes through the program. It follows the axes of each value (``_values``) by a rule for each kind of
+equation (``_rules``), and records where weights are multiplied with data (``_uses``). From these records, ``_roles``
+finds the role of each axis of each parameter.
 """
 
 from reparax.axes._roles import check_axes as check_axes

@@ -1,4 +1,9 @@
-"""Which axes of each weight a network contracts with data, and which it keeps."""
+"""The public functions: ``roles`` of the axes of parameters in a program, and ``check_axes`` of a chain against these.
+
+``Reading`` finds the products of a program with data, each as the axes of all parameters that take part in it. Here,
+products of two weights are oriented by these, the axes of ensembles are set apart, and the products of each parameter
+become its :class:`Role`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from reparax.axes._reading import Reading, is_weight
-from reparax.axes._uses import Between, OtherRead
+from reparax.axes._reading import Reading, is_floating
+from reparax.axes._uses import OtherRead, WeightProduct
 from reparax.axes._values import DataProduct, Origins, union
 from reparax.core.axes_at import visit_with_roles
 from reparax.core.calls import require_chains
@@ -28,9 +33,10 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
     The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
     ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
     Weights are followed through transposes, reshapes, slices, casts, scales, norms and products with other weights,
-    through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to products of
-    matrices, convolutions and table lookups. What constant indices choose counts as a slice; where it is added to data,
-    as positions are, it is a lookup. A role of which the program leaves doubts is ambiguous, or unknown with a reason.
+    through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to matrix products,
+    convolutions and table lookups. Indexing with constants counts as a slice, or as a lookup if the result is added to
+    data, as position embeddings are. If the program does not determine a role, the role is ambiguous, or unknown with a
+    reason.
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
@@ -54,23 +60,23 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    who = check_call("roles", fun, argnums, among_its_own=given_options(argnums=argnums))
+    who = check_call("roles", fun, argnums, own_options=given_options(argnums=argnums))
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
             f"argument, such as a tuple of trees."
         )
     if not args:
-        raise TypeError(f"{who} takes the arguments of the function too, the parameters first.")
+        raise TypeError(f"{who} got no arguments of the function. Pass them after it, parameters first.")
     arguments = Arguments.of(who, fun, argnums or 0, args, kwargs)
     uses = Reading(arguments).uses
     products = [use for use in uses if isinstance(use, DataProduct)]
-    products += _products_between(products, [use for use in uses if isinstance(use, Between)])
+    products += _orient_weight_products(products, [use for use in uses if isinstance(use, WeightProduct)])
     products_by_parameter = _by_parameter(_stack_ensembles(products, uses.members))
     reads = [use for use in uses if isinstance(use, OtherRead)]
 
     def role(i: int, x: Any) -> Role:
-        known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if is_weight(x) else NO_WEIGHT
+        known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if is_floating(x) else NO_WEIGHT
         return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
 
     roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
@@ -78,7 +84,7 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
 
 
 def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
-    """For each parameter the products that have any of its axes."""
+    """The products that each parameter takes part in."""
     products_by_parameter = dict[int, list[DataProduct]]()
     for product in products:
         for parameter in {parameter for parameter, _ in product.inputs | product.outputs | product.stacked}:
@@ -87,7 +93,7 @@ def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct
 
 
 def _stack_ensembles(products: Iterable[DataProduct], members: Origins) -> list[DataProduct]:
-    """The products with output axes that index the members of an ensemble among their stacked axes instead."""
+    """Moves the axes of ensemble members from the outputs of each product to its stacked axes."""
     members -= union(product.inputs for product in products)
     return [
         replace(each, outputs=each.outputs - members, stacked=each.stacked | (each.outputs & members))
@@ -96,10 +102,10 @@ def _stack_ensembles(products: Iterable[DataProduct], members: Origins) -> list[
 
 
 def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
-    """The role of a parameter in the products that have its axes; without any, one that says what else reads it."""
+    """The role of a parameter in these products; without any, an unknown role that says what else reads it."""
     uses = list[Use]()
     for product in products:
-        _add_use(uses, _use_of(product, parameter))
+        uses = _with_use(uses, _use_of(product, parameter))
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")
@@ -108,7 +114,7 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
-    """A product as a use of one of its parameters, with the axes of this parameter alone."""
+    """The use of one parameter in a product, with the axes of this parameter only."""
 
     def axes_in(origins: Origins) -> Numbers:
         return _sorted_axes(axis for owner, axis in origins if owner == parameter)
@@ -117,18 +123,19 @@ def _use_of(product: DataProduct, parameter: int) -> Use:
     return Use(**words, line=product.line, how=product.kind)
 
 
-def _add_use(uses: list[Use], new: Use) -> None:
-    """Adds a use that is not among them yet; the first use that says nothing of its axes is completed instead."""
+def _with_use(uses: list[Use], new: Use) -> list[Use]:
+    """The uses and a new one, unless it equals one of them but for its line, or has no axes.
+
+    If one has none of these axes among its inputs and outputs, the axes are added to this use instead.
+    """
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, use in enumerate(uses):
         if replace(use, line=new.line) == new:
-            return
+            return uses
         if axes.isdisjoint((*use.inputs, *use.outputs)):
             words = {word: _sorted_axes(getattr(use, word) + getattr(new, word)) for word in WORDS}
-            uses[i] = replace(use, **words)
-            return
-    if axes:
-        uses.append(new)
+            return [*uses[:i], replace(use, **words), *uses[i + 1 :]]
+    return [*uses, new] if axes else uses
 
 
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
@@ -136,32 +143,46 @@ def _sorted_axes(axes: Iterable[int]) -> Numbers:
     return tuple(sorted(set(axes)))
 
 
-def _products_between(products: Iterable[DataProduct], between: Sequence[Between]) -> list[DataProduct]:
-    """Products of two weights: the axis between them is an output of the one that data meet first.
+def _orient_weight_products(
+    data_products: Sequence[DataProduct], weight_products: Sequence[WeightProduct]
+) -> list[DataProduct]:
+    """Orients products of two weights by the products with data, and returns each as one more product with data.
 
-    Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
-    one another, as where weights are queries and keys, say both.
+    In ``x @ (W1 @ W2)``, the one product with data says that axis 0 of ``W1`` is an input, and axis 1 of ``W2`` an
+    output. So data could be multiplied by ``W1`` first, as in ``(x @ W1) @ W2``: axis 1 of ``W1`` is an output, and
+    axis 0 of ``W2`` an input.
+
+    A weight product without an orientation that agrees with the products with data, such as one of a penalty, is left
+    out. If the evidence is for both orientations, as where weights are queries and keys, both are returned.
     """
-    inputs = data_inputs = union(product.inputs for product in products)
-    outputs = data_outputs = union(product.outputs for product in products)
-    found = dict[int, Between]()
+    inputs = union(product.inputs for product in data_products)
+    outputs = union(product.outputs for product in data_products)
+    pairs = [(product, product.transposed()) for product in weight_products]
+    candidates = [[x for x in pair if not (x.middle.outputs & inputs or x.middle.inputs & outputs)] for pair in pairs]
+    oriented = _orient_by_known_axes(candidates, inputs, outputs)
+    inputs = inputs.union(*(each.middle.inputs for each in oriented))
+    outputs = outputs.union(*(each.middle.outputs for each in oriented))
+    reverse = [each.middle.transposed() for each in oriented if each.inputs & outputs or each.outputs & inputs]
+    return [*(each.middle for each in oriented), *reverse]
+
+
+def _orient_by_known_axes(
+    candidates: Sequence[Sequence[WeightProduct]], inputs: Origins, outputs: Origins
+) -> list[WeightProduct]:
+    """For each weight product, the first candidate orientation that shares an input or an output with known ones.
+
+    The axes of an oriented product are known too and may orient others, so this repeats until nothing changes.
+    """
+    oriented = dict[int, WeightProduct]()
     n_before = -1
-    while len(found) > n_before:  # what is known of one product may tell of others
-        n_before = len(found)
-        for i, use in enumerate(between):
-            ways = [
-                each
-                for each in (use, use.turned())
-                if (each.start & inputs or each.end & outputs)
-                # Data do not meet one weight after the other, as in a penalty, if that contradicts products with data.
-                and not (each.product.outputs & data_inputs or each.product.inputs & data_outputs)
-            ]
-            if ways and i not in found:
-                found[i] = ways[0]
-                inputs, outputs = inputs | ways[0].product.inputs, outputs | ways[0].product.outputs
-    products_found = [each.product for each in found.values()]
-    reverse = [each.product.turned() for each in found.values() if each.start & outputs or each.end & inputs]
-    return [*products_found, *reverse]
+    while len(oriented) > n_before:
+        n_before = len(oriented)
+        for i, orientations in enumerate(candidates):
+            matching = [each for each in orientations if each.inputs & inputs or each.outputs & outputs]
+            if matching and i not in oriented:
+                oriented[i] = matching[0]
+                inputs, outputs = inputs | matching[0].middle.inputs, outputs | matching[0].middle.outputs
+    return list(oriented.values())
 
 
 # ---- whether a chain fits
@@ -174,10 +195,10 @@ def check_axes(
 
     A chain with such axes still runs, but does not do what its stages are meant for. Examples are one norm for all
     attention heads, blocks along outputs, an adapter that takes all layers of a scan as one matrix, or norms of inputs
-    in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to write.
+    in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to write instead.
 
     Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and
-    so are arrays that the network uses in several ways, such as tied tables: no axes fit all of their uses.
+    so are arrays that the network uses in several ways, such as tied tables, because no axes fit all of their uses.
 
     Args:
       p: The chain.

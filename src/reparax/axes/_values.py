@@ -1,4 +1,10 @@
-"""Values of a program, as far as their axes go: of which axes of parameters each axis consists."""
+"""What is known of each value of a program: which axes of parameters its axes come from.
+
+A :class:`Value` describes one array. A reshape may merge axes and divide them again later, so each axis is a tuple of
+:class:`Part`: reshaping (2, 3) to (6,) gives one axis with the parts 2 and 3. Each part has :data:`Origins`, the axes
+of parameters that it comes from. A :class:`DataProduct` is the result of the analysis: one product of a weight with
+data, as the axes of parameters that take part in it.
+"""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -12,100 +18,113 @@ from reparax.core.roles import PRODUCT
 T = TypeVar("T")
 
 Origins = frozenset[tuple[int, int]]
-"""Axes of parameters: the number of the parameter, and that of the axis."""
+"""Axes of parameters, each as the number of the parameter and the number of its axis."""
 
 
 class Part(NamedTuple):
-    """A factor of an axis: its size, what it is, and whether entries may differ along it.
+    """A factor of an axis.
 
-    Of a weight, ``origins`` are the axes of parameters that it is; of data, those that it was made along.
+    Attributes:
+      size: The number of indices.
+      origins: In a weight, the axes of parameters that it comes from. In data, the axes of parameters along which it
+        was computed, such as the outputs of a product.
+      varies: Whether entries may differ along it.
     """
 
     size: Any
     origins: Origins = frozenset()
     varies: bool = True
 
-    def joined(self, other: "Part") -> "Part":
-        """What this one and another are, entry by entry."""
+    def combined_with(self, other: "Part") -> "Part":
+        """The part of an elementwise result of two values that have these parts."""
         return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
 
 
 Axis = tuple[Part, ...]
-"""The factors of an axis, the outermost first; several after axes were merged."""
+"""The factors of an axis, the outermost first. There are several if axes were merged."""
 
 Axes = tuple[Axis, ...]
 
 
 def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
-    """All that is in some of these."""
+    """The union of several sets."""
     return frozenset[T]().union(*sets)
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
-    """What several axes are."""
+    """The axes of parameters that any of these axes comes from."""
     return union(part.origins for axis in axes for part in axis)
 
 
 def size_of(axis: Axis) -> Any:
-    """The number of indices."""
+    """The number of indices of an axis."""
     return prod(part.size for part in axis)
 
 
 def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
-    """An axis of this size of which only is known what it is made of."""
+    """An axis of one part with the origins of several axes, for when it is not known how it is divided."""
     return (Part(size, origins(axes)),)
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Parts, one after the other, as axes of these sizes; those that no size divides are one part together.
+    """Divides a sequence of parts into axes of these sizes, as a reshape does.
 
-    Parts of the sizes 2, 3 and 4 are the axes (2, 3) and (4,) for the sizes 6 and 4. For 3 and 8, the first two become
-    one part of 6, of which the axes are (3,) and (2, 4).
+    Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
+    first two parts become one part of size 6, and the axes are (3,) and (2, 4).
     """
-    rest = list(parts)
+    remaining: Sequence[Part] = tuple(parts)
     if any(n == 0 for n in sizes):
-        return [one_part(n, [tuple(rest)]) for n in sizes]
-    return [tuple(_take(rest, n)) for n in sizes]
+        return [one_part(n, [tuple(remaining)]) for n in sizes]
+    axes = list[Axis]()
+    for n in sizes:
+        axis, remaining = _split_off(remaining, n)
+        axes.append(axis)
+    return axes
 
 
-def _take(rest: list[Part], size: Any) -> Iterable[Part]:
-    """Takes the first parts, up to a size; an axis of one index is a part of one index, or new."""
+def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
+    """Divides parts into an axis of this size and the remaining parts.
+
+    A part that is too large is divided. Where sizes do not divide each other, neighboring parts become one: parts of
+    the sizes 6 and 4 become one of 24, of which the size 8 leaves 3. An axis of size 1 takes a part only if that has
+    size 1 too.
+    """
     if size == 1:
-        yield rest.pop(0) if rest and rest[0].size == 1 else Part(1, varies=False)
-    while size != 1 and rest:
-        part = rest.pop(0)
+        has_part = bool(parts) and parts[0].size == 1
+        return ((parts[0],), parts[1:]) if has_part else ((Part(1, varies=False),), parts)
+    axis: Axis = ()
+    while size != 1 and parts:
+        part, *rest = parts
         if size % part.size == 0:
-            yield part
-            size //= part.size
+            axis, parts, size = (*axis, part), rest, size // part.size
         elif part.size % size == 0 or not rest:
-            yield part._replace(size=size)
-            rest.insert(0, part._replace(size=part.size // size))
-            return
+            return (*axis, part._replace(size=size)), [part._replace(size=part.size // size), *rest]
         else:
-            other = rest.pop(0)
-            rest.insert(0, part.joined(other)._replace(size=part.size * other.size))
+            other, *rest = rest
+            parts = [part.combined_with(other)._replace(size=part.size * other.size), *rest]
+    return axis, parts
 
 
-def joined(axes: Iterable[Axis]) -> Axis:
-    """The axis that axes of several values are, entry by entry; those of size 1 are repeated along the others."""
-    return reduce(_joined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))
+def combined(axes: Iterable[Axis]) -> Axis:
+    """The axis of an elementwise result of values that have these axes; axes of size 1 are broadcast."""
+    return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))
 
 
-def _joined_pair(a: Axis, b: Axis) -> Axis:
-    """The axis that two axes are: what either is divided into, both are; the second may be repeated along the first."""
+def _combined_pair(a: Axis, b: Axis) -> Axis:
+    """The axis of an elementwise result, divided wherever one of two axes is; the second may be broadcast."""
     if size_of(b) == 1:
-        return tuple(part.joined(b[0]) for part in a)
+        return tuple(part.combined_with(b[0]) for part in a)
     pairs = zip(split(a, [part.size for part in b]), b, strict=True)
-    return tuple(part.joined(other) for parts, other in pairs for part in parts)
+    return tuple(part.combined_with(other) for parts, other in pairs for part in parts)
 
 
-def restricted(axes: Axes, known: Origins) -> Axes:
-    """Axes that are nothing but these."""
-    return tuple(tuple(part._replace(origins=part.origins & known) for part in axis) for axis in axes)
+def restrict_origins(axes: Axes, allowed: Origins) -> Axes:
+    """The axes without any origins that are not allowed."""
+    return tuple(tuple(part._replace(origins=part.origins & allowed) for part in axis) for axis in axes)
 
 
 class Source(enum.IntEnum):
-    """What a value is computed from; of several operands, the largest counts."""
+    """What a value is computed from. What is computed from several kinds is usually of the largest."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -114,7 +133,16 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True)
 class DataProduct:
-    """A product of weights with data: axes of parameters that it contracts, that stay, and that it keeps apart."""
+    """A product of a weight with data. The weight may be computed from several parameters.
+
+    Attributes:
+      inputs: The axes of parameters that are contracted with data.
+      outputs: The axes of parameters that the result has.
+      stacked: The axes of parameters along which independent weights are multiplied, each with data of its own.
+      line: The equation and the line of source that wrote it.
+      kind: How the weight is multiplied, as in :class:`reparax.core.roles.Use`.
+      windows: The inputs along which the window of a convolution moves.
+    """
 
     inputs: Origins
     outputs: Origins
@@ -123,18 +151,23 @@ class DataProduct:
     kind: str = PRODUCT
     windows: Origins = frozenset()
 
-    def turned(self) -> "DataProduct":
-        """The product that contracts what this one keeps."""
+    def transposed(self) -> "DataProduct":
+        """The product with the transposed weight, which contracts the axes that this one keeps."""
         return replace(self, inputs=self.outputs, outputs=self.inputs)
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value: its axes, what it is computed from, and axes of parameters of which it is one entry.
+    """What is known of one array of a program.
 
-    Of data, ``unread`` are the outputs of products that no other product has read since; along those of them that are
-    ``mixed``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what look-ups and products
-    were until here, if these are rows of a table.
+    Attributes:
+      axes: Its axes.
+      kind: What it is computed from.
+      stacked: The axes of parameters of which it has one entry, such as the layer axis inside a scan over layers.
+      unread: In data, the outputs of products that no other product has read since.
+      mixed: In data, those ``unread`` outputs along which entries were mixed, as a softmax does.
+      if_rows: In a weight from which constants chose entries, the look-ups and products that this was if the entries
+        are rows of a table.
     """
 
     axes: Axes
@@ -151,9 +184,9 @@ class Value:
 
     @property
     def origins(self) -> Origins:
-        """What its axes are."""
+        """The axes of parameters that its axes come from."""
         return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:
-        """What some of its axes are."""
+        """The axes of parameters that some of its axes come from."""
         return origins(self.axes[k] for k in axes)

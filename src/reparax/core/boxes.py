@@ -1,12 +1,13 @@
-"""Flax boxes: what a library stores around an array, such as the names of its axes.
+"""Flax boxes: nodes that hold one array and metadata, such as the names of its axes.
 
-Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``. A
-box is no level of a tree laid flat: ``flatten`` takes it off and ``nest`` puts it on again, so stages never see one.
+A box is linen's ``Partitioned``, or an nnx variable with or without ``out_sharding``. Stages never see boxes:
+``flatten`` in ``raw.py`` removes them, and ``nest`` puts them back.
 
-In a raw tree there is a box around each value instead of one around the marker dict, so that flax finds a spec for
-each. A name moves to the raw axis that follows the named axis. nnx variables without names are treated in the same way,
-because nnx updates whole variables, of one array each. For a place without an array, such as a tied one, the variable
-is inside the marker too, around ``()``: nnx would turn a dict in a variable into a state when it updates.
+In a raw tree, each raw value has a box, instead of one box around the marker dict, so that flax finds a partition spec
+for each value. Each axis name moves to the axis of the raw value that follows the named axis. nnx variables without
+axis names are moved in the same way, because nnx updates whole variables, each with one array. At a place without an
+array, such as a tied one, there is a variable inside the marker too. It holds ``()``, as nnx would convert a dict in a
+variable to a state in an update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,17 +18,17 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
 
 from reparax.core.origins import Origins
-from reparax.core.paths import Names, has_ancestor, is_box, is_empty, name_keywords, stated_axes
+from reparax.core.paths import Names, axis_metadata, is_box, is_empty, is_flax_instance, name_keywords
 
 
-class PartNames(tuple[Any, ...]):
-    """The axis names of a raw value, together with those of its parameter."""
+class RawAxisNames(tuple[Any, ...]):
+    """The axis names of a raw value, which remember those of its parameter, so that its box can be restored."""
 
-    whole: Any
+    of_parameter: Any
 
     def __eq__(self, other: object) -> bool:
-        same_entries = not isinstance(other, PartNames) or self.whole == other.whole
-        return tuple.__eq__(self, other) and same_entries
+        same_parameter = not isinstance(other, RawAxisNames) or self.of_parameter == other.of_parameter
+        return tuple.__eq__(self, other) and same_parameter
 
     __hash__ = tuple.__hash__
 
@@ -39,7 +40,7 @@ def value_in(box: Any) -> Any:
 
 
 def is_box_of_one(x: object) -> bool:
-    """Whether ``x`` is a box of one array, or of the marker dict that replaces it; others are opened as any node."""
+    """Whether ``x`` is a box around one array, or around the marker dict that replaces it."""
     if not is_box(x):
         return False
     value = value_in(x)
@@ -47,67 +48,72 @@ def is_box_of_one(x: object) -> bool:
 
 
 def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:
-    """The same box with a new value, and with new names if there are any."""
-    if has_ancestor(box, "Variable"):
+    """A copy of a box with a new value, and with new axis names if they are not None."""
+    if is_flax_instance(box, "Variable"):
         return box.replace(value, **({} if names is None else dict.fromkeys(name_keywords(box), names)))
     return box.replace_boxed(value) if names is None else box.replace(value=value, names=names)
 
 
-def stated_entries(box: Any) -> Any:
-    """What a box states for each axis, a name or mesh axes; None if it states nothing."""
-    names = stated_axes(box)
+def axis_entries(box: Any) -> Any:
+    """The axis name, or the mesh axes, of each axis of a box; None if it has none."""
+    names = axis_metadata(box)
     return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def is_unnamed_variable(box: Any) -> bool:
-    """Whether a box is a variable of nnx that states nothing about its axes."""
-    return has_ancestor(box, "Variable") and stated_axes(box) is None
+    """Whether a box is an nnx variable without axis names."""
+    return is_flax_instance(box, "Variable") and axis_metadata(box) is None
 
 
-def boxes_values(box: Any) -> bool:
-    """Whether each raw value of a parameter gets a box like its own; else there is one around the marker dict."""
-    return is_box(box) and (stated_entries(box) is not None or is_unnamed_variable(box))
+def is_moved_to_values(box: Any) -> bool:
+    """Whether, in a raw tree, the box of a parameter becomes one around each raw value, not around the marker dict."""
+    return is_box(box) and (axis_entries(box) is not None or is_unnamed_variable(box))
 
 
 def box_of_parameter(boxes: Iterable[Any]) -> Any:
-    """The box of a parameter, by those of its raw values; None if somebody has rebuilt these."""
-    for box in filter(boxes_values, boxes):
-        names = stated_entries(box)
-        if is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # of a place without a value of its own
+    """The box of a parameter, from those of its raw values; None if other code has rebuilt these boxes."""
+    for box in filter(is_moved_to_values, boxes):
+        names = axis_entries(box)
+        if is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # a place without a value of its own
             return box
-        if isinstance(names, PartNames):
-            return with_value(box, value_in(box), names.whole)
+        if isinstance(names, RawAxisNames):
+            return with_value(box, value_in(box), names.of_parameter)
     return None
 
 
 def boxes_of_values(
     boxes: Mapping[Names, Any], params: Mapping[Names, Any], raw: Mapping[Names, Any], origins: Origins
 ) -> dict[Names, Any]:
-    """The box of each raw value of a parameter that has one: it names each axis as the axis that it follows.
+    """The box of each raw value whose parameter has one, in which an axis has the name of the axis that it follows.
 
-    ``params`` and ``raw`` are the arrays of the model and of the raw tree, and ``origins`` those of named axes.
+    Args:
+      boxes: The boxes of parameters, by their places.
+      params: The arrays of the model.
+      raw: The arrays of the raw tree.
+      origins: For each raw value, the axes of a parameter that its axes follow; may be empty if no box has axis names.
     """
     found = dict[Names, Any]()
     for place, x in raw.items():
         n = next((i for i, name in enumerate(place) if name.startswith("@")), len(place))
         box = boxes.get(place[:n])
-        if n == len(place) or not boxes_values(box):
+        if n == len(place) or not is_moved_to_values(box):
             continue
-        if is_unnamed_variable(box) or (is_empty(x) and has_ancestor(box, "Variable")):
+        if is_unnamed_variable(box) or (is_empty(x) and is_flax_instance(box, "Variable")):
             found[place] = box
         elif not is_empty(x):
             source, axes = origins[place]
-            names = PartNames(_names_of_axes(boxes.get(source), params[source].ndim, axes))
-            names.whole = stated_entries(box)
+            names = RawAxisNames(_names_of_axes(boxes.get(source), params[source].ndim, axes))
+            names.of_parameter = axis_entries(box)
             found[place] = with_value(box, x, names)
     return found
 
 
 def _names_of_axes(box: Any, ndim: int, axes: Sequence[int | None]) -> Iterator[Any]:
-    """The names of some axes of an array in its box.
+    """The names that the box of an array gives to some of its axes; None for an axis that is None.
 
-    Trailing names may be missing; under ``jax.vmap`` there may be extra names, and then no axis has one.
+    A box may have fewer names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have
+    more, and then all axes are unnamed.
     """
-    names = () if box is None else tuple(stated_entries(box) or ())
+    names = () if box is None else tuple(axis_entries(box) or ())
     for axis in axes:
         yield None if axis is None or axis >= len(names) or len(names) > ndim else names[axis]

@@ -1,4 +1,4 @@
-"""Calls of chains and functions: their names in errors, what they take, and what to write in place of a wrong one."""
+"""Checks of the arguments of public calls, and the names of these calls in errors."""
 
 import functools
 import inspect
@@ -14,21 +14,21 @@ from reparax.core.random import check_key, is_one_key
 from reparax.numerics.arithmetic import is_array
 
 BY_HAND = "by hand"
-"""Says that whoever trains calls ``update``."""
+"""The value of ``updates`` by which users say that their training loop calls ``p.update`` itself."""
 
 
 def require_by_hand(who: str, updates: object) -> None:
-    """Requires None or the words that say so."""
+    """Requires that ``updates`` is None or :data:`BY_HAND`."""
     if updates not in (None, BY_HAND):
         raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
 
 
-def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
-    """Whether a function can be called with so many arguments by position; ``unsure`` if it does not say."""
+def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> bool:
+    """Whether a function can be called with ``count`` positional arguments; ``if_unknown`` if it has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return unsure
+        return if_unknown
     try:
         signature.bind(*range(count))
     except TypeError:
@@ -42,18 +42,18 @@ def is_stage(x: object) -> bool:
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
-    """``init`` where only the structure of its result, or its nearest point, matters."""
+    """``init`` with a fixed key, for callers to whom the random initial values do not matter."""
     return functools.partial(init, key=jax.random.key(0))
 
 
 @dataclass(frozen=True, eq=False)
 class CallName:
-    """A call of a method of a chain, or at one of its arrays: its name in errors, written only if there is one.
+    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, written only if there is an error.
 
     Attributes:
-      p: The chain, or a stage.
-      method: The method.
-      paths: The paths of the arrays.
+      p: The chain, or a stage of it.
+      method: The name of the method.
+      paths: The paths of the arrays on which a stage acts; empty for a call on the whole tree.
     """
 
     p: Any
@@ -71,7 +71,10 @@ class CallName:
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
-    """Requires a tree without leaves whose content changes in place, of which a pure function would lose the change."""
+    """Requires a tree without references, that is, leaves whose content changes in place.
+
+    Chains are pure functions, so they could not write back such a change.
+    """
     if not any(map(is_reference, jax.tree.leaves(tree))):
         return
     path = next(path_text(path) for path, x in items(tree) if is_reference(x))
@@ -83,7 +86,10 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
 
 
 def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "") -> jax.Array | None:
-    """``key`` as a typed scalar key; None stays None, unless one is ``needed``, which says what to do."""
+    """``key`` as a typed scalar key, or None if it is None.
+
+    A missing key is an error if there is a text ``needed``, with which the error ends.
+    """
     if key is None and needed:
         raise ValueError(f"{CallName(p, method)} draws random numbers, so it needs a key, but got key=None. {needed}")
     if key is None or is_one_key(key):
@@ -97,9 +103,9 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
     return check_key(key, CallName(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 
 
-def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
-    """The key of ``apply``; None if nothing is random."""
-    # Data of the model, as `apply` of other libraries takes them, are no key, also where none is needed.
+def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
+    """The key for ``p.apply``, checked; None if the chain draws nothing."""
+    # Even if no key is needed, it is checked: users of other libraries may pass the model's data here.
     typed_key = checked_key(
         p, "apply", key, needed="Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
     )
@@ -107,7 +113,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:
-    """The stages of a chain, or of a stage alone."""
+    """The stages of a chain; a single stage has one, itself."""
     if not is_stage(part):
         raise TypeError(f"Chain takes parametrizations, but got {describe_non_stage(part)}")
     stage: Any = part
@@ -115,7 +121,7 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 
 
 def require_chains(usage: str, *arguments: object) -> None:
-    """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
+    """Requires parametrizations as the first arguments of a call; ``usage`` shows the call in the error."""
     for x in arguments:
         if not is_stage(x):
             name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
@@ -125,7 +131,7 @@ def require_chains(usage: str, *arguments: object) -> None:
 
 
 def describe_non_stage(x: Any) -> str:
-    """What came in place of a stage, and what to write."""
+    """What was passed in place of a stage, and what to write instead, for an error."""
     if isinstance(x, type) and hasattr(x, "_parts"):
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):

@@ -1,4 +1,10 @@
-"""Parametrizations and their composition, chains from JSON, and the mean of a random stage."""
+"""Parametrizations and their composition, chains from JSON, and the mean of a random stage.
+
+:class:`Parametrization` is both the base class of stages and the type of chains. Its public methods, ``init``,
+``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``), of which a single stage has
+one, itself. Each of these methods is the same for all chains. What differs between stages are the private methods that
+end in ``_at``: they call the stage's formulas at one :class:`Site`, that is for one array or one group of arrays.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from reparax.core.calls import (
     CallName,
     checked_key,
     describe_non_stage,
-    needed_key,
+    key_for_apply,
     parts_of,
     require_no_references,
     with_any_key,
@@ -24,18 +30,18 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
+from reparax.core.initialization import follow_axes, initialize, with_boxes
 from reparax.core.names import METHODS, VERBS
-from reparax.core.originals import require_unmoved, undo, with_array
+from reparax.core.originals import require_unmoved, undo_stages, with_array
 from reparax.core.origins import Origins
 from reparax.core.paths import PyTree, types_of_result
 from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.site import Site, identity
-from reparax.core.start import follow, start, with_boxes
+from reparax.core.site import Site, stage_key
 from reparax.core.values import RawValues
-from reparax.numerics.arguments import is_whole
+from reparax.numerics.arguments import is_integer
 
 T = TypeVar("T")
 
@@ -43,22 +49,23 @@ T = TypeVar("T")
 class Parametrization(Static, ABC):
     """A pure map from a raw tree to an effective tree, with a right inverse.
 
-    ``init`` makes the raw tree, which an optimizer moves, from the model's parameters. ``apply`` makes the effective
-    tree, which the model reads, from the raw tree. ``update`` advances the fixed values once per step. All three are
-    pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
+    ``init`` computes the raw tree, which the optimizer trains, from the model's parameters. ``apply`` computes the
+    effective tree, which the model reads, from the raw tree. ``update`` advances the fixed values once per step. All
+    three are pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
-    ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, the arrays that it can make. Of a
-    chain ``init`` inverts each stage alone, the last one first, so this holds where the start of each stage lies in the
-    image of the stages before it: for ``LowRank(2) >> WeightNorm()`` at each matrix of rank 2, but for ``Symmetric() >>
-    WeightNorm()`` only at weights that are symmetric. Elsewhere training starts at another array that the chain can
-    make; :func:`summary` shows how far from ``w``.
+    ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, that is, for each array that its
+    formula can return. In a chain, ``init`` inverts the stages one by one, from the last to the first. So the equation
+    holds if the array with which each stage is initialized lies in the image of the stages before it: for ``LowRank(2)
+    >> WeightNorm()`` at every matrix of rank 2, but for ``Symmetric() >> WeightNorm()`` only at symmetric matrices. For
+    any other ``w``, training starts at another array in the image of the chain; :func:`summary` shows how far it is
+    from ``w``.
 
     Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
     formulas on one array, or from :class:`Joint` for formulas on several. Subclasses become frozen
     dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
-      TypeError: If a class derives directly from this one, which does not define on which arrays it acts.
+      TypeError: If a class derives directly from this one, which does not define on which arrays a stage acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -66,37 +73,37 @@ class Parametrization(Static, ABC):
     changes_type: ClassVar[bool] = False
     """Whether the stage may change the shape or dtype of the model's arrays."""
     straight_through: ClassVar[bool] = False
-    """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
+    """Whether the gradient differs from that of the formula, as when rounding has the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes trainable values, as when pruned weights restart at zero."""
+    """Whether ``update`` also changes trainable values, for example sets regrown weights to zero."""
     needs_update: ClassVar[bool] = False
     """Whether the weights are wrong unless ``update`` is called in each step, so that :func:`optimizer` requires it."""
     starts_elsewhere: ClassVar[bool] = False
-    """Whether ``init`` is meant to start at another array than ``apply`` made, of which you would else be warned."""
+    """Set it to True if ``apply(init(w))`` is meant to differ from ``w``: then there is no warning about it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a class without ``sites``, and one that defines a method of chains in place of its formula."""
+        """Refuses a class without ``sites``, or with a method of whole chains where a formula is meant."""
         if cls.sites is Parametrization.sites and "_parts" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
-                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint for one "
-                f"on several."
+                f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays a stage "
+                f"acts. Derive from Reparametrization or Perturbation for a formula on one array, or from Joint for a "
+                f"formula on several."
             )
         if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
-                f"{cls.__name__} defines {verbs[0]}, which a chain never calls for one of its stages. Write its "
-                f"formula: {verbs[0]}_leaf on one array, or a Joint on several."
+                f"{cls.__name__} defines {verbs[0]}, which chains never call on their stages. Define the formula "
+                f"{verbs[0]}_leaf for one array instead, or derive from Joint for several arrays."
             )
         super().__init_subclass__(**kwargs)
 
     _for_users: ClassVar[tuple[str, ...]] = METHODS
 
     def init(self, params: T, key: jax.Array | None = None) -> T:
-        """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
+        """The raw tree whose effective tree is ``params``, or one that the chain can represent instead: see the class.
 
         Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
-        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy:
+        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy them:
         ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
@@ -105,22 +112,22 @@ class Parametrization(Static, ABC):
 
         Raises:
           TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
-          ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
-            or ``params`` is a raw tree.
+          ValueError: If ``random_init`` is true and there is no key, if a stage selects nothing or an array that it
+            cannot take, or if ``params`` is a raw tree.
         """
-        typed_key = self._start_key("init", key)
+        typed_key = self._init_key("init", key)
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(CallName(self, "init"), params, advice)
         tree = flatten(params)
-        return nest(with_boxes(self._parts, tree, start(self._parts, tree, typed_key)))
+        return nest(with_boxes(self._parts, tree, initialize(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
-        """For each axis of a raw value the axis of a parameter that it follows."""
-        return follow(self._parts, flatten(params))[1]
+        """For each axis of each raw value, the axis of a parameter that it follows."""
+        return follow_axes(self._parts, flatten(params))[1]
 
-    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
-        """The key of a start, which may be missing if nothing depends on it."""
+    def _init_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
+        """The random key used for initialization; it may be omitted if no initial value depends on it."""
         needed = "Pass a key: `p.init(params, jax.random.key(0))`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
@@ -129,14 +136,14 @@ class Parametrization(Static, ABC):
         """The effective tree of ``raw``.
 
         Args:
-          raw: The result of ``init``, or that after steps of an optimizer.
+          raw: The result of ``init``, before or after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
-          upto: The number of a stage, for the tree that this stage reads: that after the stages ``p[:upto]``, with the
-            draws of the whole chain, and with the marker dicts of the stages from ``upto`` on. ``len(p)`` is the
-            whole chain, as is None.
+          upto: The index of a stage. The result is then the tree that this stage reads: the stages ``p[:upto]`` are
+            applied, with the same random draws as in the whole chain, and the marker dicts of the stages ``p[upto:]``
+            are left in place. None, like ``len(p)``, applies the whole chain.
 
         Raises:
-          TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key, such as data.
+          TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key but, for example, the model's data.
           ValueError: If a random chain gets no key, ``raw`` is not a raw tree of this chain, or there is no such stage.
 
         Example:
@@ -146,33 +153,34 @@ class Parametrization(Static, ABC):
           >>> p.apply(raw, upto=1)["w"]["@weight_norm"]["v"]  # the direction that `WeightNorm` reads
           Array([[3., 4.]], dtype=float32)
         """
-        if upto is not None and (not is_whole(upto) or upto not in range(len(self) + 1)):
+        if upto is not None and (not is_integer(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
         require_no_references(self, "apply", raw)
-        typed_key = needed_key(self, key)
+        typed_key = key_for_apply(self, key)
         tree, n_stages = flatten(raw), len(self) if upto is None else upto
         planned = plan("apply", self._parts[:n_stages], tree)
         require_no_markers(CallName(self, "apply"), planned.after, later=self._parts[n_stages:])
         return run_plan(planned, typed_key)
 
     def original(self, raw: T) -> T:
-        """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
+        """The model's parameters with all stages undone, as far as the raw tree still holds them.
 
-        :meth:`fold` gives the weights that the model reads; this gives those under the stages. A pruned or masked
-        weight has its own number again, bit for bit; a frozen one and the base of an adapter, also under the norm of
-        DoRA, are as they were; what else trains under noise, pruning or a spectral norm is as trained. Of
-        :class:`Quantized` these are the weights for which the codes stand. In a jitted step the arrays are those of
-        ``raw``, not copies. It is what torch calls the original of a parametrization:
+        :meth:`fold` returns the weights that the model reads; ``original`` returns the weights without the stages.
+        Pruned and masked weights have their own numbers again, bit for bit. Frozen weights and the base of an adapter,
+        also under the norm of DoRA, are what ``init`` got. Weights that are trained under noise, pruning or a spectral
+        norm have their trained values. For :class:`Quantized` the codes are decoded. In a jitted step, the arrays are
+        those of ``raw``, not copies. torch calls this the original of a parametrization:
         ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays.
           ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
-            arrays, as those of :class:`Orthogonal`, or several that train together, as those of :class:`WeightNorm`.
-            What is pruned under a norm, ``fold(raw, without=MagnitudePruning)`` gives with the norm.
+            arrays, like those of :class:`Orthogonal`, or several that are trained together, like those of
+            :class:`WeightNorm`. For pruning before a norm, ``fold(raw, without=MagnitudePruning)`` undoes the pruning
+            and keeps the norm.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -181,13 +189,13 @@ class Parametrization(Static, ABC):
           >>> p.fold(raw), p.original(raw)
           ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
         """
-        return run_plan(undo(plan_for(self, raw, "original", mean=True), lambda stage: True), None)
+        return run_plan(undo_stages(plan_for(self, raw, "original", mean=True), lambda stage: True), None)
 
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
-        """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
+        """``raw`` with new raw values at one array, so that ``apply`` gives ``w`` at ``path``.
 
-        It is ``module.weight = w`` under a parametrization of torch. All other arrays of ``raw`` stay as they are, to
-        the bit, and so do those that are tied to others than this one.
+        If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. In torch, this
+        is ``module.weight = w`` under a parametrization. All other arrays of ``raw`` stay the same, bit for bit.
 
         Args:
           raw: The raw tree.
@@ -196,8 +204,9 @@ class Parametrization(Static, ABC):
           key: As for ``init``.
 
         Raises:
-          ValueError: If there is no such array, a stage makes it together with others or cannot take ``w``, or ``w``
-            has another shape or dtype; or if a random start gets no key, or ``raw`` is not a raw tree of this chain.
+          ValueError: If there is no such array, a stage computes it together with others or cannot take ``w``, or ``w``
+            has another shape or dtype; or if ``random_init`` is true and there is no key, or ``raw`` is not a raw tree
+            of this chain.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -206,7 +215,7 @@ class Parametrization(Static, ABC):
           >>> raw["b"]
           {'@positive': {'x': Array([1., 1.], dtype=float32)}}
         """
-        return with_array(self, raw, path, w, self._start_key("set", key))
+        return with_array(self, raw, path, w, self._init_key("set", key))
 
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
         """``raw`` with its fixed values advanced by one training step.
@@ -214,15 +223,16 @@ class Parametrization(Static, ABC):
         Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
 
         Args:
-          raw: The result of ``init``, or that after steps of an optimizer.
-          key: For stages that draw random numbers, such as :class:`SET`, a new one for each update; that of ``init`` or
-            ``apply`` gives other numbers here. Without a key they do nothing.
+          raw: The result of ``init``, before or after steps of an optimizer.
+          key: For stages that draw random numbers, such as :class:`SET`: a new key for each update. It may be a key
+            that is also passed to ``init`` or ``apply``, as ``update`` draws other numbers from it. Without a key,
+            these stages do nothing.
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
 
         Raises:
-          TypeError: If ``key`` is no key.
+          TypeError: If ``key`` is not a key.
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         typed_key = checked_key(self, "update", key)
@@ -231,9 +241,9 @@ class Parametrization(Static, ABC):
     def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
-        The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
-        new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or rebase
-        rarely.
+        The effective tree does not change. An optimizer's momentum for these values belongs to the old base; relative
+        to the new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or call
+        this method rarely.
 
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
@@ -265,14 +275,16 @@ class Parametrization(Static, ABC):
         Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
         values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
         own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
-        matrix. A symmetric matrix counts its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has
-        one raw value too many, adds the density of a number on which the weights do not depend. A stage after one of
-        these would count entries that follow from others, so it is refused; before them it acts on free values. Noise
-        is replaced by its mean, and frozen values do not count.
+        matrix.
+
+        A symmetric matrix counts its n (n + 1) / 2 independent entries, as in numpyro. A :class:`Simplex`, which has
+        one raw value more than it needs, adds the density of a number on which the weights do not depend. No stage may
+        follow one of these, as it would count dependent entries too; a stage before them acts on independent values.
+        Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that follow
-            from others, or if a part of its values is frozen; the error names it.
+          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that are
+            determined by others, or if only some of its values are frozen; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -284,17 +296,17 @@ class Parametrization(Static, ABC):
 
     @property
     def has_update(self) -> bool:
-        """Whether ``update`` does anything."""
+        """Whether any stage changes values in ``update``."""
         return any(stage._unwrapped._defines("update") for stage in self._parts)
 
     @property
     def random_init(self) -> bool:
-        """Whether the start depends on a key, so that ``init`` needs one."""
+        """Whether initial values are random, so that ``init`` needs a key."""
         return self._init_takes_key
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
-        """The stages, of which a stage alone is one."""
+        """The stages of the chain. A single stage has one, itself."""
         return (self,)
 
     @property
@@ -303,10 +315,13 @@ class Parametrization(Static, ABC):
         return self
 
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
-        """For each array of ``params``, the path at which the raw tree holds its value; of a tie to several, each path.
+        """For each array of ``params``, the path at which the raw tree holds its values.
+
+        This is the array's own path, except for arrays that are computed from others, such as tied ones. For an array
+        that is computed from several, it is a tuple of paths.
 
         Raises:
-          ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
+          ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -318,7 +333,7 @@ class Parametrization(Static, ABC):
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
-            """Where the values are of an array after these stages."""
+            """The paths of the raw values of an array that these stages compute."""
             if not stages:
                 return [path]
             *earlier, last = stages
@@ -331,21 +346,21 @@ class Parametrization(Static, ABC):
         return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
-        """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
+        """This chain with the axes of a network's weights filled in, as :func:`roles` reads them from its jaxpr.
 
         Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
         do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
         output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each stacked array. The
-        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If the axes
-        of raw values of one array differ, as those of both factors of :class:`LowRank` may, a stage becomes several.
-        The result is an ordinary chain: ``init`` and ``apply`` take no roles.
+        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If raw values
+        of one array need different axes, as the two factors of :class:`LowRank` may, one stage becomes several. The
+        result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
 
         Args:
           roles: ``rpx.roles(loss, params, batch)``.
 
         Raises:
           TypeError: If ``roles`` is not such a tree.
-          ValueError: If a stage needs an axis of an array that the network does not multiply with data, or that it uses
+          ValueError: If a stage needs an axis of an array that the network does not multiply by data, or that it uses
             in several ways.
 
         Example:
@@ -367,13 +382,13 @@ class Parametrization(Static, ABC):
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
         Args:
-          raw: The result of ``init``, or that after steps of an optimizer.
-          without: A stage of the chain, or the class of stages, to undo as :meth:`original` undoes all; the others are
-            kept. Several stages as a chain.
+          raw: The result of ``init``, before or after steps of an optimizer.
+          without: A stage to undo, or a class of stages, or a chain of several of the stages; the other stages are
+            applied. They are undone as :meth:`original` undoes all stages.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
-          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is no stage of it, or keeps no
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``without`` is not a stage of the chain or keeps no
             original.
 
         Example:
@@ -386,33 +401,36 @@ class Parametrization(Static, ABC):
         planned = plan_for(self, raw, "fold", mean=True)
         if without is None:
             return run_plan(planned, None)
-        given = [identity(part) for part in without._parts] if isinstance(without, Parametrization) else []
+        undone_keys = [stage_key(part) for part in without._parts] if isinstance(without, Parametrization) else []
 
         def is_undone(stage: Any) -> bool:
-            return isinstance(stage, without) if isinstance(without, type) else identity(stage) in given
+            return isinstance(stage, without) if isinstance(without, type) else stage_key(stage) in undone_keys
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
             raise ValueError(
-                f"{CallName(self, 'fold')} takes a stage of the chain, or the class of stages, as `without`, but got "
-                f"{without!r}. Copy it from the chain, such as `p[0]`."
+                f"{CallName(self, 'fold')} takes a stage of the chain, or a class of stages, as `without`, but got "
+                f"{without!r}. Take it from the chain, for example `p[0]`."
             )
-        return run_plan(undo(planned, is_undone), None)
+        return run_plan(undo_stages(planned, is_undone), None)
 
-    # What a stage does where it is bound to arrays: methods for the loops over chains.
+    # The rest is for plans and for ``initialization.py``, which call the formulas of a stage at its sites.
 
     draws_by_type: ClassVar[bool] = False
-    """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
+    """Whether ``draw(w, key)`` of a perturbation reads only the type of ``w``; ``perturb`` then adds the draw."""
     _is_layout: ClassVar[bool] = False
-    """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
+    """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields in which another stage of the class may differ whose raw values ``_convert`` takes."""
+    """The fields in which a stage of the same class may differ for ``_convert`` to take its raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raw values of the same array from those of another stage, and from those at which this one would start."""
+        """Raw values of this stage for the same array, from the ``values`` of the stage ``old``.
+
+        ``fresh`` are those that the ``init`` of this stage would give.
+        """
         return values
 
     def _grown_values(self, old: Any) -> Sequence[str]:
-        """The names of the values of ``_convert`` whose gradients begin with those of ``old``."""
+        """The names of the values that ``_convert`` extends, whose gradients begin with those of the stage ``old``."""
         return ()
 
     @property
@@ -422,63 +440,63 @@ class Parametrization(Static, ABC):
 
     @property
     def _init_takes_key(self) -> bool:
-        """Whether ``init_leaf`` takes a key, as a random start does."""
+        """Whether ``init_leaf`` takes a key."""
         return False
 
     @property
     def _unwrapped(self) -> Any:
-        """The stage, of which a mean has another one."""
+        """The stage itself; for the mean of a stage, that stage."""
         return self
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Where ``init`` finds arrays in ``tree``, or another method raw values of the stage."""
+        """The sites of the stage: for ``init`` at arrays of ``tree``, for other methods at the stage's raw values."""
         raise NotImplementedError
 
     def _require_taken(self, w: Any) -> None:
-        """Requires an array that the stage can take."""
+        """Raises an error if the stage cannot take the array ``w``."""
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
+        """Raises an error if the raw values at ``path``, which ``apply`` has not read, cannot be those of the stage."""
 
     def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
-        """The raw values of the arrays."""
+        """The initial raw values for the arrays."""
         raise NotImplementedError
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
-        """Requires raw values of which the formula makes arrays of the types of ``arrays``."""
+    def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
+        """Raises an error if ``apply`` of these initial values would give arrays of other types than ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Requires raw values of types that ``init`` gives for arrays of the types ``effective``."""
+        """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
-        """The arrays of raw values, with the key of a random stage."""
+        """The effective arrays of the raw values; a random stage computes its mean if there is no key."""
         raise NotImplementedError
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
-        """The values that change in one training step."""
+        """The raw values that change in one training step, with their new numbers."""
         return {}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """Raw values of the same arrays, relative to a base at the current point."""
+        """Raw values of the same effective arrays, relative to a base at the current point."""
         return values
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
-        """The penalty or the log-determinant."""
+        """The penalty or the log-determinant, as ``formula`` says."""
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
+        """Whether the stage has a formula for ``"update"``, ``"update_base"`` or ``"log_det"``."""
         return False
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """The stage with axes as numbers, for a tree of types with the roles of arrays in a network."""
+        """Stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays."""
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Where axes of the stage are not those that it means in that network."""
+        """Where an axis of the stage differs from the axis of the network that it is meant to be."""
         return ()
 
-    if not TYPE_CHECKING:  # to type checkers, a chain is no function
+    if not TYPE_CHECKING:  # Type checkers are to report a call of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
             raise TypeError(
@@ -510,14 +528,15 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        is_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
+        is_one = len(self._parts) == 1  # A chain of one stage does not equal the stage, so it is written as a chain.
         return dump_stages((self,) if is_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
-        With ``since``, it checks that no fixed value moved, as a bare ``optax.adamw`` moves a frozen base by its weight
-        decay. Fixed values that ``update`` advances, such as the vectors of :class:`SpectralNorm`, may move.
+        With ``since``, it checks that no fixed value has changed: a bare ``optax.adamw``, for example, changes a frozen
+        base by its weight decay. Fixed values that ``update`` advances, such as the vectors of :class:`SpectralNorm`,
+        may change.
 
         Args:
           raw: The raw tree to check.
@@ -527,7 +546,7 @@ class Parametrization(Static, ABC):
         Raises:
           TypeError: If there is neither ``like`` nor ``since``.
           ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
-            dtype or stage, or each fixed value that moved.
+            dtype or stage, or each fixed value that changed.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -536,9 +555,9 @@ class Parametrization(Static, ABC):
           >>> p.check(jax.tree.map(lambda x: 0.9 * x, raw), since=raw)  # doctest: +ELLIPSIS
           Traceback (most recent call last):
             ...
-          ValueError: Freeze().check found fixed values that are not those of `since`:
+          ValueError: Freeze().check found fixed values that differ from those of `since`:
             w/@freeze/@fixed/w: 4 of 4 numbers differ
-          An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx, p)`, or ...
+          An optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or ...
         """
         if like is None and since is None:
             raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
@@ -553,20 +572,21 @@ class Parametrization(Static, ABC):
     ) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
-        A raw axis is not sharded if it follows none, or if the mesh axes do not divide it; an axis of a parameter that
-        they do not divide is an error. Nothing is computed: each stage is only traced, for each type of array.
+        An axis of a raw value is not sharded if it follows no axis of a parameter, or if its size is not divisible by
+        the mesh axes. For an axis of a parameter, that is an error. Nothing is computed: each stage is only traced,
+        once for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
           mesh: The mesh.
           like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
-          memory_kind: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter;
-            all others lie on the device. Before ``apply``, a jitted step moves them there:
+          memory_kind: The memory kind of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
+            other values stay in device memory. A jitted step must move the fixed values there before ``apply``:
             ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
 
         Raises:
           ValueError: If a spec is missing, or does not fit its array or the mesh; if ``specs`` have no shapes and there
-            is no ``like``; or if ``like`` is a raw tree, or ``init`` refuses it.
+            is no ``like``; or if ``like`` is a raw tree, or ``init`` raises an error for it.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -584,8 +604,8 @@ class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
     A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work. A single stage counts as
-    a chain of one. ``init`` inverts each stage alone, the last one first; it is exact where the start of each stage
-    lies in the image of the stages before it.
+    a chain of one. ``init`` inverts the stages one by one, from the last to the first; see :class:`Parametrization` for
+    when it is exact.
 
     Args:
       stages: The stages. A chain among them is replaced by its stages.
@@ -610,7 +630,7 @@ class Chain(Parametrization):
     random_init: ClassVar[Any] = property(lambda self: any(stage.random_init for stage in self.stages))
 
     def __post_init__(self) -> None:
-        """Requires stages, and puts the stages of a chain in place of the chain."""
+        """Requires that all parts are stages or chains, and replaces each chain among them by its stages."""
         stages: Any = self.stages
         if not isinstance(stages, tuple):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
@@ -626,7 +646,7 @@ class Chain(Parametrization):
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
 
     def __bool__(self) -> bool:
-        return True  # also for the identity, whose length is 0
+        return True  # even for the identity, whose length is 0
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -644,16 +664,16 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 
 
 def from_json(text: str) -> Parametrization:
-    """The parametrization from which ``to_json`` wrote ``text``.
+    """The parametrization that ``to_json`` wrote as ``text``.
 
     Raises:
       ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
         to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
-    A text from a stranger runs no code of theirs, but use it like their code: a regular expression with repetitions in
-    repetitions can take years to match, and a rank or a count can ask for more memory than there is. Read such a text,
-    or try it in a process that you can end.
+    A text from a stranger cannot run their code, but be as careful as with their code: a regular expression with nested
+    repetitions can take years to match, and a rank or a count can need more memory than there is. Read such a text
+    first, or try it in a process that you can kill.
 
     Example:
       >>> import reparax as rpx
@@ -663,12 +683,12 @@ def from_json(text: str) -> Parametrization:
     stages = load_stages(text)
     for stage in stages:
         if not isinstance(stage, Parametrization):
-            raise ValueError(f"from_json expected a stage, but found {stage!r}. Write it as an argument of a stage.")
+            raise ValueError(f"from_json expected a stage, but found {stage!r}. Pass it as an argument of a stage.")
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
 
-def _ask_stage(name: str) -> Any:
-    """A property that is the one of that name of ``stage``."""
+def _stage_property(name: str) -> Any:
+    """A property of a mean that is the property of that name of its ``stage``."""
     return property(lambda self: getattr(self.stage, name))
 
 
@@ -698,23 +718,23 @@ class Mean(Parametrization):
 
     stage: Parametrization
 
-    changes_type: ClassVar[Any] = _ask_stage("changes_type")
-    straight_through: ClassVar[Any] = _ask_stage("straight_through")
-    moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
-    random_init: ClassVar[Any] = _ask_stage("random_init")
-    update_reads: ClassVar[Any] = _ask_stage("update_reads")
-    _unwrapped: ClassVar[Any] = _ask_stage("_unwrapped")
+    changes_type: ClassVar[Any] = _stage_property("changes_type")
+    straight_through: ClassVar[Any] = _stage_property("straight_through")
+    moves_weights: ClassVar[Any] = _stage_property("moves_weights")
+    random_init: ClassVar[Any] = _stage_property("random_init")
+    update_reads: ClassVar[Any] = _stage_property("update_reads")
+    _unwrapped: ClassVar[Any] = _stage_property("_unwrapped")
 
     def __post_init__(self) -> None:
-        """Requires a random stage, whose kind is that of its mean."""
+        """Requires a random stage, and takes over its kind."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
-                f"Mean takes a stage that draws random numbers and defines their mean, but got {stage!r}. Leave it out."
+                f"Mean takes a stage that draws random numbers and defines a mean, but got {stage!r}. Leave out `Mean`."
             )
 
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Those of the stage."""
+        """The sites of the stage."""
         return self.stage.sites(method, tree)

@@ -1,4 +1,4 @@
-"""The values under a marker, the errors for wrong ones, and how a raw tree differs from the expected one."""
+"""Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from reparax.numerics.arithmetic import is_array
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Requires the names and shapes that ``init`` would give."""
+    """Requires that raw values have the names and shapes that ``init`` would give them, those of ``expected``."""
     for name, x in values.items():
         if name not in expected:
             raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
@@ -24,12 +24,12 @@ def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 class WrongType(ValueError):
-    """A formula returns another type than that of the model's array; ``locate_errors`` keeps it as the cause."""
+    """The error for a formula that returns an array of the wrong type; ``locate_errors`` keeps it as the cause."""
 
 
 @contextmanager
 def locate_errors(who: object) -> Generator[None]:
-    """Adds the stage and the path, the text of ``who``, to errors of a formula on one array, which knows neither."""
+    """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path."""
     try:
         yield
     except KeyError as error:
@@ -42,9 +42,9 @@ def locate_errors(who: object) -> Generator[None]:
     except Exception as error:
         if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
             raise ValueError(
-                f"{who}: with explicit axes, JAX cannot tell how results of the formula lie on the mesh. Run `init` "
+                f"{who}: with explicit mesh axes, JAX cannot infer the sharding of the formula's result. Run `init` "
                 f"and `update` as `jax.sharding.auto_axes(p.init, out_sharding=p.shardings(params, mesh))(params, "
-                f"key)`, and `apply` and `fold` so with the shardings of the parameters."
+                f"key)`, and `apply` and `fold` in the same way with the shardings of the parameters."
             ) from error
         error.add_note(f"This happened in {who}.")
         raise
@@ -57,7 +57,7 @@ def _require_dict(method: str, values: Any) -> None:
 
 
 def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
-    """Requires that ``init_leaf``, or another ``method``, returned a dict with the declared arrays."""
+    """Requires that ``method``, such as ``init_leaf``, returned a dict of arrays with all declared names."""
     _require_dict(method, values)
     for name, value in values.items():
         if not is_array(value):
@@ -66,7 +66,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
             )
     if not values or any(not name or name == OTHERS or set(name) & set("@./") for name in values):
         raise ValueError(
-            f"{method} must return at least one value, and names without '@', '.' and '/', other than '*', but "
+            f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
@@ -78,11 +78,11 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
 
 
 def require_type(method: str, effective: Any, expected: Array) -> None:
-    """Requires that ``method`` returned the shape and dtype of ``expected``, the array that it stands for."""
+    """Requires that ``method`` returned an array of the shape and dtype of ``expected``, the stage's own array."""
     if describe(effective) != describe(expected):
         is_vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
-            f"{method} must return {describe(expected)}, like the array that it stands for, but returns "
+            f"{method} must return {describe(expected)}, like the array that it replaces, but returns "
             f"{describe(effective)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
             f"{', or `min_ndim = 2` to leave vectors alone' if is_vector else ''}."
         )
@@ -92,7 +92,10 @@ T = TypeVar("T")
 
 
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
-    """For each parameter a description of the arrays under it, and of ``empty`` nodes, by the rest of their paths."""
+    """For each parameter, what ``describe`` returns for each array under it, by the rest of the array's path.
+
+    With ``empty``, empty nodes are described too.
+    """
     descriptions = dict[str, dict[str, T]]()
     for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (empty and names and is_empty(leaf)):
@@ -103,27 +106,27 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
 
 
 def _outermost(content: dict[str, str]) -> str | None:
-    """The outermost marker of a parameter, or the type of the plain array; None if it is not there."""
+    """The outermost marker of a parameter, or the type of its array if it has no marker; None if it is missing."""
     path_below = next(iter(content), None)
     return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
 
 def describe_as_stored(x: Any) -> str:
-    """A description that distinguishes float64 from float32, also where JAX reads both as float32."""
+    """Like :func:`describe`, but with the dtype as stored, such as float64 where JAX would read it as float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
 
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` differs from ``init(like)``."""
-    is_stored_so = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
-    found = by_parameter(raw, describe_as_stored if is_stored_so else describe, empty=True)
+    keeps_dtypes = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
+    found = by_parameter(raw, describe_as_stored if keeps_dtypes else describe, empty=True)
     expected = by_parameter(types_of_result(init, like), describe, empty=True)
     paths = sorted(found.keys() | expected.keys())
-    return [line for path in paths for line in _list_at(path, found.get(path, {}), expected.get(path, {}))]
+    return [line for path in paths for line in _differences_of(path, found.get(path, {}), expected.get(path, {}))]
 
 
-def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """A line for a parameter that is missing, unexpected or of another stage; else one for each value that differs."""
+def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """One line for a parameter that is missing, unexpected or of another stage, or else one for each wrong value."""
     if _outermost(found) != _outermost(expected):
         return [_difference(parameter, _outermost(found), _outermost(expected))]
     paths_below = sorted(found.keys() | expected.keys())
@@ -135,14 +138,14 @@ def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) ->
 
 
 def _difference(path: str, found: str | None, expected: str | None) -> str:
-    """The line for what a path holds, if anything, in place of what is expected there, if anything."""
+    """The line for a path that holds something else than expected; None stands for nothing."""
     if found is None:
         return f"{path}: missing, expected {expected}"
     return f"{path}: unexpected, holds {found}" if expected is None else f"{path}: expected {expected}, got {found}"
 
 
 def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
-    """Raises an error with each path at which a raw tree differs from ``init(like)``."""
+    """Requires that a raw tree does not differ from ``init(like)``; the error lists each path at which it does."""
     lines = _list_differences(raw, like, init)
     if lines:
         raise ValueError(
@@ -152,7 +155,7 @@ def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callabl
         )
 
 
-def require_start(
+def require_valid_init(
     stage: Any,
     apply: Callable[[RawValues], Any],
     formulas: tuple[str, str],
@@ -161,13 +164,18 @@ def require_start(
     *,
     is_shared: bool,
 ) -> None:
-    """Requires that raw values are those that the class declares, and give arrays of the types of ``arrays``.
+    """Requires that initial values are those that the class declares, and that ``apply`` accepts them.
 
-    ``apply`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array
-    may stand with another.
+    Args:
+      stage: The stage.
+      apply: Computes the effective arrays of raw values. They must have the types of ``arrays``.
+      formulas: The names of the formulas for ``init`` and ``apply``, for errors.
+      values: The raw values that ``init`` returned.
+      arrays: The arrays for which it returned them.
+      is_shared: Whether the declared values may be divided among the arrays, instead of being there for each of them.
     """
     init_formula, apply_formula = formulas
-    advice = " Put a value that several arrays share with one of them." if is_shared else ""
+    advice = " Return a value that several arrays share under the name of one of them." if is_shared else ""
     require_names(init_formula, "the values of", values, arrays, advice)
     all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
     for values_of_one in [all_values] if is_shared else values.values():
@@ -180,22 +188,22 @@ def require_start(
 
 
 def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
-    """Requires a dict with these names."""
+    """Requires that ``method`` returned a dict with exactly these names; ``what`` says what it holds."""
     if not isinstance(result, Mapping) or set(result) != set(names):
         found = list(result) if isinstance(result, Mapping) else type(result).__name__
         raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {found}.{advice}")
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires new values of one array under names that it has, each of the type that it had."""
+    """Requires that new raw values of one array have names and types that its values already have."""
     _require_dict(method, new_values)
     for name, new_value in new_values.items():
         if name not in values and name in stage.raw_values:
             raise KeyError(name)  # the raw tree lacks it
         if name not in values:
             raise ValueError(
-                f"{method} must return values that the array has, {sorted(values)}, but returns {name!r}. Let the "
-                f"start make that value, or correct the name."
+                f"{method} must return values that the array already has, {sorted(values)}, but returns {name!r}. "
+                f"Return that value from `init` too, or correct the name."
             )
         if describe(new_value) != describe(values[name]):
             raise ValueError(
@@ -205,18 +213,18 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
 
 
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that only fixed values change in a training step, unless the stage moves weights, and no types."""
+    """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types."""
     require_kept(method, stage, values, new_values)
     free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)
     if free_names and not stage.moves_weights:
         fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
         raise ValueError(
-            f"{method} gives {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
+            f"{method} returns {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
             f"optimizer, or set `moves_weights = True`."
         )
 
 
 def require_number(method: str, number: Any) -> None:
-    """Requires one real number."""
+    """Requires that ``method`` returned one real number."""
     if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
         raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")

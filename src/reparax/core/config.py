@@ -1,4 +1,8 @@
-"""The configuration of a chain as JSON, to store beside a checkpoint, and the names of stages in markers."""
+"""The configuration of a chain as JSON, the code that ``repr`` shows, and the names of stages in markers.
+
+JSON holds the class of each stage and the arguments that differ from their defaults. A function is stored as its public
+name in JAX. A *kind* is the name of a stage's class in the markers of raw trees, such as ``weight_norm``.
+"""
 
 import dataclasses
 import functools
@@ -33,7 +37,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change(value)``; for a tuple, list or dict, ``change`` of each item in it."""
+    """``change(value)``; for a tuple, list or dict, a new one with ``change`` of each item."""
     if type(value) is tuple or type(value) is list:
         return type(value)(map_nested(change, item) for item in value)
     if type(value) is dict:
@@ -42,26 +46,26 @@ def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def as_python(value: Any) -> Any:
-    """``value`` with each known scalar of numpy or JAX in it as a Python number, bool or string."""
+    """``value`` with each known numpy or JAX scalar in it converted to a Python number, bool or string."""
     return map_nested(_scalar_as_python, value)
 
 
 def _scalar_as_python(value: Any) -> Any:
-    """A known scalar as a Python number, bool or string; all else as it is."""
+    """A known numpy or JAX scalar as a Python number, bool or string; anything else unchanged."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((convert(value) for kind, convert in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
-    # Tuples with NaN are equal only if it is the same object, so all NaN become this one.
+    # Tuples with NaN are equal only if both hold the same object, so all NaN are replaced by one object.
     return math.nan if type(value) is float and math.isnan(value) else value
 
 
 def holds_array(value: Any) -> bool:
-    """Whether there is an array in ``value``, known or traced."""
+    """Whether ``value`` or a leaf of it is an array, known or traced."""
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))
 
 
 FORMAT = 1
 _OF_ALL_STAGES = ("where", "stacked", "outside")
-# Only functions of these modules, and of those below them, have a name in JSON.
+# Only functions in these modules and their submodules have a name in JSON.
 _PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
 _NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
 
@@ -74,7 +78,7 @@ def register_class(cls: type) -> None:
 
 
 def class_name(cls: type) -> str:
-    """The name of a class in JSON: ``reparax.WeightNorm``; for a third-party class, its whole module and name.
+    """The name of a class in JSON: ``reparax.WeightNorm``, or the full module and name of a third-party class.
 
     If you may move your class to another module later, set ``__module__`` in it to the public module.
     """
@@ -82,9 +86,10 @@ def class_name(cls: type) -> str:
 
 
 def changed_arguments(stage: Any) -> dict[str, Any]:
-    """The constructor arguments of ``stage`` that differ from their defaults, in the order of code."""
+    """The constructor arguments of ``stage`` that differ from their defaults, in the order in which code has them."""
 
-    def is_default(value: Any, default: Any) -> bool:  # an array is only as the same object
+    def is_default(value: Any, default: Any) -> bool:
+        """Whether they are equal; arrays only if they are the same object."""
         return value is default or (not holds_array(value) and value == as_python(default))
 
     values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
@@ -92,23 +97,23 @@ def changed_arguments(stage: Any) -> dict[str, Any]:
 
 
 def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
-    """The arguments by position, then those by name; those that all stages take come last."""
+    """The fields of a stage: positional arguments first, and the keyword arguments that all stages take last."""
     fields = [field for field in dataclasses.fields(stage) if field.repr]
     return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
 
 
-def required_arguments(stage: Any) -> set[str]:
+def required_arguments(stage: Any) -> list[str]:
     """The names of the constructor arguments that have no default."""
-    return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
+    return [field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING]
 
 
 def _is_public(module: str) -> bool:
-    """Whether a module is a public one of jax whose functions have names in JSON."""
+    """Whether a module is a public module of jax whose functions have names in JSON."""
     return _package_of(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
 
 
 def _package_of(module: str) -> str:
-    """The first two names of a module: ``jax.numpy`` of ``jax.numpy.linalg``."""
+    """The first two parts of a module's name: ``jax.numpy`` for ``jax.numpy.linalg``."""
     return ".".join(module.split(".")[:2])
 
 
@@ -131,7 +136,7 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument; a short description for arrays and nameless functions, which have no code."""
+    """Code for a constructor argument, or a short description if it has none, like an array or a nameless function."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
     if type(value) is float and not math.isfinite(value):
@@ -153,12 +158,12 @@ def expression(stage: object) -> str:
     def text(name: str, value: object) -> str:
         return code(value) if name in positional else f"{name}={code(value)}"
 
-    positional = required_arguments(stage) | {f.name for f in declared_fields(stage) if "positional" in f.metadata}
+    positional = [*required_arguments(stage), *(f.name for f in declared_fields(stage) if "positional" in f.metadata)]
     return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in changed_arguments(stage).items())})"
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
-    """What stands for an argument of ``stage`` in JSON; raises an error if nothing can."""
+    """The JSON form of an argument of ``stage``. Raises an error if it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -171,8 +176,8 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         return {"function": public}
     if isinstance(value, Tracer):
         raise ValueError(
-            f"{stage!r}.to_json cannot write {name}, which is traced. Write the chain for a known number, outside of "
-            f"the jitted function; a schedule stays in code."
+            f"{stage!r}.to_json cannot write {name}, which is traced. Call it on a chain with a known number, outside "
+            f"the jitted function, and keep schedules in code."
         )
     raise ValueError(
         f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
@@ -181,18 +186,18 @@ def _encode(stage: object, name: str, value: Any) -> Any:
 
 
 def _encode_arguments(stage: Any) -> dict[str, Any]:
-    """What stands in JSON for each argument that is not its default."""
+    """The JSON form of each argument of a stage that differs from its default."""
     return {name: _encode(stage, name, value) for name, value in changed_arguments(stage).items()}
 
 
 def dump_stages(stages: Sequence[Any]) -> str:
-    """JSON for a sequence of stages."""
+    """JSON text for a sequence of stages."""
     entries = [{"class": class_name(type(stage)), **_encode_arguments(stage)} for stage in stages]
     return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
 
 
 def _decode(value: Any) -> Any:
-    """The argument of a stage that :func:`_encode` wrote."""
+    """The argument of a stage whose JSON form, from :func:`_encode`, is ``value``."""
     match value:
         case list():
             return tuple(_decode(item) for item in value)
@@ -226,7 +231,7 @@ def find_function(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Name:
-    """The name that a pickle stores in place of a JAX function."""
+    """The public name of a JAX function, which a pickle stores in place of the function."""
 
     name: str
 
@@ -247,15 +252,15 @@ def find_functions(value: Any) -> Any:
 
 
 def _advice(name: str) -> str:
-    """What to do where no class has the name of a stage in JSON."""
+    """What to do if no class has this name from JSON, for an error."""
     package = __name__.partition(".")[0]
     if not name.startswith(f"{package}."):
         return "Import the module that defines it."
-    return f"This version of {package} has no such stage: exchange plain parameters, `p.fold(raw)`, with one that has."
+    return f"This version of {package} has no such stage: get plain parameters, `p.fold(raw)`, from a version that has."
 
 
 def _build_stage(entry: Mapping[str, Any]) -> Any:
-    """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
+    """The stage that an entry describes. Raises an error for an unknown class, or arguments that the class refuses."""
     name = entry["class"]
     if name not in _classes and name.startswith(f"{__name__.partition('.')[0]}."):
         import_stage(name.partition(".")[2])
@@ -267,7 +272,7 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
         return cls(**arguments)
     except ValueError:
         raise
-    except Exception as error:  # any type: the text may hold anything
+    except Exception as error:  # A class may fail in any way on the wrong arguments.
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
@@ -280,7 +285,7 @@ def load_stages(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """The entries of a text, each with the name of a class."""
+    """The entries in a JSON text, each a dict with the name of a class."""
     with suppress(ValueError, TypeError):
         match json.loads(text):
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
@@ -292,7 +297,7 @@ def _parse(text: str) -> list[Any]:
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
-"""Acronyms with one small letter inside: MoE, LoRA, QLoRA, ReLU; not NByM, whose letters are words."""
+"""Acronyms with one lowercase letter inside: MoE, LoRA, QLoRA, ReLU; but not NByM, whose letters are words."""
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Where a word of a class name begins: My|LSTM|Norm."""
 
@@ -303,10 +308,10 @@ def snake_case(name: str) -> str:
 
 
 def kind_of_class(cls: type) -> str:
-    """The ``kind`` that ``cls`` defines, or its name in snake case, with the package in front if others have that kind.
+    """The ``kind`` that ``cls`` sets, or its name in snake case, after the name of its package if the kind is taken.
 
-    It must be a valid name that no other class has; a class may be defined again, as in a notebook. An abstract class
-    may have a name that is taken.
+    It must be a valid name that no other class has. A class may be defined again, as in a notebook. An abstract class
+    may have the name of another.
     """
     is_given = "kind" in cls.__dict__
     kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
@@ -320,17 +325,17 @@ def kind_of_class(cls: type) -> str:
 
 
 def _why_no_kind(cls: type, kind: Any) -> str | None:
-    """Why ``cls`` cannot have that kind; None if it can."""
+    """Why ``cls`` cannot have this kind, for an error; None if it can."""
     if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
-        return "is not a name without '@', '.' and '/', other than 'fixed'"
+        return "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
     namesake = _namesake(cls, kind)
     return None if namesake is None else f"is the kind of {class_name(namesake)}"
 
 
 def is_base(cls: type) -> bool:
-    """Whether no raw tree holds a marker of ``cls``: it is abstract, or a private base of stages of this package.
+    """Whether ``cls`` is abstract, or a private base class in this package, so that no raw tree holds its marker.
 
-    A stage of a user may have the name of such a base, whether the base was imported or not.
+    A user's stage may have the same name as such a base class, whether or not that is imported.
     """
     return inspect.isabstract(cls) or (cls.__name__.startswith("_") and is_of_package(cls))
 
@@ -342,12 +347,12 @@ def is_of_package(cls: type) -> bool:
 
 
 def _package(cls: type) -> str:
-    """The package that defines a class."""
+    """The name of the package that defines a class."""
     return cls.__module__.partition(".")[0]
 
 
 def _derive_kind(cls: type) -> str:
-    """The class name in snake case; with the package in front if a class of another package has that kind."""
+    """The class name in snake case, after the name of the package if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
     namesake, package = _namesake(cls, kind), _package(cls)
     elsewhere = namesake is not None and _package(namesake) != package
@@ -355,12 +360,15 @@ def _derive_kind(cls: type) -> str:
 
 
 def _namesake(cls: type, kind: str) -> type | None:
-    """Another class of that kind, unless it is an earlier definition of ``cls``."""
+    """The other class that is registered for a kind, unless it is an earlier definition of ``cls``."""
     namesake = registered_kind(kind)
     return None if namesake is None or _where_defined(namesake) == _where_defined(cls) else namesake
 
 
 def _where_defined(cls: type) -> tuple[str, str]:
-    """Where ``cls`` is defined: its file and its name there. A script may also be imported as a module."""
+    """The file that defines ``cls``, and its name there.
+
+    Modules are compared by their files, as a script may also be imported as a module.
+    """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

@@ -1,4 +1,8 @@
-"""Stages whose image is a constraint set: membership tests, projections and samples."""
+"""Stages whose effective arrays lie in a constraint set, their image: membership tests, projections and samples.
+
+A map is flat where its gradient is zero. Raw values that are initialized there would never train, so ``init`` refuses
+arrays that lead to them.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +27,29 @@ from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 
 
 def is_known(w: Array) -> bool:
-    """Whether the numbers of ``w`` are known, not traced or abstract."""
+    """Whether the numbers of ``w`` are known: it is neither traced nor a type."""
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
 def why_infinite(w: Array) -> str | None:
-    """The error for an array with known numbers that are not all finite, or None."""
-    with jax.ensure_compile_time_eval():  # a known array is checked also if `init` is called under `jax.jit`
+    """The error text for an array whose numbers are known and not all finite, or None."""
+    with jax.ensure_compile_time_eval():  # so that a known array is checked even if `init` is called under `jax.jit`
         if not is_known(w) or _all_finite(w):
             return None
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
-    """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
-    units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
-    return _within(widened(w), widened(projection), units)
+    """Whether ``w`` is within ``tolerance`` of its projection, as :meth:`Constraint.contains` defines it."""
+    relative = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+    return _is_within(widened(w), widened(projection), relative)
 
 
 @inlined
-def _within(x: Array, projection: Array, units: float | Array) -> Array:
-    """Whether ``x`` is as near to its projection as ``units`` times the largest entry of ``x``."""
+def _is_within(x: Array, projection: Array, relative: float | Array) -> Array:
+    """Whether no entry of ``x`` is farther from its projection than ``relative`` times the largest entry of ``x``."""
     distance = jnp.max(jnp.abs(projection - x), initial=0.0)
-    return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+    return distance <= relative * jnp.max(jnp.abs(x), initial=0.0)
 
 
 @inlined
@@ -54,14 +58,14 @@ def _all_finite(w: Array) -> Array:
     return jnp.all(jnp.isfinite(w))
 
 
-def _broadcasts(flat: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array is boolean, and its shape broadcasts to another one."""
+def _is_mask_for(shape: tuple[int, ...], flat: Any) -> bool:
+    """Whether ``flat`` is a boolean array that broadcasts to ``shape``."""
     is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
     return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
 def _as_floating(who: object, w: Any) -> Array:
-    """``w`` as an array; integers and booleans as floating numbers. Refuses a tree."""
+    """``w`` as an array of floating or complex numbers. Raises an error for a tree."""
     try:
         x = jnp.asarray(w)
     except (TypeError, ValueError) as error:
@@ -78,10 +82,10 @@ Outside = Literal["nearest", "unchecked", "raise"]
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
-    Your subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the
-    image nearest to ``w``; if it is another point, say so in the docstring. ``contains``, ``project`` and ``sample``
-    follow from these two. If you know a simpler test or a better distribution, write ``contains_leaf``,
-    ``project_leaf`` or ``sample_leaf``, for one array.
+    A subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the image
+    nearest to ``w``. If it is another point, say so in the docstring. ``contains``, ``project`` and ``sample`` follow
+    from these two. If you know a simpler test or a better distribution, write ``contains_leaf``, ``project_leaf`` or
+    ``sample_leaf``, for one array.
 
     If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start there would never train,
     so ``init`` refuses them by default.
@@ -89,8 +93,8 @@ class Constraint(Reparametrization):
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
         point that the class defines), so the model changes; a point with zero gradient is an error. ``"unchecked"``
-        allows even such points. ``"raise"`` takes only points of the image with nonzero gradient. Traced arrays and
-        bounds are not checked, as with ``"unchecked"``.
+        allows even such points. ``"raise"`` takes only points of the image with nonzero gradient. Traced arrays are not
+        checked, and neither are known arrays against traced bounds.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -111,14 +115,14 @@ class Constraint(Reparametrization):
 
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
-    def _on_each(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
-        """The formula of the stage and one array, applied to each of the arrays stacked in ``w``.
+    def _map_formula(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
+        """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``.
 
-        A method that gets an array must know its axes, as ``init`` must.
+        Raises an error that names ``method`` if the stage varies between arrays, or its axes do not fit ``w``.
         """
         if self._varying_fields:
             raise ValueError(
-                f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
+                f"{self!r} differs from array to array, so it has no single image. Use the stage of one array: "
                 f"`stage.for_array(path, w)`."
             )
         stage_for_one = replace(self, stacked=()) if self.stacked_axes else self
@@ -129,8 +133,8 @@ class Constraint(Reparametrization):
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
 
-        Default: none. The result is boolean, in the shape of ``w`` or one that broadcasts to it, such as one entry for
-        each row: ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
+        Default: none. The result is a boolean array that has the shape of ``w`` or broadcasts to it, such as one entry
+        for each row. ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
         """
         return jnp.zeros((), bool)
 
@@ -138,14 +142,14 @@ class Constraint(Reparametrization):
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
 
         Raises:
-          TypeError: If ``w`` is no array.
+          TypeError: If ``w`` is not an array.
           ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         w = _as_floating(CallName(self, "project"), w)
-        return self._on_each("project", lambda stage, w: stage.project_leaf(w), w)
+        return self._map_formula("project", lambda stage, w: stage.project_leaf(w), w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether ``w``, and each array stacked in it, lies in the image, as a boolean scalar.
+        """Whether ``w`` lies in the image, as a boolean scalar. Of stacked arrays, each must lie in it.
 
         Args:
           w: An array of a shape that the stage takes.
@@ -153,11 +157,11 @@ class Constraint(Reparametrization):
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
-          TypeError: If ``w`` is no array.
+          TypeError: If ``w`` is not an array.
           ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         w = _as_floating(CallName(self, "contains"), w)
-        return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), w))
+        return jnp.all(self._map_formula("contains", lambda stage, w: stage.contains_leaf(w, tolerance), w))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.
@@ -168,7 +172,7 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          TypeError: If ``shape`` is no shape, or ``key`` no key.
+          TypeError: If ``shape`` is not a shape, or ``key`` not a key.
           ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
         try:
@@ -180,7 +184,7 @@ class Constraint(Reparametrization):
                 f"shape."
             ) from error
         keys = keys_of_stack(key, like, self.stacked_axes)
-        return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
+        return self._map_formula("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:
         """:meth:`project` for one array."""
@@ -195,7 +199,7 @@ class Constraint(Reparametrization):
         return self.project_leaf(jax.random.normal(key, shape, dtype))
 
     def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot start at ``w``, or None; known numbers must be finite, and as ``outside`` says."""
+        """Why the stage cannot start at ``w``, or None. Known numbers must be finite, and allowed by ``outside``."""
         reason = super()._why_refused(w) or why_infinite(w)
         if reason is not None or self.outside == "unchecked" or not is_known(w):
             return reason
@@ -203,11 +207,11 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        """Why ``init`` refuses a known point outside of the image, or None."""
+        """Why ``init`` refuses a known array because it lies outside the image, or None."""
         if self.outside != "raise":
             return None
         is_inside = self.contains_leaf(w)
-        if not is_known(is_inside) or is_inside:  # with a traced bound, the answer is not known
+        if not is_known(is_inside) or is_inside:  # with traced bounds, the answer is unknown
             return None
         return (
             "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "
@@ -215,9 +219,9 @@ class Constraint(Reparametrization):
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
-        """Why ``init`` refuses known numbers where the map is flat, or None."""
+        """Why ``init`` refuses a known array because the map is flat at some of its numbers, or None."""
         flat = self.flat_leaf(w)
-        if not _broadcasts(flat, w.shape):
+        if not _is_mask_for(w.shape, flat):
             return (
                 f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
                 f"{describe(flat)}. Correct flat_leaf."

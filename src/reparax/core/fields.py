@@ -1,4 +1,10 @@
-"""Stages as values: frozen dataclasses that are static to JAX, and numbers that differ between arrays."""
+"""Stages as frozen dataclasses that are static to JAX, and the specifiers of their fields.
+
+A class attribute such as ``std: Number = number_field()`` declares an argument of a stage. Its *check* validates the
+argument when a stage is built, and returns the value to keep. Numbers and axes may differ between arrays: a dict from
+regular expressions for paths is kept as a :class:`ByPath`, and a function of path and array as a :class:`ByArray`.
+Formulas never see these, as a stage at a site has the number for the array there.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,11 @@ from jax.typing import ArrayLike
 
 from reparax.core import config
 from reparax.core.axes import check_optional_axes
-from reparax.core.calls import takes
+from reparax.core.calls import can_take
 from reparax.core.names import instead_of
 from reparax.core.raw import STAGES
 from reparax.core.values import Values, check_values
-from reparax.core.where import check_where, decides_nothing, why_nothing
+from reparax.core.where import check_where, why_never_applies, why_none_selected
 from reparax.numerics.arguments import check_number, check_positive_number
 
 Check = Callable[[Any, str, str], Any]
@@ -59,9 +65,9 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 def number_field(
     *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
 ) -> Any:
-    """A field of a stage that holds a real number: known, traced, or for each array its own.
+    """A field of a stage that holds a real number, known or traced, or a different one for each array.
 
-    A known number becomes a Python float. In a formula, the field is the number for the array.
+    A known number becomes a Python float. In a formula, the field is the number for the array there.
 
     Args:
       positive: Whether a known number must be finite and greater than 0.
@@ -70,9 +76,9 @@ def number_field(
       kw_only: Whether the field is given by name only.
 
     Raises:
-      TypeError: If it is not a real number, when a stage is built; or if a dict is empty, or its keys are not regular
+      TypeError: When a stage is built, if it is not a real number; or if a dict is empty, or its keys are not regular
         expressions.
-      ValueError: If it is not positive, but must be.
+      ValueError: If ``positive`` is set and the number is not positive.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -96,8 +102,8 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
     """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
     In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
-    negative. Names come with the arrays, in boxes of flax such as ``nn.Partitioned``. An axis that the array does not
-    have is an error.
+    negative. The names are those in flax boxes around the arrays, such as ``nn.Partitioned``. An axis that the array
+    does not have is an error.
 
     Args:
       default: The default.
@@ -119,22 +125,25 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, number_field, axes_field))
 class Static:
-    """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
+    """Makes all subclasses frozen dataclasses that are static to JAX, without a decorator.
+
+    It is the base class of :class:`Parametrization`.
+    """
 
     kind: ClassVar[str]
     """The name in the markers of the raw tree, such as ``weight_norm``; by default it comes from the class name. Set it
     if another class has that name, or to rename the class later and still read old raw trees."""
     raw_values: ClassVar[Values] = {}
     """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
-    names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
+    names. A value without an entry is auxiliary if any entry is a main value, and a main value otherwise."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes a subclass a frozen dataclass that is static to JAX, and tells raw trees and JSON its name."""
+        """Makes a subclass a frozen dataclass that is static to JAX, and registers it for raw trees and JSON."""
         super().__init_subclass__(**kwargs)
         if Static in cls.__bases__:
             return
-        if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
+        if "__dataclass_fields__" not in cls.__dict__:  # A dataclass with slots is created twice.
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
@@ -142,15 +151,15 @@ class Static:
             config.register_class(cls)
 
     _for_users: ClassVar[tuple[str, ...]] = ()
-    """The names that users call; all other names are for authors of stages."""
+    """The methods and properties for users, which ``dir`` shows; all other names are for authors of stages."""
 
     def __dir__(self) -> list[str]:
-        """The names that users call, the stage's arguments, and what third-party classes add."""
+        """The names for users, the stage's arguments, and names that third-party classes add."""
         classes = type(self).__mro__
         our_classes = [cls for cls in classes if config.is_of_package(cls)]
         our_names = {name for cls in our_classes for name in vars(cls)}
-        their_names = {name for cls in classes if cls not in our_classes for name in vars(cls)} - our_names
-        public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *their_names}
+        added_names = {name for cls in classes if cls not in our_classes for name in vars(cls)} - our_names
+        public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *added_names}
         return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
     def __post_init__(self) -> None:
@@ -166,25 +175,25 @@ class Static:
         try:
             return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
-            return hash((type(self), self._compared()))  # which names the field that holds an array
+            return hash((type(self), self._compared()))  # If a field holds an array, the error names the field.
 
     def _compared(self) -> tuple[Any, ...]:
-        """The values that equality and hash compare."""
+        """The values of the fields that count for equality and hash. Raises an error if one holds an array."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if config.holds_array(values):
             name = next(name for name, value in values.items() if config.holds_array(value))
             raise TypeError(
-                f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Give it a known "
-                f"number, or build the stage inside of the jitted function that uses it."
+                f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Pass a known number, "
+                f"or build the stage inside the jitted function that uses it."
             )
         return tuple(values.values())
 
     @functools.cached_property
     def _exact_text(self) -> str | None:
-        """All fields as text, which tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out.
+        """All fields as text. Unlike equality, it distinguishes 1 from True, 0.0 from -0.0, and all hidden fields.
 
-        None if formulas of equal stages may differ: a function may read values that change between calls, and a traced
-        number has no hash.
+        It is None if equal stages may compute different results: a field may be a function that reads values which
+        change between calls, or a traced number.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
         if any(callable(value) for name, value in values.items() if name != "where"):
@@ -196,7 +205,7 @@ class Static:
         return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
+        # Pickle cannot store JAX functions that are not found in their `__module__`, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
         return _build, (type(self), config.name_functions(arguments))
 
@@ -208,16 +217,16 @@ class Static:
 
 
 def _make_dataclass(cls: Any) -> None:
-    """Makes a class of stages a frozen dataclass, whose fields have their checks, and sets its kind."""
+    """Makes a class of stages a frozen dataclass, and sets its kind and the checks of its fields."""
     _refuse_init(cls)
     check_values(cls.__name__, cls.raw_values)
     cls.kind = config.kind_of_class(cls)
     dataclass(frozen=True, repr=False, eq=False)(cls)
-    # A subclass that gives a field another default keeps its check.
+    # If a subclass only changes the default of a field, the check of its base class remains.
     own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
     cls._checks = {**cls._checks, **own_checks}
-    cls.__init__ = _with_plain_values(cls.__init__)
-    # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
+    cls.__init__ = _with_python_scalars(cls.__init__)
+    # The methods of `Static` replace those of `dataclass`, also if the class is decorated as a frozen dataclass again.
     del cls.__setattr__, cls.__delattr__
     for name in ("__repr__", "__eq__", "__hash__"):
         if vars(cls).get(name) is None:
@@ -225,17 +234,17 @@ def _make_dataclass(cls: Any) -> None:
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """The stage of a pickle."""
+    """Builds a stage when it is unpickled."""
     return cls(**config.find_functions(arguments))
 
 
 def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of a stage, or of its class, as ``dataclasses`` has them."""
+    """The dataclass fields of a stage or of its class."""
     return dataclasses.fields(stage)
 
 
-def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` that turns known scalars of numpy and JAX into Python numbers, in arguments and in fields."""
+def _with_python_scalars(init: Callable[..., None]) -> Callable[..., None]:
+    """``init`` that also converts known numpy and JAX scalars in arguments and fields to Python numbers."""
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +261,7 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_init(cls: type) -> None:
-    """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
+    """Refuses a class that defines ``__init__``, which ``dataclass`` is to generate from the fields."""
     if "__init__" not in cls.__dict__:
         return
     raise TypeError(
@@ -265,9 +274,12 @@ V = TypeVar("V")
 
 
 class FieldOf(Generic[V]):
-    """The type of a field: a call gives a ``V``; formulas read what the check made of it, for one array."""
+    """The declared type of a field that is set to a ``V``, but read as another type.
 
-    if TYPE_CHECKING:  # a data descriptor, by which type checkers tell the two apart
+    The check may convert the value, and formulas read the value for one array.
+    """
+
+    if TYPE_CHECKING:  # A data descriptor may have different types for setting and reading.
 
         def __get__(self, stage: Any, owner: Any = None) -> Any: ...
         def __set__(self, stage: Any, value: V) -> None: ...
@@ -275,16 +287,17 @@ class FieldOf(Generic[V]):
 
 OneNumber = ArrayLike | Mapping[str, Any] | Callable[[str, Any], Any]
 Number = FieldOf[OneNumber]
-"""A number: known, traced, or for each array its own, by expressions for paths or by a function of path and array."""
+"""A number, known or traced; or one for each array, by regular expressions for paths or a function of path and array.
+"""
 
 TYPICAL = 0.5
-"""A number that every stage accepts; shapes and dtypes do not depend on it."""
+"""A placeholder for a number that differs between arrays, where only shapes and dtypes matter; all stages accept it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class ByPath:
-    """A number for each regular expression; the first that matches an array's whole path decides."""
+    """Numbers by regular expressions; the first expression that matches an array's whole path applies."""
 
     patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
@@ -294,7 +307,7 @@ class ByPath:
         numbers: Any = self.numbers
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
             raise TypeError(
-                f"ByPath takes a tuple of expressions and one of as many numbers, but got {patterns!r} and "
+                f"ByPath takes a tuple of expressions and a tuple of as many numbers, but got {patterns!r} and "
                 f"{numbers!r}. Write a dict."
             )
 
@@ -302,17 +315,17 @@ class ByPath:
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def index_of(self, path: str) -> int | None:
-        """The index of the expression that decides for a path; None if none matches it."""
+        """The index of the expression that applies to a path; None if none matches it."""
         return next((i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)), None)
 
     def matches(self, path: str) -> bool:
         """Whether any expression matches a path."""
         return self.index_of(path) is not None
 
-    def of(self, paths: Sequence[str]) -> ByPath:
-        """The expressions that decide for some of these paths."""
-        deciding = sorted({i for path in paths if (i := self.index_of(path)) is not None})
-        return ByPath(tuple(self.patterns[i] for i in deciding), tuple(self.numbers[i] for i in deciding))
+    def for_paths(self, paths: Sequence[str]) -> ByPath:
+        """The numbers without those of expressions that apply to none of these paths."""
+        applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
+        return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
     def at(self, name: str, path: str, array: Any) -> Any:
         """The number, or the axes, of the field ``name`` for the array at ``path``."""
@@ -321,15 +334,15 @@ class ByPath:
             raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
         return self.numbers[i]
 
-    def require_all_decide(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression decides for one of these paths."""
-        deciding = self.of(paths).patterns
-        for pattern in [pattern for pattern in self.patterns if pattern not in deciding]:
+    def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
+        """Requires that each expression applies to at least one of these paths."""
+        applying = self.for_paths(paths).patterns
+        for pattern in [pattern for pattern in self.patterns if pattern not in applying]:
             path = next((path for path in paths if re.fullmatch(pattern, path)), None)
             if path is None:
-                raise ValueError(f"{who} for {pattern!r}, but {why_nothing(pattern, paths)}")
+                raise ValueError(f"{who} for {pattern!r}, but {why_none_selected(pattern, paths)}")
             first = next(other for other in self.patterns if re.fullmatch(other, path))
-            raise ValueError(f"{who} for {decides_nothing(pattern, path, first)}")
+            raise ValueError(f"{who} for {why_never_applies(pattern, path, first)}")
 
 
 config.register_class(ByPath)
@@ -337,7 +350,7 @@ config.register_class(ByPath)
 
 @dataclass(frozen=True, repr=False)
 class ByArray:
-    """A function that returns the number for a path and an array (or its type)."""
+    """A function that returns the number for a path and the type of an array."""
 
     function: Callable[[str, Any], Any]
     check: Check = dataclasses.field(compare=False)
@@ -347,28 +360,30 @@ class ByArray:
         return config.code(self.function)
 
     def at(self, name: str, path: str, array: Any) -> Any:
-        """The number for an array; the function gets its shape and dtype only."""
+        """The number of the field ``name`` for an array, of which the function gets only the shape and dtype."""
         try:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It takes the path, and "
-                f"the shape and dtype of the array without its numbers."
+                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It is called with the path, "
+                f"and with the array's shape and dtype but without its numbers."
             ) from error
         return self.check(number, self.who, f"{name} at {path!r}")
 
 
 def by_array(check: Check) -> Check:
-    """A check that also takes a number for each array, as described at :class:`Perturbation`."""
+    """A check that also accepts different numbers for different arrays, each of which ``check`` must accept.
+
+    They are given as described at :class:`Perturbation`.
+    """
 
     def check_each(value: Any, who: str, name: str) -> Any:
-        """The number, or the numbers by path or by a function of path and array, each of which ``check`` takes."""
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):
             return _check_by_path(value, who, name, check)
-        # A function of one argument is a schedule.
-        takes_array = callable(value) and takes(value, 2, unsure=False)
+        # A function of one argument is taken for a schedule, which `check` refuses.
+        takes_array = callable(value) and can_take(value, 2, if_unknown=False)
         return ByArray(value, check, who) if takes_array else check(value, who, name)
 
     return check_each
@@ -376,7 +391,7 @@ def by_array(check: Check) -> Check:
 
 @dataclass(frozen=True)
 class AxesByPath:
-    """A check of axes that accepts a dict too: axes for each regular expression for paths."""
+    """A check of axes that also accepts a dict from regular expressions for paths to axes."""
 
     check: Check
 
@@ -385,29 +400,30 @@ class AxesByPath:
         return _check_by_path(value, who, name, self.check) if varies else self.check(value, who, name)
 
 
-def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
-    """The one answer for all arrays, or answers by path; with ``several``, by path in any case.
+def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
+    r"""The value of a field that is to have ``values`` at the arrays of these paths.
 
-    Numbers in paths stand for any number, where all arrays with such a path have that answer.
+    It is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
+    match any numbers in a path, as ``layers/\d+/kernel`` does, if all of ``paths`` that they match have the same value.
     """
-    if len(set(answers.values())) == 1 and not several:
-        return next(iter(answers.values()))
-    patterns_of_answer = dict[Any, dict[str, None]]()  # a dict without values is a set in order
-    for path, answer in answers.items():
-        patterns_of_answer.setdefault(answer, {})[_widest_pattern(path, answers, paths)] = None
-    return ByPath(tuple(map("|".join, patterns_of_answer.values())), tuple(patterns_of_answer))
+    if len(set(values.values())) == 1 and not several:
+        return next(iter(values.values()))
+    patterns_of_value = dict[Any, dict[str, None]]()  # The inner dicts are ordered sets.
+    for path, value in values.items():
+        patterns_of_value.setdefault(value, {})[_widest_pattern(path, values, paths)] = None
+    return ByPath(tuple(map("|".join, patterns_of_value.values())), tuple(patterns_of_value))
 
 
-def _widest_pattern(path: str, answers: Mapping[str, Any], paths: Sequence[str]) -> str:
-    """The expression for a path with any numbers in it, if all such paths have its answer; else for the path alone."""
+def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
+    """An expression for ``path`` with any numbers in it, or for ``path`` alone if such paths have different values."""
     pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
     similar_paths = [other_path for other_path in paths if re.fullmatch(pattern, other_path)]
-    has_one_answer = all(other in answers and answers[other] == answers[path] for other in similar_paths)
-    return pattern if has_one_answer else re.escape(path)
+    has_one_value = all(other in values and values[other] == values[path] for other in similar_paths)
+    return pattern if has_one_value else re.escape(path)
 
 
 def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
-    """Numbers by regular expressions, each of which ``check`` takes, in the form that a stage holds."""
+    """A dict from regular expressions to numbers as a :class:`ByPath`, after ``check`` of each number."""
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
@@ -418,15 +434,15 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     return ByPath(tuple(value), numbers)
 
 
-def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves that have a number in each field that gives numbers by path.
+def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves that have a number in each of these fields; a field by path may have none for a leaf.
 
     Raises:
-      ValueError: If an expression decides for no path.
+      ValueError: If an expression applies to none of the leaves.
     """
     kept = list(leaves)
-    for name, value in numbers.items():
+    for name, value in fields.items():
         if isinstance(value, ByPath):
-            value.require_all_decide(f"{who} got {name}", [leaf.path for leaf in kept])
+            value.require_all_apply(f"{who} got {name}", [leaf.path for leaf in kept])
             kept = [leaf for leaf in kept if value.matches(leaf.path)]
     return kept

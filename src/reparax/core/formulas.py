@@ -1,7 +1,10 @@
 """``update``, ``update_base``, ``penalty`` and ``log_det``: formulas of stages, called at the sites of a plan.
 
-Each stage computes its own from the arrays that it reads, those after the steps before. New values are written to the
-raw tree; numbers are added up.
+The formulas of a stage read the arrays that the steps before it compute. ``update`` and ``update_base`` write the new
+values to the raw tree; ``penalty`` and ``log_det`` add up one number for each site.
+
+A *free* value is trained; a *fixed* one changes only in ``update`` and ``update_base``. A *base* is a fixed array to
+which the free values of a stage are relative, as in ``Orthogonal``.
 """
 
 from __future__ import annotations
@@ -26,28 +29,32 @@ from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_ine
 
 
 def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
-    """The raw tree after one training step, of which the fixed values know."""
+    """The raw tree with its fixed values advanced by one training step.
+
+    ``grads`` are the gradients of the loss with respect to the effective tree.
+    """
 
     def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """The new values at each site; none if the stage takes a gradient or a key that is not given."""
+        """The new values at each site of step ``i``. Nothing if the stage needs a gradient or key that is not given."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
             return
-        slopes = _grads_after(who, plan, i, arrays, grads) if takes_grad else {}
+        grads_at = _output_grads(who, plan, i, arrays, grads) if takes_grad else {}
         for site, key_here in zip(step.sites, _update_keys(step, key) if takes_key else repeat(None), strict=False):
-            slopes_of_arrays = {name: slopes.get(place, 0.0) for name, place in site.arrays.items()} if slopes else {}
+            grads_here = {name: grads_at.get(place, 0.0) for name, place in site.arrays.items()} if grads_at else {}
             with locate_errors(site.who):
-                values = site.stage._update_at(site, site.read(arrays), slopes_of_arrays, key_here)
+                values = site.stage._update_at(site, site.read(arrays), grads_here, key_here)
             yield values
 
     return _change_values("update", plan, new_values)
 
 
 def advance_bases(plan: Plan) -> Flat:
-    """The raw tree with each base at the current point."""
+    """The raw tree with the base of each stage moved to the current point."""
 
     def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
+        """The new values at each site of step ``i``."""
         for site in plan.steps[i].sites:
             with locate_errors(site.who):
                 values = site.stage._update_base_at(site, site.read(arrays))
@@ -57,9 +64,10 @@ def advance_bases(plan: Plan) -> Flat:
 
 
 def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
-    """The raw tree with new values of each stage that does something in a method.
+    """The raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
 
-    ``new_values`` gives those at each site of a step, by its number, from the arrays that the stage reads.
+    ``new_values(i, arrays)`` yields the new values at each site of step ``i``, where ``arrays`` are those that the step
+    reads. Later stages read the new values.
     """
     raw = dict(plan.raw.arrays)
     for i, step in enumerate(plan.steps):
@@ -72,9 +80,10 @@ def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], 
 
 
 def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, values: RawValues, *, free: bool) -> None:
-    """Writes the fixed values at a site (and the free ones, if ``free``) that are not those of ``arrays`` to ``raw``.
+    """Writes the new fixed values of a site to ``raw``; the new free values too, if ``free`` is true.
 
-    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
+    A value is new if it is another object than the one in ``arrays``. No numbers are compared, as they may be traced; a
+    formula that leaves a value unchanged returns the same object.
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
@@ -90,26 +99,26 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
 
 
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
-    """The key with which ``update`` draws at each site, or the keys of its stacked arrays."""
+    """The key for ``update`` at each site, or a batch of keys if the array there is a stack of arrays."""
     draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
-    # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
+    # If the user passes the key of `init` again, the numbers that chose the first mask must not choose the next one.
     keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
     for site, key_here in zip(step.sites, keys, strict=True):
-        yield keys_of_stack(key_here, step.made[site.arrays["w"]], site.stage.stacked_axes)
+        yield keys_of_stack(key_here, step.output_types[site.arrays["w"]], site.stage.stacked_axes)
 
 
-def _grads_after(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
-    """The gradient with respect to the output of a step, from that of the effective tree."""
+def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
+    """The gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree."""
     after = run_steps(plan.steps[i : i + 1], arrays)
-    moving = {place: after[place] for place, made in plan.steps[i].made.items() if is_inexact(made)}
+    outputs = {place: after[place] for place, x in plan.steps[i].output_types.items() if is_inexact(x)}
 
-    def run_later(moving: dict[Names, Any]) -> tuple[list[Any], list[str]]:
-        effective = run_steps(plan.steps[i + 1 :], after | moving)
+    def run_later(outputs: dict[Names, Any]) -> tuple[list[Any], list[str]]:
+        effective = run_steps(plan.steps[i + 1 :], after | outputs)
         paths, leaves, _ = flatten_with_names(nest(plan.effective_of(effective)))
         places = inexact_places(leaves)
         return [leaves[i] for i in places], [path_text(paths[i]) for i in places]
 
-    effective_leaves, pullback, paths = jax.vjp(run_later, moving, has_aux=True)
+    effective_leaves, pullback, paths = jax.vjp(run_later, outputs, has_aux=True)
     return pullback(_match_grads(who, paths, effective_leaves, grads))[0]
 
 
@@ -127,7 +136,10 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
 
 
 def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
-    """The gradient of an effective array, in its dtype; an error if it has another shape, or is complex alone."""
+    """The gradient of an effective array, cast to its dtype.
+
+    Raises an error for a gradient of another shape, or a complex gradient of a real array.
+    """
     if not is_array(grad) or grad.shape != w.shape:
         text = f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
         found = "none" if grad is None else text
@@ -143,14 +155,18 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
 
 
 def total_penalty(plan: Plan) -> Array:
-    """The sum of the penalties."""
+    """The sum of the penalties of all stages."""
     return add_up([_total("penalty", step.sites, arrays) for step, arrays in _arrays_before(plan)])
 
 
 def total_log_det(plan: Plan) -> Array:
-    """The sum of the log-determinants over the trainable values."""
+    """The sum of the log-determinants of all stages, over the arrays with trainable values.
+
+    If an array has more entries than free values, some entries are determined by others, as in a symmetric matrix. A
+    later stage would count them too, so it raises an error.
+    """
     log_dets = list[Array]()
-    producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
+    dependent = dict[Names, Any]()  # for each array with entries that are determined by others, its stage
     trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]
     free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
     for step, arrays in _arrays_before(plan):
@@ -158,16 +174,17 @@ def total_log_det(plan: Plan) -> Array:
         free_sites = [site for site in step.sites if not free_places.isdisjoint(site.arrays.values())]
         for site in free_sites:
             with locate_errors(site.who):
-                _require_free(site.free_values, free_places, producers)
+                _require_independent(site.free_values, free_places, dependent)
             n_values = _count_numbers(arrays[place] for place in site.free_values.values())
-            if site.stage.overcomplete or n_values < _count_numbers(step.made[place] for place in site.arrays.values()):
-                producers |= dict.fromkeys(site.arrays.values(), step.stage)
+            n_entries = _count_numbers(step.output_types[place] for place in site.arrays.values())
+            if site.stage.overcomplete or n_values < n_entries:
+                dependent |= dict.fromkeys(site.arrays.values(), step.stage)
         log_dets.append(_total("log_det", free_sites, arrays))
     return add_up(log_dets)
 
 
 def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
-    """Each step, with the arrays that it reads."""
+    """Yields each step, together with the raw arrays and those that the earlier steps computed."""
     arrays: Arrays = plan.raw.arrays
     for i, step in enumerate(plan.steps):
         arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)
@@ -175,7 +192,7 @@ def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
 
 
 def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
-    """The sum of a formula over sites."""
+    """The sum of a formula, ``"penalty"`` or ``"log_det"``, over sites."""
     totals: list[Array] = []
     for site in sites:
         with locate_errors(site.who):
@@ -184,7 +201,7 @@ def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
 
 
 def _require_bijection(stage: Any) -> None:
-    """Requires a stage that defines its log-determinant."""
+    """Requires that a stage defines its log-determinant."""
     if not stage._defines("log_det"):
         raise ValueError(
             f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
@@ -193,22 +210,25 @@ def _require_bijection(stage: Any) -> None:
         )
 
 
-def _require_free(values: Mapping[str, Names], free_places: set[Names], producers: Mapping[Names, Any]) -> None:
-    """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others."""
+def _require_independent(values: Mapping[str, Names], free_places: set[Names], dependent: Mapping[Names, Any]) -> None:
+    """Requires that all entries of the values can vary independently, as the formula of the log-determinant assumes.
+
+    A frozen value cannot vary; entries that an earlier stage computes may be determined by others.
+    """
     for name, place in values.items():
         if place not in free_places:
             raise ValueError(
-                f"expected that all values of an array train, or none, but {name!r} is frozen, and the log-determinant "
-                f"counts all. Freeze the others too, or train {name!r}."
+                f"expected all values of an array to be trained, or none, but {name!r} is frozen, and the "
+                f"log-determinant counts all of them. Freeze the others too, or train {name!r}."
             )
-        if place in producers:
+        if place in dependent:
             raise ValueError(
-                f"expected entries that are all free, but some of those that {producers[place]!r} gives follow from "
-                f"others, and the log-determinant would count them too. Put the stage before {producers[place]!r} in "
-                f"the chain, or write one stage for both with a log_det_leaf."
+                f"expected entries that are all independent, but {dependent[place]!r} computes some that are "
+                f"determined by others, and the log-determinant would count these too. Put the stage before "
+                f"{dependent[place]!r} in the chain, or write one stage for both with a log_det_leaf."
             )
 
 
 def _count_numbers(arrays: Iterable[Any]) -> int:
-    """The number of real numbers in arrays."""
+    """How many real numbers the arrays hold; a complex entry counts as two."""
     return sum(math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1) for x in arrays)

@@ -1,4 +1,9 @@
-"""Stages on several arrays together."""
+"""Stages whose formula takes several arrays at once, such as the kernel and the bias of a layer.
+
+The arrays that one call of the formula takes are a group. With ``Joint.arrays``, there is a group for each text that
+the expressions capture, such as one per layer. Otherwise, all arrays that the stage selects form one group. Each group
+is one :class:`Site`, and inside of it the formula knows the arrays by the names in ``arrays``, or by their paths.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core import checks
-from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core.axes import find_axes, has_words, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.calls import CallName
 from reparax.core.config import code
 from reparax.core.leafwise import Leafwise, reader
@@ -23,31 +28,31 @@ from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
-from reparax.core.where import check_where, why_nothing
+from reparax.core.where import check_where, why_none_selected
 from reparax.numerics.arithmetic import is_inexact, widened
 
 
 class Joint(Leafwise):
     """A stage whose formula takes several arrays and returns several.
 
-    Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
-    for the names in ``arrays``; it may write ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
+    A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
+    the names in ``arrays``, and optionally ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
     stored in its own place, under the marker ``@kind``, so other stages, labels and weight decay find them under its
-    path. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`. It
-    draws no noise.
+    path. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`.
+    The stage cannot draw noise.
 
     Args:
-      arrays: For each name of the formula a regular expression that the array's whole path must match. Arrays whose
-        expressions capture the same text in parentheses form a group, and the formula is applied to each group, for
-        example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where`` selects
-        are one group, by their paths in the raw tree, such as for one ranking of all weights.
-      where: As for :class:`Perturbation`, if there are no ``arrays``.
-      stacked: As for :class:`Perturbation`, the same axes in all arrays of a group: the formula is applied to each
-        index separately. Set it for layers that are stacked in one array, as under a scan; otherwise the formula treats
+      arrays: For each name in the formula, a regular expression that the whole path of the array must match. Arrays
+        whose expressions capture the same text in parentheses form a group, and the formula is applied to each group,
+        for example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where``
+        selects form one group, with their paths in the raw tree as names, as for one ranking of all weights.
+      where: As for :class:`Perturbation`. Only without ``arrays``.
+      stacked: As for :class:`Perturbation`, with the same axes in all arrays of a group: the formula is applied to each
+        index separately. Set it for layers that are stacked in one array, as under a scan. Otherwise the formula treats
         them as one array, so a gain, for example, would be one number for all layers.
 
     Raises:
-      TypeError: If ``arrays`` is of another form, or if a class sets ``stochastic``.
+      TypeError: If ``arrays`` is not such a dict, or if a class sets ``stochastic``.
       ValueError: If both ``arrays`` and ``where`` are given, or ``stacked`` without ``arrays``.
 
     Example:
@@ -93,7 +98,7 @@ class Joint(Leafwise):
             )
 
     def __post_init__(self) -> None:
-        """Checks ``arrays`` and what is given beside it, and keeps it in a form that has a hash."""
+        """Checks ``arrays`` and the arguments that exclude it, and stores it as a tuple, which is hashable."""
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
@@ -102,36 +107,36 @@ class Joint(Leafwise):
             )
         if self.arrays is not None and self.where is not None:
             raise ValueError(
-                f"{type(self).__name__} got where={code(self.where)} beside arrays, whose expressions select "
-                f"alone. Leave one of them out."
+                f"{type(self).__name__} got where={code(self.where)} as well as `arrays`, whose expressions already "
+                f"select the arrays. Leave out one of the two."
             )
         if self.arrays is not None:
             object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
-        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
+        """The raw values for each name, for which ``apply_leaves`` returns ``arrays``, or the nearest that it can."""
 
     @abstractmethod
     def apply_leaves(self, values: RawValues) -> dict[str, Array]:
-        """For each name its effective array, from the raw values of all names, fixed ones included."""
+        """The effective array for each name, from the raw values of all names, fixed ones included."""
 
     def update_leaves(self, values: RawValues) -> RawValues:
-        """For each name the fixed values that change in one training step."""
+        """The fixed values that change in one training step, for each name that has any."""
         return {}
 
     def penalty_leaves(self, values: RawValues) -> Array:
-        """The penalty: a scalar."""
+        """The penalty for one group, to add to the loss: one number."""
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Each group that ``arrays`` joins, or without it all that ``where`` selects."""
+        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects."""
         who = CallName(self, method)
         if self.arrays:
-            leaves = tree.leaves() if method == "init" else self._nodes(who, self._leaves_with_nodes(who, tree))
+            leaves = tree.leaves() if method == "init" else self._intact_nodes(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method == "init":
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
@@ -142,8 +147,8 @@ class Joint(Leafwise):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
-    def _nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The marker dicts among leaves, in each of which there are only values."""
+    def _intact_nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves that are marker dicts. Raises an error if one of them holds anything but values."""
         nodes = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in nodes:
             with checks.locate_errors(who.at(leaf.path)):
@@ -151,13 +156,13 @@ class Joint(Leafwise):
         return nodes
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
-        """The stage at arrays that its expressions join, with their stacked axes as numbers."""
+        """The site of one group, with the stage for these arrays, whose stacked axes are numbers."""
         who = who.at(*(leaf.path for leaf in group.values()))
         with checks.locate_errors(who):
             axes = {name: find_axes(self.stacked, leaf) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
             if who.method == "init":
-                _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
+                _require_equal_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
@@ -169,28 +174,32 @@ class Joint(Leafwise):
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The raw values at which the arrays of one group start."""
+        """The initial raw values of the arrays of one group."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
-        checks.require_start(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
+        checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """The arrays of one group, from the raw values of all of them."""
+        """The effective arrays of one group."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
+        """Requires raw values with the names and shapes that ``init_leaves`` gives for arrays of these types.
+
+        Nothing is checked if ``init_leaves`` cannot be traced, or if the stage may change the type of the arrays.
+        """
         if self.changes_type:
             return
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init` needs numbers
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaves` needs numbers, not types
             expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), dict(effective))
             for name, values_of_one in values.items():
                 checks.require_fit(values_of_one, expected[name])
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The fixed values of the arrays that ``update_leaves`` changes."""
+        """The new values that ``update_leaves`` returns for one group."""
 
         def checked_update(values: RawValues) -> RawValues:
             new_values = self.update_leaves(values)
@@ -202,7 +211,7 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The number of one group, of values in float32 or wider."""
+        """The number that ``penalty_leaves`` returns for one group, from values in float32 or wider."""
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, _as_dicts(values))
 
         def number_of_group(values: RawValues) -> Array:
@@ -213,11 +222,11 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, number_of_group)(wide_values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """The stage with its stacked axes as numbers, which are the same in all groups."""
-        if self.arrays is None or not are_words(self.stacked):
+        """The stage with its stacked axes as numbers, which must be the same in all groups."""
+        if self.arrays is None or not has_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
-        roles = {leaf.path: leaf.told for group in groups for leaf in group.values()}
+        roles = {leaf.path: leaf.network_role for group in groups for leaf in group.values()}
         stacked = {path: () if role is None else role.stacked for path, role in roles.items()}
         with checks.locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
@@ -226,58 +235,68 @@ class Joint(Leafwise):
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
-        """For each group of captured texts, the leaf of each name."""
+        """The groups of leaves whose expressions capture the same text, each by the names in ``arrays``."""
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
         groups = dict[Any, dict[str, Leaf]]()
         name_of_place = dict[Names, str]()
         for name, expression in self.arrays:
-            for leaf, texts in _captures(who, name, expression, leaves):
-                group = groups.setdefault(texts, {})
+            for leaf, captured in _matches(who, name, expression, leaves):
+                group = groups.setdefault(captured, {})
                 if name in group:
                     raise _second_array_error(who, leaf, name, f"{name!r} at {group[name].path!r}")
                 if leaf.place in name_of_place:
                     raise _second_array_error(who, leaf, name, f"it for {name_of_place[leaf.place]!r}")
                 group[name], name_of_place[leaf.place] = leaf, name
         for group in groups.values():
-            _require_names(who, group, [name for name, _ in self.arrays])
+            _require_complete(who, group, [name for name, _ in self.arrays])
         return list(groups.values())
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """The raw values of each array in a dict of their own, which a formula may change."""
+    """A copy of the raw values, whose dicts a formula may modify."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 
-def _captures(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
-    """Each leaf whose path matches the expression of a name, and the texts that it captures; an error if none does."""
+def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
+    """The leaves whose paths match an expression, each with the texts that it captures there.
+
+    Raises:
+      ValueError: If the expression matches no path.
+    """
     matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
     captures = [(leaf, match.groups()) for leaf, match in matches if match]
     if not captures:
-        why = why_nothing(expression, [leaf.path for leaf in leaves])
+        why = why_none_selected(expression, [leaf.path for leaf in leaves])
         raise ValueError(f"{who} found no array for {name!r}: {why}")
     return captures
 
 
 def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
-    """The error for an array of a name that its group has already, or that has another name."""
+    """The error if an array matches for a name that its group already has, or if it already has another name.
+
+    ``occupant`` is the end of the sentence "... but already has".
+    """
     return ValueError(
-        f"{who} found {leaf.path!r} for {name!r}, but has {occupant} already. Capture in parentheses "
+        f"{who} found {leaf.path!r} for {name!r}, but already has {occupant}. Capture in parentheses "
         f"what differs between layers, and put the stage after those that split an array."
     )
 
 
-def _require_names(who: object, group: Mapping[str, Leaf], names: Sequence[str]) -> None:
-    """Requires an array of each name in a group."""
+def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[str]) -> None:
+    """Requires that a group has an array for each name."""
     if lacking := [name for name in names if name not in group]:
         name, leaf = next(iter(group.items()))
         raise ValueError(
-            f"{who} found {leaf.path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
+            f"{who} found {leaf.path!r} for {name!r}, but no array for {lacking[0]!r} that captures the same "
             f"text. Narrow the expressions to the layers that have all of {names}."
         )
 
 
 def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """The stacked axes of several arrays, which have to be the same; ``source`` says in errors what the stage has."""
+    """The stacked axes that several arrays have in common. Raises an error if they differ.
+
+    ``source`` ends the first sentence of the error, such as " for stacked='layers'", or is empty.
+    """
     if len(set(stacked_by_name.values())) > 1:
         raise ValueError(
             f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack them along the same "
@@ -286,19 +305,22 @@ def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -
     return next(iter(stacked_by_name.values()))
 
 
-def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
-    """Requires the stacked axes in each array, of one size in all of them."""
+def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
+    """Requires that all arrays have the stacked axes, with the same sizes."""
     sizes = {name: None if stacked_axes_error(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
     if None in sizes.values() or len(set(sizes.values())) > 1:
         shapes = {name: w.shape for name, w in arrays.items()}
         raise ValueError(
-            f"expected as many layers along stacked={stacked} in each array, got shapes {shapes}. Give the axes along "
-            f"which all of them are stacked."
+            f"expected the same number of layers along stacked={stacked} in each array, got shapes {shapes}. Give the "
+            f"axes along which all of them are stacked."
         )
 
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """A dict as a tuple of its items, which is hashable."""
+    """The items of a dict of names and regular expressions in a tuple, which is hashable. Raises an error otherwise.
+
+    It also takes such a tuple, so that a stage can be rebuilt from its own fields.
+    """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):
         raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
@@ -308,5 +330,5 @@ def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
 
 
 def _is_named_expression(item: Any) -> bool:
-    """Whether an item is a pair of texts."""
+    """Whether an item is a pair of strings."""
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(part, str) for part in item)

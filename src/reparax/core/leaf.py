@@ -1,4 +1,10 @@
-"""The base classes of stages with a formula on one array."""
+"""The base classes of stages with a formula on one array: ``Perturbation`` and ``Reparametrization``.
+
+A subclass writes formulas such as ``apply_leaf``, which know neither the rest of the tree nor stacked axes. The methods
+here whose names end in ``_at`` call them at a :class:`Site`, the place of one array in the raw tree, map them over
+stacked arrays, and check what they return. ``call_once_per_type`` traces a formula once for all arrays of the same
+shapes and dtypes, so that a model with a hundred equal layers does not trace it a hundred times.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core import checks, config
-from reparax.core.calls import CallName, takes
+from reparax.core.calls import CallName, can_take
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.leafwise import Leafwise, read_values
 from reparax.core.paths import has_symbols, type_of
@@ -34,27 +40,27 @@ class Perturbation(Leafwise):
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
     itself. It may set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2`` to exclude
-    vectors, biases and scales by default, and ``straight_through = True`` if its gradient is not that of its formula. A
-    chain with perturbations and the same chain without them have the same raw structure, so they can share optimizer
-    states and checkpoints.
+    vectors, biases and scales by default, and ``straight_through = True`` if its gradient is not that of its formula.
+    Adding perturbations to a chain, or removing them, does not change the structure of the raw tree, so optimizer
+    states and checkpoints still fit.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate ``(path, array)
         -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with an ``@``, such
         as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every floating or complex
         array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the stage sets another
-        number. With two or more, arrays with the usual names of biases and scales are excluded: ``bias`` (alone or as a
-        part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
-      stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index separately,
-        with separate noise. By number, counted from the front, or by name; several as a tuple. Other arguments do not
-        count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)`` count as matrices whose ``axis=0``
-        is ``in``. Default: none.
+        number. If it is two or more, arrays with the usual names of biases and scales are excluded: ``bias`` (alone or
+        as a part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``, ``gain``.
+      stacked: Axes along which independent arrays are stacked, such as the layers under a scan: the stage acts on each
+        index separately, with separate noise. Give an axis by number, counted from the front, or by name, and several
+        as a tuple. Other arguments do not count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)``
+        count as matrices whose ``axis=0`` is ``in``. Default: none.
 
-    If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
-    array: a dict of regular expressions that must match the whole path, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``, of
-    which the first that matches decides, and where the stage does not act on arrays that none matches; or a function
-    ``(path, array) -> number``, which may look at the array's shape and dtype. A field of your own stage takes these if
-    you declare it with :func:`number_field`.
+    A strength, such as a std, a rate, a factor, an alpha or a sparsity, can differ between arrays. Pass a dict of
+    regular expressions, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``: the first one that matches the whole path decides,
+    and the stage does not act on arrays that none of them matches. Or pass a function ``(path, array) -> number``,
+    which may look at the array's shape and dtype. A field of your own stage takes these if you declare it with
+    :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -73,10 +79,10 @@ class Perturbation(Leafwise):
     stochastic: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Requires an ``apply_leaf`` that takes a key."""
+        """Requires that ``apply_leaf`` takes a key."""
         super().__init_subclass__(**kwargs)
         formula: Any = cls.__dict__.get("apply_leaf")
-        if inspect.isfunction(formula) and not takes(formula, 3, unsure=True):
+        if inspect.isfunction(formula) and not can_take(formula, 3, if_unknown=True):
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(formula))}, but is called with (self, "
                 f"w, key). Take a key, even if the stage is not random."
@@ -84,19 +90,19 @@ class Perturbation(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """The effective array of ``w``, of the same shape and dtype."""
+        """The effective array for ``w``. It must have the same shape and dtype."""
 
     def mean_leaf(self, w: Array) -> Array:
         """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Each array that the stage takes, and changes in place."""
+        """A site for each array that the stage selects. The effective array is stored at the place of the array."""
         pairs = self._arrays_and_stages(method, tree)
         return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The array that the formula makes of ``w``; without a key, its mean over all keys."""
+        """The effective array for ``w``. If the stage is random and no key is given, this is the mean over all keys."""
         w, is_mean = values["w"]["w"], self.stochastic and key is None
         if is_mean:
             effective = self._map_stacked(self.mean_leaf)(w)
@@ -107,7 +113,7 @@ class Perturbation(Leafwise):
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
-        """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
+        """The array with noise that has already been drawn, for a stage with ``draws_by_type``."""
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
 
@@ -125,24 +131,23 @@ class Reparametrization(Leafwise):
     ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. If the
-    start is random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf`` a subclass may define
-    ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set one more attribute:
-
-    - ``raw_values``: what each raw value is,
-      ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on
-      main values, under the parameter's own path; auxiliary values train too, fixed ones do not. Default: all values
-      are main;
+    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the set of arrays that ``apply_leaf`` can return. If
+    the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf`` a subclass may
+    define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also set ``raw_values``, which
+    declares what each raw value is:
+    ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on main
+    values, under the parameter's own path. Auxiliary values are trainable too, and fixed ones are not. Default: all
+    values are main.
 
     With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
-    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead; ``init`` inverts the
-    mean. The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``, and ``log_det_leaf(values)``, for a bijection,
-    to ``p.log_det(raw)``.
+    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` inverts the mean.
+    The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``, and ``log_det_leaf(values)``, for a bijection, to
+    ``p.log_det(raw)``.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
       stacked: As for :class:`Perturbation`. The stacked axes of each raw value are at the same positions as in the
-        array; if the raw value has too few axes, as near to these as possible.
+        array, or as close as possible if the raw value has too few axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -159,21 +164,20 @@ class Reparametrization(Leafwise):
     """
 
     overcomplete: ClassVar[bool] = False
-    """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
-    ``Simplex``, which add up to 1."""
+    """Whether some entries of an effective array follow from the others, although it has as many raw values as entries:
+    the probabilities of ``Simplex``, for example, add up to 1."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Requires that the formulas of a new class can be called with what they take."""
+        """Checks the signatures of a class's formulas, and defines ``apply_leaf`` if it has only ``terms_leaf``."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
-        _arguments_of_update(cls)
-        _require_arguments(cls)
+        _require_signatures(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """The raw values whose effective array is ``w``, or the nearest one to it.
+        """The raw values whose effective array is ``w``, or the array of the image nearest to it.
 
-        A random start also takes a ``key``, and ``init`` then needs one.
+        If the initial values are random, it takes a ``key`` after ``w``, and ``init`` then requires one.
 
         Raises:
           TypeError: If the class does not define it.
@@ -182,17 +186,16 @@ class Reparametrization(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """The effective array of the raw values, including fixed ones; a stochastic stage takes a key after them.
+        """The effective array for the raw values, fixed ones included. A stochastic stage takes a key after them.
 
         If a stage defines only ``terms_leaf``, this is the sum of the terms.
         """
 
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
-        """The effective array as a sum of terms, which :func:`factored` does not form.
+        """The terms whose sum is the effective array. :func:`factored` uses them without forming that sum.
 
-        It takes what ``apply_leaf`` takes, ``(values)`` or ``(values, key)``, and the sum equals that array. You do not
-        need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: reparax then finds the terms
-        itself.
+        It takes the same arguments as ``apply_leaf``, ``(values)`` or ``(values, key)``. You do not need it if
+        ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: reparax then finds the terms itself.
 
         Raises:
           TypeError: If the class does not define it.
@@ -208,22 +211,19 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """The penalty for the raw values of one array, such as a KL divergence from a prior, to add to the loss.
-
-        The result is one number.
-        """
+        """The penalty for the raw values of one array, such as a KL divergence from a prior: one number."""
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         r"""The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection.
 
-        A stage that defines it has :meth:`Parametrization.log_det`, which samplers need. The result is one number. If
-        entries of an array follow from the others, as in a symmetric matrix, leave them out of the derivative; no later
-        stage of the chain can then have a log-determinant.
+        The result is one number. A stage that defines it supports :meth:`Parametrization.log_det`, which samplers need.
+        If some entries of an array follow from the others, as in a symmetric matrix, leave them out of the derivative.
+        No later stage of the chain can then have a log-determinant.
 
         Example:
-          The Cholesky factor L of a correlation matrix: its rows have length 1, so the entries below its diagonal are
-          free. Each is a share, from -1 to 1, of the length that the entries to the left of it leave:
+          The Cholesky factor L of a correlation matrix. Its rows have length 1, so only the entries below its diagonal
+          are free. Each is a share, from -1 to 1, of the length that the entries to its left leave over:
 
           >>> import jax, jax.numpy as jnp, reparax as rpx
           >>> class CorrelationFactor(rpx.Reparametrization):
@@ -256,10 +256,10 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """The new fixed values after one training step, from the current values, as computed by earlier stages.
+        """The fixed values that change in a training step, from the current values, as earlier stages compute them.
 
-        It must not return free values, unless the class sets ``moves_weights = True``, and none of another shape or
-        dtype.
+        The new values must keep their shapes and dtypes. Free values may be among them only if the class sets
+        ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
         effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
@@ -268,7 +268,10 @@ class Reparametrization(Leafwise):
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Raw values of the same effective array and of the same types, with the base at the current point."""
+        """Raw values for the same effective array, with the base moved to the current point.
+
+        The new values must keep their shapes and dtypes.
+        """
         return values
 
     @property
@@ -282,85 +285,88 @@ class Reparametrization(Leafwise):
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        return _arguments_of_update(type(self))
+        return tuple(name for name in inspect.signature(self.update_leaf).parameters if name in ("grad", "key"))
 
     @property
     def _init_takes_key(self) -> bool:
-        return _takes_key(type(self))
+        return _init_leaf_takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
-        return rewrites(type(self), f"{verb}_leaf")
+        return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Each array that the stage takes, or after ``init`` the raw values of each."""
-        who, call = CallName(self, method), _caller(self)
+        """A site for each array that the stage selects: at the array, or after ``init`` at its raw values."""
+        who, call = CallName(self, method), _formula_caller(self)
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
             for leaf, stage in pairs:
-                self._require_readable(stage, leaf)
+                self._require_readable_stack(stage, leaf)
         else:
             pairs = self._nodes_and_stages(who, tree)
         return [self._site_at(stage, who.at(leaf.path), leaf, call) for leaf, stage in pairs]
 
-    def _require_readable(self, stage: Self, leaf: Leaf) -> None:
-        """Requires that raw values will tell the axes of stacked layers that the array's layer tells."""
+    def _require_readable_stack(self, stage: Self, leaf: Leaf) -> None:
+        """Requires that later calls, which see only the raw values, can tell the stacked axes from them.
+
+        In ``init``, they came from the layer of the array. ``stage``, the stage for that array, has them.
+        """
         if self._in_place or stage.stacked == self.stacked or not leaf.axes.are_of_layer:
             return
         with checks.locate_errors(CallName(self, "init", (leaf.path,))):
             w = type_of(leaf.content)
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init` needs numbers
-                found = read_values(self, leaf, jax.eval_shape(lambda w: _start_values(stage, w, None), w)).effective
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` needs numbers, not types
+                found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
-                        f"expected raw values that say along which axes layers are stacked, but those of shape "
-                        f"{w.shape} would be read as {found.shape}. Write {replace(self, stacked=stage.stacked)!r}."
+                        f"expected raw values that determine the stacked axes, but those of shape {w.shape} would be "
+                        f"read as {found.shape}. Write {replace(self, stacked=stage.stacked)!r}."
                     )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
-        """The stage of one array, at that array or at its marker dict."""
+        """The site of one array, with the stage for that array."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
         types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
-        return call_once_per_type(_array_without_draw, self, values)
+        return call_once_per_type(_array_or_mean, self, values)
 
-    def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Requires all declared raw values, of the types that ``init`` gives for an array.
+    def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
+        """Requires all declared raw values, of the types that ``init`` would give for an array of this type.
 
-        Nothing more is known if ``init`` needs numbers, or if the effective array has another type than the model's.
+        Types are not compared if ``init_leaf`` cannot be traced, or if the stage may change the type of the array.
         """
-        super()._require_start(types, effective)
+        super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)
-                checks.require_fit(types, start)
+                expected = jax.eval_shape(lambda w: call_once_per_type(_initial_values, self, w, None), effective)
+                checks.require_fit(types, expected)
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The raw values at which the array starts."""
+        """The initial raw values of the array."""
         w = arrays["w"]
-        # Stages of this package are pure, so one program serves all arrays of a type; yours may look at numbers.
+        # The stages of this package are pure, so one program serves all arrays of a type. Others may look at numbers.
         is_ours = config.is_of_package(type(self))
-        call = partial(_call_jitted, _called) if is_ours else site.call
-        return {"w": call(_start_values, self, w, key)}
+        call = partial(_call_jitted, _jitted_call) if is_ours else site.call
+        return {"w": call(_initial_values, self, w, key)}
 
-    def _check_start(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+    def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
         types = {name: type_of(x) for name, x in values["w"].items()}
         effective = jax.eval_shape(lambda values: self._effective(values), types)
         if not self.changes_type:
             checks.require_type("mean_leaf" if self.stochastic else "apply_leaf", effective, arrays["w"])
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The array of the raw values: drawn with a key, and its mean without one."""
+        """The effective array for the raw values: a random one if a key is given, else the mean."""
         if self._in_place:
-            return {"w": _array_without_draw(self, values["w"])}
+            return {"w": _array_or_mean(self, values["w"])}
         if key is None:
-            return {"w": site.call(_array_without_draw, self, values["w"])}
+            return {"w": site.call(_array_or_mean, self, values["w"])}
         return {"w": site.call(_random_array, self, values["w"], key)}
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The values that ``update_leaf`` changes, which gets the gradient and the key if it takes them."""
+        """The new values from ``update_leaf``, which gets the gradient and the key if it takes them."""
         extras = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], extras_of_one: dict[str, Any]) -> dict[str, Array]:
@@ -371,7 +377,7 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(update_one)(values["w"], {name: extras[name] for name in self.update_reads})}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """The values of the array that ``update_base_leaf`` returns, with the base at the current point."""
+        """The new values from ``update_base_leaf``, with the base moved to the current point."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
@@ -381,7 +387,7 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(rebase_one)(values["w"])}
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """What ``penalty_leaf`` or ``log_det_leaf`` returns for the array, of values in float32 or wider."""
+        """The number that ``penalty_leaf`` or ``log_det_leaf`` returns for raw values in float32 or wider."""
         wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
@@ -393,7 +399,7 @@ class Reparametrization(Leafwise):
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """A stage at an array that stays in its place; the raw values of these names are all the array itself."""
+    """The site of a stage that has no markers, so that each of its raw values, by these names, is the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
@@ -410,84 +416,79 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
-    """The names of the required arguments of a method after the values."""
+    """The names of the required arguments that a method takes after ``self`` and the values."""
     is_bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
 
-def _takes_key(cls: type[Any]) -> bool:
-    """Whether the start is random."""
+def _init_leaf_takes_key(cls: type[Any]) -> bool:
+    """Whether ``init_leaf`` takes a key, because the initial values are random."""
     return "key" in inspect.signature(cls.init_leaf).parameters
 
 
-def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
-    """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
+def _require_signatures(cls: type[Any]) -> None:
+    """Requires that the formulas of a class need no arguments other than those that they are called with."""
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
             f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but can have `grad` and `key`. "
             f"Rename the arguments."
         )
-    return tuple(name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key"))
-
-
-def _require_arguments(cls: type[Any]) -> None:
-    """Requires that ``apply_leaf`` and ``init_leaf`` take what they are called with."""
     if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
         raise TypeError(
             f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
     init_leaf: Any = cls.__dict__.get("init_leaf")
-    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _takes_key(cls):
+    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
-            f"w), or with (self, w, key) if it takes a `key`, as a random start does."
+            f"w), or with (self, w, key) if it takes a `key` for random initial values."
         )
 
 
 def _declares_terms(cls: type[Any]) -> bool:
-    """Whether a class has terms beside an ``apply_leaf`` of its own; a subclass that rewrites this one has none."""
-    class_of_terms = _class_that_writes(cls, "terms_leaf")
-    class_of_formula = _class_that_writes(cls, "apply_leaf")
+    """Whether a class defines ``terms_leaf`` next to, or below, an ``apply_leaf`` written by hand.
+
+    If a subclass overrides only ``apply_leaf``, the terms that it inherits no longer add up to the array.
+    """
+    class_of_terms = _defining_class(cls, "terms_leaf")
+    class_of_formula = _defining_class(cls, "apply_leaf")
     if class_of_terms is Reparametrization or class_of_formula.apply_leaf is _apply_terms:
         return False
     return issubclass(class_of_terms, class_of_formula)
 
 
-def _class_that_writes(cls: type[Any], method: str) -> type[Any]:
-    """The class from which ``cls`` inherits a method."""
+def _defining_class(cls: type[Any], method: str) -> type[Any]:
+    """The class that defines a method of ``cls``: ``cls`` itself, or the base from which it is inherited."""
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
-    """``apply_leaf`` of a class that writes only ``terms_leaf``: the sum of the terms."""
+    """``apply_leaf`` for a class that defines only ``terms_leaf``: the sum of the terms."""
     return sum_terms(self.terms_leaf(*args, **kwargs))
-
-
-def rewrites(cls: type, method: str) -> bool:
-    """Whether a class of stages writes a method that its base has too."""
-    return sum(method in vars(base) for base in cls.__mro__) > 1
 
 
 # The formulas over stacked arrays.
 
 
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
-    """``function(stage, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+    """Returns ``function(stage, *arrays)``, where arrays of the same types share one jitted function under tracing.
 
-    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
-    With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
+    This is also done for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and would compile anew in
+    each call what is jitted inside of it. With ``inline``, meant for a few operations on whole arrays, the operations
+    become part of the surrounding program instead of a jitted function in it.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
-        return _call_jitted(_inlined if inline else _called, function, stage, *arrays)
+        return _call_jitted(_inlined_call if inline else _jitted_call, function, stage, *arrays)
     return function(stage, *arrays)
 
 
-def _caller(stage: Any) -> Callable[..., Any]:
-    """How a call of a chain calls formulas of a stage: those of this package are traced once, yours in each call.
+def _formula_caller(stage: Any) -> Callable[..., Any]:
+    """Returns the function with which one call of a chain calls the formulas of a stage.
 
-    Yours may read what has changed since, such as a function that is defined anew. Its operations stand in the program
-    by themselves, as a program in it would be compiled in each eager call.
+    Formulas of this package are traced once per type. Those of others are traced again in each call of the chain,
+    because they may read something that has changed since, such as a function that was redefined. Their operations are
+    inlined, because a jitted function would have to be compiled again in each eager call.
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
@@ -506,47 +507,50 @@ def _is_traced(arrays: Any) -> bool:
 
 
 def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
-    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type."""
-    if stage._exact_text is None:  # the formula may tell apart what equality does not
+    """Returns ``function(stage, *arrays)`` by way of ``jitted``, which is traced once for equal stages and types."""
+    if stage._exact_text is None:  # equal stages may have different formulas
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
 
 def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
-    """``function(stage, *arrays)``, to be traced once for equal arguments, among them ``text``."""
+    """Returns ``function(stage, *arrays)``, with arrays that it returns unchanged marked as such.
+
+    It is jitted with ``text`` as a static argument, which distinguishes stages that compare equal but are not the same.
+    """
     return mark_same(partial(function, stage), *arrays)
 
 
-_called = jax.jit(_call, static_argnums=(0, 1, 2))
-_inlined = inlined(_call, static_argnums=(0, 1, 2))
+_jitted_call = jax.jit(_call, static_argnums=(0, 1, 2))
+_inlined_call = inlined(_call, static_argnums=(0, 1, 2))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
-    """``apply_leaf``, which tells its terms if the class declares them."""
+    """Calls ``apply_leaf``, and records the terms of its result if the class declares them."""
     has_terms = _declares_terms(type(stage))
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if has_terms else stage.apply_leaf(*args)
 
 
-def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """The raw values at which an array starts; a random start without a key is one of those that it may have."""
-    start = stage._map_stacked(stage.init_leaf)
+def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
+    """The initial raw values of an array. If only their types matter, ``key`` may be None even for random ones."""
+    init = stage._map_stacked(stage.init_leaf)
     if stage._init_takes_key:
-        values = start(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
+        values = init(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
     else:
-        values = start(w)
+        values = init(w)
     checks.require_named_arrays("init_leaf", values, stage.raw_values)
     return values
 
 
-def _array_without_draw(stage: Any, values: Mapping[str, Array]) -> Array:
-    """The effective array of raw values; its mean, if it is random."""
+def _array_or_mean(stage: Any, values: Mapping[str, Array]) -> Array:
+    """The effective array for raw values, or its mean if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
     return stage._map_stacked(formula)(dict(values))
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
-    """The random array of raw values."""
-    like = jax.eval_shape(lambda values: _array_without_draw(stage, values), dict(values))
+    """The effective array for raw values, drawn with a key."""
+    like = jax.eval_shape(lambda values: _array_or_mean(stage, values), dict(values))
     keys = keys_of_stack(key, like, stage.stacked_axes)
     effective = stage._map_stacked(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)

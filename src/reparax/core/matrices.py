@@ -1,8 +1,9 @@
-"""Arrays as matrices: which of their axes are rows, and which are columns.
+"""Stages that treat arrays as matrices: some axes are rows, all others are columns.
 
 Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
-attention kernel of ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula runs and
-split again after it, including those of raw values, whose rows and columns have the sizes of the array's.
+attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula
+runs, ``(8, 3, 4) -> (8, 12)``, and split again afterwards. Raw values are treated in the same way: their rows and
+columns have the sizes of the array's. A :class:`Layout` holds these axes and sizes for one array.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS, Numbers
 from reparax.core.values import value_of
 
-AxisGroups = tuple[Numbers, Numbers]  # those of rows, and those of columns
-ValueAxes = tuple[str, ...] | None  # "rows", "columns" and others, as declared; None for the axes of the array itself
+AxisGroups = tuple[Numbers, Numbers]  # the row axes and the column axes
+ValueAxes = tuple[str, ...] | None  # as declared: "rows", "columns" and others; None means the axes of the array itself
 ARRAY = ""
-"""The array itself, beside the names of its raw values."""
+"""The name of the array itself, where others are the names of its raw values."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes of an array, and of its raw values, are merged to those of matrices, and split again.
+    """How the axes of an array and of its raw values are merged to those of matrices, and split again.
 
     Attributes:
       rows: The row axes of the array, in the order in which they are merged.
       columns: The column axes.
-      sizes: The sizes of the axes that are merged: of rows, of columns, and of each other axis of a raw value.
+      sizes: For each axis of the merged matrices, the sizes of the axes that were merged to it. The names are
+        ``"rows"``, ``"columns"``, and those of other axes that raw values declare, such as ``"rank"``.
     """
 
     rows: Numbers
@@ -44,13 +46,16 @@ class Layout:
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
-        """An array, or a raw value, for a formula on matrices."""
+        """Merges the axes of an array or a raw value, as a formula on matrices takes it."""
         if axes is None:
             return merge_axes(x, self.rows, self.columns)
         return x.reshape([math.prod(sizes) for sizes in self.sizes_of(axes, x)]) if axes else x
 
     def split(self, axes: ValueAxes, x: Array) -> Array:
-        """The inverse of :meth:`merge`; columns are as many as rows if they have no sizes, and numbers stay."""
+        """The inverse of :meth:`merge`. A scalar is returned unchanged.
+
+        If no raw value has columns, the matrix is square, so its columns are split like its rows.
+        """
         if axes is not None:
             merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
             shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
@@ -63,7 +68,10 @@ class Layout:
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
     def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
-        """Whether a raw value is merged as another one is split, so that a formula may return one for the other."""
+        """Whether two values that merge to the same matrix are the same array.
+
+        Then a formula that returns one operand unchanged, as another value, can return the unmerged operand itself.
+        """
         if axes == other_axes:
             return True
         is_array_and_matrix = {axes, other_axes} == {None, ("rows", "columns")}
@@ -71,28 +79,28 @@ class Layout:
         return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
-        """How many axes are merged to one of a matrix."""
+        """The number of axes that are merged to one axis of a matrix."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
     def with_sizes_of(self, name: str, axes: tuple[str, ...], x: Array) -> Layout:
-        """The layout with the sizes of a raw value too; an error if they are not those of other values."""
+        """The layout with the sizes of one more raw value, ``x``. Raises an error if they contradict known sizes."""
         ndim = sum(map(self.count, axes))
         if x.ndim != ndim:
-            raise ValueError(f"expected {name} of {ndim} axes, got one of shape {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected {name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         for axis, size in zip(axes, self.sizes_of(axes, x), strict=True):
             if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"expected {name} of {sizes[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+                raise ValueError(f"expected {name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}")
         return replace(self, sizes=sizes)
 
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
-        """For each axis of a raw value the sizes that are merged to it."""
+        """For each declared axis of a raw value, the sizes of the axes that are merged to it."""
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
 
 
 class MatrixAxes(Reparametrization):
-    """A stage that reads an array as a matrix; of more than two axes, the user says which are rows and columns."""
+    """A stage that treats an array as a matrix. If it has more axes, the user gives ``rows``, ``columns`` or both."""
 
     rows: Axes | None = field(check_optional_axes, default=None, kw_only=True)
     columns: Axes | None = field(check_optional_axes, default=None, kw_only=True)
@@ -105,7 +113,7 @@ class MatrixAxes(Reparametrization):
         return super()._axes_error(w) or self._matrix_error(w)
 
     def _matrix_error(self, w: Array) -> str | None:
-        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
+        """Why the given rows and columns do not make a matrix of ``w``, or None if they do."""
         if w.ndim < 2:
             return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
         if self.rows is None and self.columns is None and w.ndim > 2:
@@ -114,15 +122,18 @@ class MatrixAxes(Reparametrization):
                 f"(in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices "
                 f"are stacked (stacked=0), or leave it out with `where`."
             )
-        if self._share(w.ndim):
+        if self._covers_axes(w.ndim):
             return None
         return (
             f"expected each axis of shape {w.shape} to be in rows or in columns, got rows={self.rows} "
             f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
         )
 
-    def _share(self, ndim: int) -> bool:
-        """Whether each axis of an array is either a row or a column axis; if one of them is None, it has the others."""
+    def _covers_axes(self, ndim: int) -> bool:
+        """Whether each axis of an array is either a row or a column axis, and there is at least one of each.
+
+        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other.
+        """
         groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
         axes = [axis + ndim if axis < 0 else axis for group in groups for axis in group]
         are_different_axes = len(set(axes)) == len(axes) and set(axes) <= set(range(ndim))
@@ -144,16 +155,16 @@ class MatrixAxes(Reparametrization):
 
 
 class RowsAndColumns(MatrixAxes):
-    """A stage on matrices.
+    """A stage whose formulas take matrices, whatever the shape of the array.
 
-    A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has rows
-    or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``; a base has the axes of the
-    array itself. If there are several row or column axes, their sizes are read from raw values with rows and with
-    columns.
+    A subclass writes its formulas for arrays of two axes. ``raw_values`` declares the axes of each raw value that has
+    rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``. A base has the axes of
+    the array itself. If there are several row or column axes, their sizes are taken from the raw values, so one of
+    these must have rows, and one columns.
     """
 
     square: ClassVar[bool] = False
-    """Whether rows and columns have the same sizes, so that values with rows tell both."""
+    """Whether rows and columns have the same sizes, so that a raw value with rows is enough to know both."""
 
     @property
     def _for_merged(self) -> Self:
@@ -166,7 +177,7 @@ class RowsAndColumns(MatrixAxes):
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
-        """What is wrong with ``w`` as a matrix, or with several axes of it whose sizes no raw values tell; or None."""
+        """Why ``w`` is not a matrix, or why raw values would not determine its shape. None if all is well."""
         if why := super()._matrix_error(w):
             return why
         rows, columns = self.axes_of(w.ndim)
@@ -182,7 +193,10 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula on arrays, whose axes it merges to those of matrices; it splits those of the results."""
+        """Returns a version of ``formula`` that merges the axes of its first argument, and splits those of its results.
+
+        The first argument is an array, or a dict of raw values.
+        """
 
         def on_arrays(x: Any, *arguments: Any) -> Any:
             is_raw = isinstance(x, Mapping)
@@ -196,7 +210,7 @@ class RowsAndColumns(MatrixAxes):
             if not shape:
                 return result  # a number, such as a penalty
             if is_raw and len(shape) != 2:
-                raise ValueError(f"expected the values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
+                raise ValueError(f"expected raw values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
 
         return on_arrays
@@ -204,7 +218,10 @@ class RowsAndColumns(MatrixAxes):
     def _split(
         self, layout: Layout, name: str, matrix: Array, arrays: Mapping[str, Array], matrices: Mapping[str, Array]
     ) -> Array:
-        """A result with its own axes; what the formula returns unchanged of ``matrices`` is the same of ``arrays``."""
+        """Splits the axes of a result.
+
+        If the formula returned one of its operands ``matrices`` unchanged, the result is that one of ``arrays`` itself.
+        """
         axes = self._axes_of_value(name)
         for operand, merged_operand in matrices.items():
             if merged_operand is matrix and layout.merges_alike(self._axes_of_value(operand), axes):
@@ -212,12 +229,12 @@ class RowsAndColumns(MatrixAxes):
         return layout.split(axes, matrix)
 
     def _axes_of_value(self, name: str) -> ValueAxes:
-        """The declared axes of a raw value, none for a number; those of the array, for it and for a base, are None."""
+        """The declared axes of a raw value, which is empty for a number. None for a base, and for the array itself."""
         value = value_of(self.raw_values, name)
         return None if name == ARRAY or value.base else value.axes
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
-        """The layout of an array, from itself or from its raw values."""
+        """The layout of an array, from the array itself, a base of its shape, or its other raw values."""
         aligned: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
         rows, columns = self.axes_of(self._count_axes(arrays) if aligned is None else aligned.ndim)
         sizes = dict[str, tuple[int, ...]]()
@@ -230,7 +247,7 @@ class RowsAndColumns(MatrixAxes):
         return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
-        """The number of axes of the array, from raw values with rows or columns."""
+        """The number of axes of the array, which has as many row and column axes as its raw values."""
         given_axes = {"rows": self.rows, "columns": self.columns}
         counts = {group: len(list_axes(axes)) for group, axes in given_axes.items() if axes is not None}
         declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
@@ -239,12 +256,12 @@ class RowsAndColumns(MatrixAxes):
             if counts and len(unknown) == 1:
                 n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
                 counts[unknown[0]] = values[name].ndim - n_known
-        default = next(iter(counts.values()), 1)  # a square matrix has equally many of both
+        default = next(iter(counts.values()), 1)  # a square matrix has as many row axes as column axes
         return sum(counts.get(group, default) for group in given_axes)
 
 
 def merge_axes(w: Any, rows: Numbers, columns: Numbers) -> Any:
-    """An array, or the type of one, as a matrix."""
+    """An array as a matrix; of a type, the type of that matrix."""
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, w.dtype)

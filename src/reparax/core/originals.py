@@ -1,4 +1,10 @@
-"""The arrays of which ``init`` made a raw tree, and one array of it set anew: ``init`` read at single arrays."""
+"""The arrays that ``init`` got (``original`` and ``fold(without=...)``), one array set anew (``set``), and ``check``.
+
+``original`` undoes stages, for which it needs no inverse formula. ``MagnitudePruning``, for example, stores the array
+that ``init`` got as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` takes ``w`` in
+place of that copy. This is right as long as training has moved ``w`` alone: ``WeightNorm`` also stores the array that
+``init`` got, as ``v``, but after training its lengths ``g`` may have moved too, so there is no original to return.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +19,38 @@ from jax import Array
 
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
+from reparax.core.initialization import initialize_sites
 from reparax.core.paths import Names, PyTree, describe, path_text
 from reparax.core.plan import UPTO, Plan, Step, plan_for
 from reparax.core.raw import FIXED, Flat, flatten, kind_of, nest
 from reparax.core.site import Site, Stages
-from reparax.core.start import start_at
 from reparax.core.values import RawValues, value_of
 from reparax.core.where import nearest
 from reparax.numerics.arithmetic import is_array, is_inexact
 
 
-def undo(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
-    """The plan in which some stages give the arrays that ``init`` got, as their raw values hold them.
+def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
+    """The plan in which some stages return the arrays that ``init`` got, taken from their raw values.
 
-    An array that they do not hold is an error only if it is needed.
+    A stage whose raw values do not hold such an array is an error only if the effective tree depends on that array.
     """
-    unmoved, lost, steps = {place for place in plan.raw.arrays if FIXED in place}, dict[Names, ValueError](), []
+    untrained, lost, steps = {place for place in plan.raw.arrays if FIXED in place}, dict[Names, ValueError](), []
     for step in plan.steps:
         sites = list[Site]()
         for site in step.sites:
             parts = [site]
             if is_undone(step.stage):
-                parts = _originals_at(site, step, unmoved)
-                given = {place for part in parts for place in part.arrays.values()}
-                if site.nodes and (missing := [place for place in site.arrays.values() if place not in given]):
+                parts = _undo_site(site, step, untrained)
+                found = {place for part in parts for place in part.arrays.values()}
+                if site.nodes and (missing := [place for place in site.arrays.values() if place not in found]):
                     lost |= dict.fromkeys(missing, _lost_error(site, steps))
             for part in parts:
                 if errors := [lost[place] for place in part.places_read if place in lost]:
                     lost |= dict.fromkeys(part.arrays.values(), errors[0])
                     continue
                 sites.append(part)
-                if unmoved.issuperset(part.places_read):
-                    unmoved.update(part.arrays.values())
+                if untrained.issuperset(part.places_read):
+                    untrained.update(part.arrays.values())
         steps.append(replace(step, sites=sites))
     for place in plan.after.arrays:
         if place in lost:
@@ -52,68 +58,78 @@ def undo(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
     return replace(plan, steps=steps)
 
 
-class _Taken:
-    """A stage that gives a raw value itself."""
+class _Stored:
+    """A stage whose arrays are raw values themselves."""
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Any]:
         return {name: x for name, of_one in values.items() for x in of_one.values()}
 
 
-def _originals_at(site: Site, step: Step, unmoved: AbstractSet[Names]) -> list[Site]:
-    """What gives the arrays of a site before its stage: raw values, or the formula if it only moves or decodes them."""
+def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Site]:
+    """Sites that give the arrays of a site as they were before its stage; none for an array that is lost.
+
+    They take raw values, or call the stage's own formula if it only moves numbers (a layout) or decodes fixed values (a
+    quantized array). A stage without markers changes arrays in place, so nothing is needed to undo it.
+    """
     if site.stage._is_layout or not site.nodes:
         return [site] if site.nodes else []
-    unchanged_names = _unchanged_names(site, {name: step.made[place] for name, place in site.arrays.items()})
-    originals = {name: _name_of_original(site, name, unchanged_names[name], unmoved) for name in site.arrays}
+    copies = _names_of_copies(site, {name: step.output_types[place] for name, place in site.arrays.items()})
+    originals = {name: _name_of_original(site, name, copies[name], untrained) for name in site.arrays}
     if not any(originals.values()) and any(site.values.values()) and not site.free_values:
         return [site]
     return [
-        replace(site, stage=_Taken(), arrays={name: site.arrays[name]}, values={name: {"": site.values[name][value]}})
+        replace(site, stage=_Stored(), arrays={name: site.arrays[name]}, values={name: {"": site.values[name][value]}})
         for name, value in originals.items()
         if value is not None
     ]
 
 
-def _unchanged_names(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
-    """For each array the names of the raw values that are the array itself after ``init``."""
+def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
+    """For each array of a site, the names of the raw values that ``init`` sets to the array itself."""
     names = dict[str, list[str]]()
 
-    def start(arrays: Mapping[str, Any]) -> Any:
+    def init(arrays: Mapping[str, Any]) -> Any:
         raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]
         return raw_values
 
     with locate_errors(site.who):
-        jax.eval_shape(start, dict(types))
+        jax.eval_shape(init, dict(types))
     return names
 
 
-def _name_of_original(site: Site, array: str, unchanged: Sequence[str], unmoved: AbstractSet[Names]) -> str | None:
-    """The name of the raw value that is still the array that ``init`` got: it did not move, or nothing else did."""
-    moving = [
+def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: AbstractSet[Names]) -> str | None:
+    """The name of the raw value that holds the array that ``init`` got, as it is or as trained; None if there is none.
+
+    It is one of the ``copies`` of that array: one that nothing changes, or else the only raw value that is trained.
+    """
+    changing = [
         name
         for name, place in site.values[array].items()
-        if place not in unmoved or (value_of(site.stage.raw_values, name).fixed and site.stage._defines("update"))
+        if place not in untrained or (value_of(site.stage.raw_values, name).fixed and site.stage._defines("update"))
     ]
-    trained = [name for name in moving if site.values[array][name] not in unmoved]
-    still = [name for name in unchanged if name not in moving]
-    return next(iter([*still, *(name for name in unchanged if trained == [name])]), None)
+    trained = [name for name in changing if site.values[array][name] not in untrained]
+    unchanged = [name for name in copies if name not in changing]
+    return next(iter([*unchanged, *(name for name in copies if trained == [name])]), None)
 
 
 def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
-    """The error for an array that no raw value is; it names the last stage before, if there is one."""
-    before = [step.stage for step in earlier if not step.made.keys().isdisjoint(site.places_read)]
+    """The error for an array that no raw value holds; it names the stage before that computes a raw value, if any."""
+    before = [step.stage for step in earlier if not step.output_types.keys().isdisjoint(site.places_read)]
     undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
     return ValueError(
-        f"{site.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
+        f"{site.who}: expected a raw value that alone holds the array that `init` got, but the raw tree has "
         f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. `p.fold(raw)` gives "
         f"the weights without their parametrization.{undone_before}"
     )
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
-    """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``: the plan, read from its end."""
+    """``raw`` with other raw values at one array, for which ``apply`` gives ``w`` at ``path``.
+
+    From the last step of the plan to the first, the sites that compute the array replace it by new raw values.
+    """
     who = CallName(p, "set")
     plan = plan_for(p, raw, "set")
     tree = plan.raw
@@ -125,27 +141,29 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
         for site in touching:
             _require_alone(who, path, step.stage, site, changed)
             with locate_errors(site.who):
-                for taken in site.arrays.values():
-                    site.stage._require_taken(changed.arrays[taken])
-        changed = start_at(touching, changed, key)
-    for place, x in changed.arrays.items():
-        if describe(x) != describe(tree.arrays[place]):
-            raise _type_error(who, path_text(place), tree.arrays[place], describe(x))
-    return nest(tree.with_arrays({**tree.arrays, **changed.arrays}))
+                for place_here in site.arrays.values():
+                    site.stage._require_taken(changed.arrays[place_here])
+        changed = initialize_sites(touching, changed, key)
+    # A cast may have changed the dtypes of the raw tree since ``init``; they stay as they are.
+    arrays = {**tree.arrays, **{place: x.astype(tree.arrays[place].dtype) for place, x in changed.arrays.items()}}
+    return nest(tree.with_arrays(arrays))
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Requires that a stage makes what is to change of no other arrays than those."""
+    """Requires that a site computes and reads no other arrays than those that are to change."""
     if others := {*site.arrays.values(), *site.reads.values()} - changed.arrays.keys():
         raise ValueError(
-            f"{who} cannot set {path!r} alone: {stage!r} makes it together with "
-            f"{', '.join(sorted(repr(path_text(place)) for place in others))}. Set the source of a tied array, or "
-            f"start again with `p.init(params)`."
+            f"{who} cannot set {path!r} alone: {stage!r} computes it together with "
+            f"{', '.join(sorted(repr(path_text(place)) for place in others))}. If the array is tied, set its source; "
+            f"otherwise start again with `p.init(params)`."
         )
 
 
 def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
-    """``w`` as an array of the shape and dtype that ``p`` makes; or of another precision, if ``p`` may change that."""
+    """``w`` as an array. Raises an error unless it has the expected shape and dtype.
+
+    If the chain may change dtypes, ``w`` may have another precision.
+    """
     try:
         array = jnp.asarray(w)
     except (TypeError, ValueError):
@@ -157,33 +175,33 @@ def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any
 
 
 def _type_error(who: object, path: str, expected: Any, found: str) -> ValueError:
-    """The error for an array of another type, or for something else."""
+    """The error for a value that is not an array of the expected shape and dtype."""
     return ValueError(
         f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
 
 
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
-    """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
+    """Requires that no fixed value differs between ``raw`` and ``since``, other than those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
     now = flatten(raw).arrays
     fixed_arrays = {place: x for place, x in flatten(since).arrays.items() if FIXED in place and is_array(x)}
     lines = list[str]()
     for place, old in fixed_arrays.items():
         last_fixed = max(i for i, name in enumerate(place) if name == FIXED)
-        if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_move(old, now.get(place))):
+        if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_change(old, now.get(place))):
             lines.append(f"{path_text(place)}: {difference}")
     if lines:
         raise ValueError(
-            f"{who} found fixed values that are not those of `since`:\n  "
+            f"{who} found fixed values that differ from those of `since`:\n  "
             + "\n  ".join(lines)
-            + "\nAn optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx, p)`, or let it see only "
-            "the first half of `rpx.partition(raw)`."
+            + "\nAn optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or pass it "
+            "only the first half of `rpx.partition(raw)`."
         )
 
 
-def _describe_move(old: Any, new: Any) -> str:
-    """How a value differs from an old one; empty if it does not, to the bit."""
+def _describe_change(old: Any, new: Any) -> str:
+    """How a value differs from an old one, compared bit by bit; empty if it does not."""
     if new is None:
         return "missing"
     if describe(old) != describe(new):

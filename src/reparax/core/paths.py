@@ -1,4 +1,9 @@
-"""Trees as named leaves: a parameter has the same path, whichever library made the tree."""
+"""Leaves of trees with names, so that a parameter has the same path in the trees of all libraries.
+
+:func:`flatten_with_names` is ``jax.tree.flatten`` with the names on the path to each leaf, a tuple (:data:`Names`).
+Elsewhere in the package such a tuple is called a place, or a key path; a *path* is its text, ``"dense/kernel"``. A
+*box* is a node of flax that holds one array and its metadata.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -29,24 +34,24 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype that JAX gives an array."""
+    """The dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled."""
     return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and the dtype that JAX gives it."""
+    """The shape of an array, and its dtype as JAX reads it."""
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
 
 
 def has_symbols(arrays: Iterable[Any]) -> bool:
-    """Whether a length of one of these arrays, or types, is symbolic."""
+    """Whether the shape of any of these arrays has a symbolic dimension, as in ``jax.export``."""
     return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
 
 
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Shapes and dtypes of ``fun(tree)``; leaves that are not arrays, such as functions, are left out.
+    """Shapes and dtypes of ``fun(tree)``, with None in place of leaves that are not arrays, such as functions.
 
-    Shardings are dropped: they do not matter here, and some stages fail on a mesh with explicit axes.
+    Shardings are dropped: no caller needs them, and some stages fail on a mesh with explicit axes.
     """
     leaves, treedef = jax.tree.flatten(tree)
 
@@ -58,24 +63,24 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def is_traceable(x: object) -> bool:
-    """Whether JAX accepts ``x`` as an array, concrete or abstract."""
+    """Whether ``x`` is an array, or the type of one, that can be an argument of ``jax.jit`` or ``jax.eval_shape``."""
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_empty(x: object) -> bool:
-    """Whether ``x`` is the empty node of a place without a value of its own."""
+    """Whether ``x`` is an empty dict or tuple, in place of an array without values of its own, such as a tied one."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def is_end(x: object) -> bool:
-    """Whether nothing of a raw tree is below ``x``, for a node that JAX would open or leave out."""
+    """Whether ``x`` is a leaf of a raw tree, though JAX has no leaf for it: None or an empty node."""
     return x is None or is_empty(x)
 
 
-def has_ancestor(x: object, *names: str) -> bool:
-    """Whether ``x`` is an instance of a flax class of one of these names; does not import flax."""
+def is_flax_instance(x: object, *names: str) -> bool:
+    """Whether ``x`` is an instance of a flax class with one of these names. Does not import flax."""
     return not _names_in_flax(type(x)).isdisjoint(names)
 
 
@@ -86,18 +91,18 @@ def _names_in_flax(cls: type) -> frozenset[str]:
 
 
 def is_box(x: object) -> bool:
-    """Whether ``x`` is a flax node of one array and its metadata: an nnx variable or a linen box."""
-    return has_ancestor(x, "Variable", "AxisMetadata")
+    """Whether ``x`` is a flax node that holds one array and its metadata: an nnx variable or a linen box."""
+    return is_flax_instance(x, "Variable", "AxisMetadata")
 
 
 def is_reference(x: object) -> bool:
     """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
-    return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
+    return is_flax_instance(x, "HijaxVariable") or isinstance(x, jax.Ref)
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """In place of a parameter that stands at an earlier place of a model too."""
+    """A leaf in place of a parameter that a model holds at an earlier place too."""
 
     place: Names
 
@@ -105,70 +110,73 @@ class Elsewhere:
 AxisNames = tuple[str | None, ...]
 
 
-def stated_axes(box: Any) -> Any:
-    """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
-    if not has_ancestor(box, "Variable"):
+def axis_metadata(box: Any) -> Any:
+    """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none."""
+    if not is_flax_instance(box, "Variable"):
         return getattr(box, "names", None)
     return box.get_metadata().get(name_keywords(box)[0])
 
 
 def name_keywords(variable: Any) -> list[str]:
-    """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
+    """The metadata keys under which an nnx variable has axis names; older and newer versions of flax differ.
+
+    A variable without axis names gets the key of newer versions.
+    """
     keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
     return keywords or ["out_sharding"]
 
 
 def axis_names(box: Any) -> AxisNames | None:
-    """The axis names in a box; None if there are none.
+    """The axis names in a box; None if it has none.
 
-    The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
+    An axis has the name None if it is unnamed, or sharded over several mesh axes.
     """
-    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
+    names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
-    """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""
+    """A copy of a mapping whose paths in JAX have key names; unflattening it returns the original class."""
 
-    made_by: Any
-    """The class, if it takes a dict and keeps nothing else; or the structure, whose children are in this order."""
+    original: Any
+    """How to rebuild the mapping: its class, if that takes a dict and holds nothing else, or its treedef."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
-        """The mapping with key names, also for the mappings inside it."""
+        """The mapping with key names; ``with_key_names`` gives them to its items."""
         children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
-        made_by = type(mapping) if _keeps_items_alone(mapping, children, treedef) else treedef
-        if made_by is treedef:
+        original = type(mapping) if _is_rebuilt_from_dict(mapping, children, treedef) else treedef
+        if original is treedef:
             new = cls({key: with_key_names(x) for key, x in zip(_keys_of(mapping, children), children, strict=True)})
         else:
             new = cls({key: with_key_names(mapping[key]) for key in sorted(mapping)})
-        new.made_by = made_by
+        new.original = original
         return new
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.made_by)
+        return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.original)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
-        keys, made_by = aux
-        is_structure = isinstance(made_by, PyTreeDef)
-        return made_by.unflatten(children) if is_structure else made_by(dict(zip(keys, children, strict=True)))
+        keys, original = aux
+        is_treedef = isinstance(original, PyTreeDef)
+        return original.unflatten(children) if is_treedef else original(dict(zip(keys, children, strict=True)))
 
 
-def _keeps_items_alone(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
-    """Whether the class of a mapping makes it again, with the same children, from a dict of its items in order."""
-    maker: Any = type(mapping)
+def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
+    """Whether calling the class of a mapping with a dict of its items, in sorted order, gives an equal mapping."""
+    cls: Any = type(mapping)
     try:
-        again = maker({key: mapping[key] for key in sorted(mapping)})
-    except Exception:  # another argument is required
+        rebuilt = cls({key: mapping[key] for key in sorted(mapping)})
+    except Exception:  # The class may need other arguments.
         return False
-    children_again, treedef_again = jax.tree.flatten(again, is_leaf=lambda x: x is not again)
-    return treedef_again == treedef and all(x is y for x, y in zip(children, children_again, strict=True))
+    new_children, new_treedef = jax.tree.flatten(rebuilt, is_leaf=lambda x: x is not rebuilt)
+    return new_treedef == treedef and all(x is y for x, y in zip(children, new_children, strict=True))
 
 
 def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
-    """The key of each child that JAX sees in a mapping; their numbers, if they are not its values in some order."""
+    """The key of each child of a mapping, or the index of each as text if the children are not the mapping's values."""
     for keys in (list(mapping), sorted(mapping)):
         if len(keys) == len(children) and all(mapping[key] is x for key, x in zip(keys, children, strict=True)):
             return keys
@@ -176,7 +184,7 @@ def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
 
 
 def _is_unnamed(x: object) -> bool:
-    """Whether ``x`` is a mapping that JAX flattens without key names, such as haiku's immutable dicts."""
+    """Whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts."""
     if type(x) is dict or not isinstance(x, Mapping):
         return False
     parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
@@ -185,7 +193,7 @@ def _is_unnamed(x: object) -> bool:
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-    """``tree`` with key names for mappings that have none, unless ``is_leaf`` stops there."""
+    """``tree`` with key names in all mappings, other than those for which ``is_leaf`` is true."""
 
     def stops_at(x: object) -> bool:
         return is_leaf is not None and is_leaf(x)
@@ -203,8 +211,8 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
     """The names on the path to each leaf, the leaves, and the treedef.
 
-    The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is. The
-    children of a container that names none are numbered.
+    The ``value`` attribute of nnx variables and flax boxes is not part of the path, but an attribute ``value`` of any
+    other node is. The children of a container without key names are numbered.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
@@ -225,37 +233,37 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
 
 
 def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
-    """Each leaf with the names on its path."""
+    """Pairs of the names on the path to each leaf, and the leaf."""
     paths, leaves, _ = flatten_with_names(tree, is_leaf)
     return list(zip(paths, leaves, strict=True))
 
 
 def _names(keys: Iterable[Any]) -> Names:
-    """The names of keys of JAX."""
+    """The names of a JAX key path."""
     return tuple(keystr((key,), simple=True) for key in keys)
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
-    """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
+    """Refuses an nnx variable at two places: the tree would hold two copies of it, which would diverge."""
     first_places = dict[int, Names]()
     for place, box in boxes.items():
         first = first_places.setdefault(id(box), place)
-        if first != place and has_ancestor(box, "Variable"):
+        if first != place and is_flax_instance(box, "Variable"):
             raise ValueError(
                 f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
-                f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps it one, or split it, "
-                f"`graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once, but no classes of "
-                f"layers, so give the axes of its arrays, or take `p = p.with_axes(rpx.roles(loss, params, batch))`."
+                f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or split it, "
+                f"`graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` holds it once, but no classes of "
+                f"layers, so set the axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`."
             )
 
 
 def path_text(names: Names) -> str:
-    """The path as users write it."""
+    """The path as text, as users write it."""
     return "/".join(names)
 
 
 def describe(x: Any) -> str:
-    """A value in an error message: its dtype and shape, or its type, never its numbers."""
+    """A value as an error shows it: the dtype and shape of an array, the type of anything else."""
     if is_empty(x):
         return "an empty node"
     if not is_array(x):

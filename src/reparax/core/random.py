@@ -2,12 +2,12 @@
 
 A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
 the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
-Noise of small arrays of one type is drawn in one loop; neighbouring noises on an array draw once.
+The noise of small arrays of one type is drawn in one loop.
 
-Arrays have the sharding of the weight that they are combined with. Their numbers are those of ``jax.random`` for the
-same key. Words and uniform numbers are equal bit for bit; normal numbers have more digits (``threefry``), and may
+A random array has the sharding of the weight that it is combined with. The numbers are those of ``jax.random`` for the
+same key: words and uniform numbers are equal bit for bit; normal numbers are more accurate (see ``threefry``), and may
 differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone, in a loop whose body
-is compiled once. In a program, normal numbers are the output of a call with the name :data:`DRAW`, by which
+is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
 :func:`local_reparametrization` finds them.
 """
 
@@ -30,23 +30,23 @@ from reparax.numerics import threefry
 from reparax.numerics.arithmetic import inlined
 
 DRAW = "reparax_normal"
-"""The name of the calls whose output are independent normal numbers."""
+"""The name of the calls whose outputs are independent standard normal numbers."""
 
 
 def keys_of_arrays(key: jax.Array, kind: str, number: int, paths: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each array, for a stage of this kind and number."""
+    """A batch of keys, one for each array path, for the ``number``-th stage of a kind."""
     return _fold_texts(_fold_texts(key, [f"{kind}@{number}"])[0], paths)
 
 
 def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
-    """A key for each pair of number and path; None for each without a key."""
+    """For each pair of a stage's number and an array's path, a key; a list of None if ``key`` is None."""
     if key is None:
         return [None] * len(draws)
     key_of_draw = dict[tuple[int, str], jax.Array]()
     for number in {number for number, _ in draws}:
         paths = [path for number_of_draw, path in draws if number_of_draw == number]
         batch = keys_of_arrays(key, kind, number, paths)
-        # Where nothing is traced, one at a time: a program of many results is slow to compile.
+        # If nothing is traced, the keys are taken one at a time: a call with many results is slow to compile.
         keys_of_paths = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
         key_of_draw |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
     return [key_of_draw[draw] for draw in draws]
@@ -58,7 +58,7 @@ def is_one_key(key: Any) -> bool:
 
 
 def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
-    """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
+    """``key`` as a typed scalar key. Raises an error for anything else; ``in_batches`` is code for a batch of keys."""
     typed_key = _as_typed(key)
     if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{who} needs a PRNG key, but got {describe(key)}. Make one with `jax.random.key(seed)`.")
@@ -70,7 +70,7 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 
 
 def _as_typed(key: Any) -> Any:
-    """A legacy key, or a batch of them, as typed keys; all else as it is."""
+    """A legacy key, or a batch of them, as typed keys; anything else unchanged."""
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
         return key
@@ -78,19 +78,22 @@ def _as_typed(key: Any) -> Any:
 
 
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of keys of this shape, whose draws are independent."""
+    """An array of keys of this shape, which draw independently."""
     return jax.random.split(key, shape)
 
 
 def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
-    """A key for each of the arrays stacked in ``w`` along these axes; if none are, the key itself, or None."""
+    """A key for each of the arrays that ``w`` stacks along the axes ``stacked``.
+
+    ``key`` itself if there are no such axes, or if it is None.
+    """
     return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
 
 
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
+    """The key for one use of a draw, derived from the draw's key (the first of a batch) and the number of the use.
 
-    It differs between shards along the mesh axes ``axes``.
+    It also differs between the shards along the mesh axes ``axes``.
     """
     for word in (number, *map(jax.lax.axis_index, axes)):
         key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
@@ -98,7 +101,7 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
 
 def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
+    """A batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
     if isinstance(key, Tracer):
@@ -108,9 +111,9 @@ def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 
 @functools.partial(inlined, static_argnums=1)
 def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
-    """The keys of pairs of words, traced once for the same pairs.
+    """:func:`_fold_words` for words that are literals in the jaxpr, traced once for equal words.
 
-    The words are literals in the program: a constant array would become an input, and gradients would keep it.
+    A constant array would become an input of the jaxpr, and the backward pass would store it.
     """
     columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
     return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
@@ -124,34 +127,40 @@ def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
-        # Under vmap, a key of unsafe_rbg would depend on its neighbours.
+        # Under vmap, a key of unsafe_rbg would depend on the other keys of the batch.
         return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
     return jax.vmap(fold_pair)(high, low)
 
 
 LOOPED = 2**14
-"""The largest size of an array that draws in a loop. On a CPU, an array that draws alone adds a tenth of a second to
-compilation; an array that draws in a loop uses one core only, in every step."""
+"""The largest size of an array whose noise is drawn in a loop with that of others. On a CPU, an array drawn by itself
+adds a tenth of a second to compilation; an array drawn in a loop uses only one core in every step."""
 
 
 def draw_at_sites(
     step: Any, acting: Sequence[int], arrays: Mapping[Names, Any], key: Array, *, is_traced: bool
 ) -> dict[int, Array]:
-    """For each of some sites of a step that draws, by their indices, its key; for noise its draw.
+    """The key of each acting site of a step, by its index; if the step draws noise, the drawn noise instead.
 
-    ``is_traced`` says whether a program may be made of the call. Else each operation runs as a program of its own, and
-    one of many results is slow to compile.
+    Args:
+      step: A step of a plan.
+      acting: The indices of the sites that draw.
+      arrays: The arrays that the step reads.
+      key: The key of the whole call.
+      is_traced: Whether the call is being traced. If not, each operation is compiled and run separately, which is slow
+        for an operation with many results.
     """
     sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
     for i in acting:
-        group = _group_key(sites[i], arrays) if step.draws_noise else i
-        groups_of_number.setdefault(sites[i].draw_number, {}).setdefault(i if group is None else group, []).append(i)
+        group = _group_key(sites[i], arrays) if step.draws_noise else None
+        groups = groups_of_number.setdefault(sites[i].draw_number, {})
+        groups.setdefault(i if group is None else group, []).append(i)
     draws = dict[int, Array]()
     for number in sorted(groups_of_number):
-        groups = list(groups_of_number[number].values())
+        groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
-            keys, first = _part(batch, start, len(group), is_traced=is_traced), sites[group[0]]
+            keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]
             if step.draws_noise:
                 drawn = _draw_group(first.stage, arrays[first.arrays["w"]], keys, is_traced=is_traced)
                 draws |= zip(group, drawn, strict=True)
@@ -161,18 +170,21 @@ def draw_at_sites(
 
 
 def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
-    """The noise of arrays that draw alike, for each of their keys: in a loop, if there are several."""
+    """The noise for each key, for arrays of one type under equal stages. Several keys are drawn in one loop."""
     array = jnp.asarray(array)
     if len(keys) == 1:
         return [stage.draw(array, keys[0])]
     draws = stage.draw(array, keys)
     if not is_traced:
-        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(keys))]
+        return [jax.lax.squeeze(_slice_batch(draws, i, 1, is_traced=False), [0]) for i in range(len(keys))]
     return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(keys))]
 
 
 def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
-    """What small arrays of one type and known sharding share, which draw together; None for one that draws alone."""
+    """A key that is equal for arrays whose noise is drawn together; None for an array that is drawn by itself.
+
+    Small arrays of equal type and sharding are drawn together.
+    """
     array = jnp.asarray(arrays[site.arrays["w"]])
     sharding = jax.typeof(array).sharding
     is_large = any(map(export.is_symbolic_dim, array.shape)) or array.size > LOOPED
@@ -182,8 +194,11 @@ def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
     return type(site.stage), site.stage.shared, array.shape, array.dtype, sharding
 
 
-def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
-    """Some of a batch. A program has its start as a literal; where each operation is one, each literal is another."""
+def _slice_batch(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
+    """``batch[start : start + size]``.
+
+    If nothing is traced, ``start`` is an argument of the operation: each literal would compile another program.
+    """
     if is_traced:
         return jax.lax.slice_in_dim(batch, start, start + size)
     return jax.lax.dynamic_slice_in_dim(batch, start, size)
@@ -193,18 +208,18 @@ def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
 
 
 def normal(key: Array, w: Array) -> Array:
-    """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
+    """Standard normal numbers of the shape and dtype of ``w``; complex numbers also have variance 1."""
     return reparax_normal(key, w.shape, w.dtype, _sharding_of_draw(w))
 
 
 def uniform(key: Array, w: Array, shared_axes: tuple[int, ...]) -> Array:
-    """Multiples of 2^-23 in [0, 1) in the shape of ``w``, with size 1 along the axes in ``shared_axes``."""
+    """Uniform numbers in [0, 1), multiples of 2^-23, in the shape of ``w`` but with size 1 along ``shared_axes``."""
     shape = tuple(1 if axis in shared_axes else size for axis, size in enumerate(w.shape))
     return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared_axes))
 
 
 def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedSharding:
-    """The sharding of ``w``, replicated along the axes that share one draw."""
+    """The sharding of ``w``, but not sharded along ``shared_axes``, which share one draw."""
     sharding = jax.typeof(w).sharding
     spec = [None if axis in shared_axes else name for axis, name in enumerate(sharding.spec)]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -212,27 +227,28 @@ def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedShard
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Numbers in [0, 1): random mantissa bits give a number in [1, 2), and 1 is subtracted."""
+    """Uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted."""
     if key.ndim:
         return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
     one_bits = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
-    return _keep_apart(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
+    return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Random words of 32 or 64 bits."""
-    if threefry.handles(key, shape):
+    if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 
 
-def _keep_apart(x: Array) -> Array:
-    """``x``; a vector is drawn before it is read, as what reads a bias repeats it for each row of data.
+def _prevent_fusion(x: Array) -> Array:
+    """``x`` itself; a vector is computed before it is read, instead of being fused into what reads it.
 
-    XLA of JAX 0.11 and newer fuses the draw into that on a CPU, and takes minutes to compile it.
+    A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the draw into the repetition
+    and take minutes to compile it.
     """
     axes = [n for n in x.shape if export.is_symbolic_dim(n) or n > 1]
     return jax.lax.optimization_barrier(x) if len(axes) < 2 else x
@@ -240,7 +256,7 @@ def _keep_apart(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Standard normal numbers, under the name by which programs show them."""
+    """Standard normal numbers; a jaxpr shows a call with this function's name, :data:`DRAW`."""
     if key.ndim:
         return jax.lax.map(lambda one_key: reparax_normal(one_key, shape, dtype, sharding), key)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -248,7 +264,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         real, imaginary = (reparax_normal(one_key, shape, part, sharding) for one_key in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
-        return _keep_apart(threefry.normal(_draw_words(key, shape, 32, sharding)))
+        return _prevent_fusion(threefry.normal(_draw_words(key, shape, 32, sharding)))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _draw_uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -1,8 +1,18 @@
-"""The raw tree: plain data whose key paths describe its arrays, and the same tree laid flat.
+"""The raw tree: plain data whose key paths describe its arrays, and the same tree as a flat dict.
 
-A parametrized array is replaced by a marker dict, ``{"@weight_norm": {"g": ..., "v": ...}}``, nested for chains, with
-fixed values under ``"@fixed"``. The key path of a raw array contains everything about it: its parameter, whether it is
-main or auxiliary, free or fixed, and under which path a stage can select it.
+A stage replaces each array by a marker dict that holds its raw values, ``{"@weight_norm": {"g": ..., "v": ...}}``.
+Fixed values are under ``"@fixed"``, and for a chain marker dicts are nested: the first stage's in the last stage's. So
+the key path of a raw value contains everything about it: the parameter that it belongs to, whether it is main or
+auxiliary, free or fixed, and under which path a stage can select it.
+
+Terms of this module:
+
+- A *place* is a key path, a tuple of names: ``("dense", "kernel", "@weight_norm", "g")``. A *path* is text, under which
+  users select an array: ``"dense/kernel"``.
+- A *marker* is a name such as ``"@weight_norm"``. Its *kind* is ``weight_norm``, the name of a class of stages.
+- :class:`Flat` is a tree as a dict from places to arrays, and :class:`Frame` is the model's own tree around them.
+  :func:`flatten` separates the two, and :func:`nest` puts them together again.
+- :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces one; the latter is a :class:`Node`.
 """
 
 import itertools
@@ -23,10 +33,10 @@ from reparax.core.paths import (
     axis_names,
     describe,
     flatten_with_names,
-    has_ancestor,
     is_box,
     is_empty,
     is_end,
+    is_flax_instance,
     items,
     path_text,
     require_one_place,
@@ -46,11 +56,11 @@ _NO_ROLE = Role(why="its axes follow none of the network's")
 
 
 STAGES: dict[str, Any] = {}
-"""The class of stages whose marker is a kind; a later definition replaces an earlier one."""
+"""The stage class of each kind. If two classes have the same kind, the one that was defined later counts."""
 
 
 def registered_kind(kind: str) -> Any:
-    """The class registered last for ``kind``, or None; a family of this package is imported for its kinds."""
+    """The stage class of a kind, or None if there is none. If it is a class of this package, its module is imported."""
     if kind not in STAGES:
         import_stage(kind)
     return STAGES.get(kind)
@@ -58,20 +68,21 @@ def registered_kind(kind: str) -> Any:
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a raw tree, or a marker dict that stands for one.
+    """One array of a raw tree, or a marker dict that replaces one.
 
     Attributes:
       place: Its key path in the raw tree.
       path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
         the value's name for an auxiliary value or a part.
-      draw_path: A path that no other array of the tree shares; random draws depend on it.
-      main: Whether it is a main value of each stage on its path, or no stage has replaced it.
-      visible: Whether an earlier stage may select it.
-      added: Whether it is added to a base that represents the array; only its place selects it.
-      decays: Whether a smaller value makes a smaller array, in each stage on its path.
-      content: What stands there.
-      reading: What the values in a marker dict say of the array for which it stands, if they are read.
-      tree: The tree that it is from, if anything but its path is known.
+      draw_path: A path that no other array of the tree shares. Random draws depend on it.
+      main: Whether it is a plain array, or a main value of each stage whose marker is in its key path.
+      visible: Whether an earlier stage may select it. Fixed values that are not main are hidden.
+      added: Whether it is a value that an adapter adds to a base, while the base represents the array. Only an
+        expression for its place in the raw tree selects it.
+      decays: Whether smaller numbers make a smaller array, for each stage whose marker is in its key path.
+      content: The array, its type, or a :class:`Node`.
+      reading: For a marker dict that has been read, the array that its values represent; see ``core/leafwise.py``.
+      tree: The tree that it comes from. None if only its place is known.
     """
 
     place: Names
@@ -87,39 +98,39 @@ class Leaf:
 
     @property
     def array(self) -> Any:
-        """The array, or its type; of a marker dict the type of the array for which it stands."""
+        """The array or its type. For a marker dict that has been read, the type of the array that it represents."""
         return self.content if self.reading is None else self.reading.effective
 
     @cached_property
     def axes(self) -> KnownAxes:
-        """What is known of its axes before any program runs."""
+        """What the layer, the name and the box of the parameter tell about its axes."""
         return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
-    def told(self) -> Role | None:
-        """Its role in the program of a network, if the tree has roles."""
+    def network_role(self) -> Role | None:
+        """Its role in a network whose program was analyzed, or None if the tree has no such roles."""
         roles = None if self.tree is None else self.tree.roles
         return None if roles is None else roles.get(self.place, _NO_ROLE)
 
     @property
     def is_state(self) -> bool:
-        """Whether it is model state, which is no parameter."""
+        """Whether it is model state instead of a parameter."""
         return self.tree is not None and self.tree.parameter_of(self.place) in self.tree.frame.state
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value in the marker dict; none for an array."""
+        """The key path of each value in the marker dict. Empty for an array."""
         return self.content.values if isinstance(self.content, Node) else {}
 
     def node_of(self, kind: str) -> Names:
-        """The key path of the marker dict that stands for the array, or that a stage of this kind is to put there."""
+        """The key path of the marker dict; for an array, that of the one by which a stage of this kind replaces it."""
         if isinstance(self.content, Node):
             return (*self.place, self.content.mark)
         return (*self.place, marker(kind, next_number(self.place, kind)))
 
     @property
     def raw_path(self) -> str:
-        """The path in the raw tree, markers included; it differs between the main values of one array."""
+        """Its key path as text, markers included. Unlike ``path``, it differs between the main values of one array."""
         return path_text(self.place)
 
     @property
@@ -129,23 +140,24 @@ class Leaf:
 
     @property
     def fixed(self) -> bool:
-        """Whether optimizers must leave it alone."""
+        """Whether it is, or belongs to, a fixed value, which optimizers must leave alone."""
         return FIXED in self.place
 
     @property
     def is_there(self) -> bool:
-        """Whether there is an array, or a marker dict that stands for one."""
+        """Whether its content is an array, or a marker dict that replaces one."""
         return is_array(self.content) or isinstance(self.content, Node)
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A marker dict that holds no other marker.
+    """A marker dict in which no other marker is nested.
 
     Attributes:
-      place: The key path of the array that it stands for.
+      place: The key path of the array that it replaces.
       mark: The marker.
-      below: All that is below this place, by its key path, in the order of the tree.
+      below: Everything below this place, by key path and in the order of the tree. In a damaged tree, it may contain
+        more than what is under the marker.
     """
 
     place: Names
@@ -154,7 +166,7 @@ class Node:
 
     @cached_property
     def inside(self) -> list[Names]:
-        """The key paths of all that is in the dict."""
+        """The key paths of everything under the marker."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
@@ -163,9 +175,9 @@ class Node:
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """The values by their names; an error for anything else in the dict or beside the marker.
+        """The values by name. Raises an error for anything else under the marker or next to it.
 
-        Some formats store an empty dict as None.
+        With ``may_be_none``, None counts as an empty marker dict, because some formats store an empty dict as None.
         """
         depth = len(self.place)
         is_alone = len(self.below) == len(self.inside)
@@ -184,17 +196,17 @@ class Node:
         return arrays
 
     def _describe_damage(self) -> str:
-        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
+        """The error text for a marker dict that no stage has created: what is next to the marker or wrong under it."""
         nested = dict[Any, Any]()
         for place, x in self.below.items():
-            _put(nested, place[len(self.place) :], x)
+            _insert(nested, place[len(self.place) :], x)
         if others := [name for name in nested if name != self.mark]:
-            return f"found {others[0]!r} beside {self.mark!r}: {OTHER_CHAIN}"
+            return f"found {others[0]!r} next to {self.mark!r}: {OTHER_CHAIN}"
         return _describe_wrong_values(self.mark, nested[self.mark])
 
 
 def is_mark(name: object) -> bool:
-    """Whether a name is that of a marker."""
+    """Whether a name is a marker, such as ``"@weight_norm"``."""
     return isinstance(name, str) and name.startswith("@") and name != FIXED
 
 
@@ -204,7 +216,10 @@ def holds_markers(x: object) -> bool:
 
 
 def is_fixed_value(place: Names) -> bool:
-    """Whether the value at a key path is fixed by the stage that made it; all that is inside of it is fixed with it."""
+    """Whether the innermost stage in a key path declares the value there as fixed.
+
+    False for the raw values by which an earlier stage replaces a fixed value. Optimizers must leave these alone too.
+    """
     return place[-2:-1] == (FIXED,)
 
 
@@ -224,7 +239,10 @@ def parameter_path(place: Names) -> str:
 
 
 def next_number(place: Names, kind: str) -> int:
-    """The number of the next stage of ``kind`` on the array at ``place``; the outermost has number 1."""
+    """The number that a further stage of ``kind`` gets in its marker, at an array whose place may contain such markers.
+
+    Numbers count from 1, which is the outermost marker.
+    """
     return 1 + sum(is_mark(name) and kind_of(name) == kind for name in place)
 
 
@@ -233,24 +251,24 @@ def marker(kind: str, n: int) -> str:
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
-def _stage_class(place: Names, i: int) -> Any:
-    """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
-    if (stage := registered_kind(kind_of(place[i]))) is None:
+def _class_of_marker(mark: str, place: Names) -> Any:
+    """The stage class of a marker in ``place``. Raises an error if no stage of that kind is defined."""
+    if (stage_class := registered_kind(kind_of(mark))) is None:
         raise ValueError(
-            f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
-            f"Import the module that defines it. A parameter of this name needs another: '@' begins those of stages."
+            f"The raw tree holds {mark!r} at {parameter_path(place)!r}, but no stage of that kind is defined. Import "
+            f"the module that defines it. If it is a parameter, rename it: names that begin with '@' are for stages."
         )
-    return stage
+    return stage_class
 
 
 class MarkedValue(NamedTuple):
-    """The value that a key path names under one of its markers.
+    """A raw value of one stage, as a key path names it under the marker of that stage.
 
     Attributes:
-      node: The names up to the marker, which is the last of them.
+      node: The key path up to the marker, which is included.
       name: The name of the value.
-      declared: What the stage declares of it, and whether it is under ``"@fixed"``.
-      has_base: Whether the array has a base that counts as its main value: the value is this base, or added to it.
+      declared: What the stage declares about the value. ``fixed`` is whether the key path has it under ``"@fixed"``.
+      has_base: Whether a base counts as the main value of the array, instead of the values that are added to it.
     """
 
     node: Names
@@ -260,14 +278,15 @@ class MarkedValue(NamedTuple):
 
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
-    """The value under each marker of a key path, the outermost first: of ``(..., "@weight_norm", "v")``, ``v``.
+    """The value under each marker of a key path, from the outermost to the innermost.
 
-    With ``bases``, a base counts as the main value of its array.
+    For ``("w", "@weight_norm", "v", "@scale", "x")``, they are named ``v`` and ``x``. With ``bases``, a base counts as
+    the main value of its array.
     """
     for i, mark in enumerate(place):
         if not is_mark(mark):
             continue
-        values_of_stage = _stage_class(place, i).raw_values
+        values_of_stage = _class_of_marker(mark, place).raw_values
         is_fixed = place[i + 1 : i + 2] == (FIXED,)
         names_below = place[i + 2 :] if is_fixed else place[i + 1 :]
         if not names_below:
@@ -280,7 +299,7 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
+    """Whether the array at a key path has the axes of its parameter, because each stage declares that for its value."""
     return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
 
 
@@ -290,12 +309,12 @@ def _has_axes_of_array(declared: Value) -> bool:
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
-    """A :class:`Leaf` for each place of a raw (or plain) tree, without its content.
+    """Returns a :class:`Leaf` for each place of a raw (or plain) tree, without content.
 
-    With ``bases``, the base of an array represents it, and values added to the base are hidden.
+    With ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
     """
     values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
-    main_names = _main_names(itertools.chain(*values_of_place.values()))
+    main_names = _names_of_main_values(itertools.chain(*values_of_place.values()))
     leaves = dict[str, Leaf]()
     for place in places:
         leaf = _leaf_at(place, values_of_place[place], main_names)
@@ -306,7 +325,7 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
 
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
-    """The leaf at a place, which names these values; ``main_names`` are those of the main values of each marker."""
+    """The leaf at a place. ``values`` are the values that the place names; see also :func:`_names_of_main_values`."""
     path = draw_path = parameter_path(place)
     for value in values:
         if value.declared.part or not value.declared.main:
@@ -324,8 +343,8 @@ def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Na
     )
 
 
-def _main_names(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
-    """The names of the main values under each marker."""
+def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
+    """For each marker dict, by its key path, the names of those of these values that are main values of it."""
     names = dict[Names, set[str]]()
     for value in values:
         if value.declared.main:
@@ -334,10 +353,10 @@ def _main_names(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
 
 
 def same_path_error(path: str) -> ValueError:
-    """The error for a tree in which two leaves have one path."""
+    """The error for a tree in which two leaves have the same path."""
     return ValueError(
         f"Two leaves of the tree have the path {path!r}. "
-        f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
+        f"Rename one of them. The usual cause is a key that contains '/', or a pair of keys such as 0 and '0'."
     )
 
 
@@ -348,53 +367,53 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
 
 
 def places_of(tree: PyTree) -> list[Names]:
-    """The place of each leaf, and of each empty node, which is a place without a value of its own."""
+    """The place of each leaf, and of each empty node, which takes the place of an array without values of its own."""
     return flatten_with_names(tree, is_empty)[0]
 
 
 def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
-    """The path of the first parameter that holds markers, and its outermost marker; None in a plain tree."""
+    """The path of the first parameter that holds a marker dict, and its outermost marker. None in a plain tree."""
     marked = ((place, len(parameter_place(place))) for place in places)
     return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
 
 def require_no_raw(who: object, params: PyTree, advice: str) -> None:
-    """Requires a plain tree; ``advice`` says what to do otherwise.
+    """Requires a plain tree, not a raw tree. ``advice`` ends the error: it says what to do.
 
     Raises:
       ValueError: If it is a raw tree.
     """
     if found := first_marker(places_of(params)):
         path, mark = found
-        _stage_class((path, mark), 1)
+        _class_of_marker(mark, (path,))
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )
 
 
 def state_flags(tree: PyTree) -> list[bool]:
-    """For each leaf, whether it is model state, as the collections of linen and variables of nnx say."""
+    """For each leaf, whether it is model state, according to linen's collections and the types of nnx variables."""
     return _flags_of_leaves(tree, lambda node: len(jax.tree.leaves(node)))
 
 
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
-    """Whether the leaves of a tree are model state; ``count`` gives how many leaves a variable of nnx is."""
-    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
+    """For each leaf, whether it is model state. ``count`` returns how many leaves an nnx variable, or a leaf, is."""
+    paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
     return [flag for flag, node in pairs for _ in range(count(node))]
 
 
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
-    """For each place, whether it holds model state: an nnx variable other than ``Param``, or a linen collection.
+    """For each place, whether it holds model state: an nnx variable other than ``Param``, or in a linen collection.
 
-    The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
+    The collection ``params`` is not state. An array directly next to ``params``, such as a temperature, is a parameter.
     """
     has_params = any(path[:1] == ("params",) for path in paths)
 
     def is_state(path: Names, box: Any) -> bool:
-        # The class `rpx.nnx.Fixed` holds a raw value of a parameter.
-        is_parameter = has_ancestor(box, "Param") or getattr(type(box), "holds_parameter", False)
-        if has_ancestor(box, "Variable") and not is_parameter:
+        # A variable of the class `rpx.nnx.Fixed` holds a raw value of a parameter, so it is not state.
+        is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
+        if is_flax_instance(box, "Variable") and not is_parameter:
             return True
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
@@ -402,18 +421,18 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
-"""The places to take out, in the order of the tree, and what stands there instead."""
+"""The places to remove, in the order of the tree, and the arrays that replace them, by their places."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree: its structure, the names on the path to each parameter, and the boxes of parameters.
+    """The model's own tree without its arrays: the structure, the places of the parameters, and their boxes.
 
     Attributes:
       treedef: The structure.
-      places: The names.
-      boxes: The boxes.
-      first_places: For the later places of a parameter that has several, the first.
+      places: The place of each parameter, in the order of the tree.
+      boxes: The flax box around each parameter that has one; see ``core/boxes.py``.
+      first_places: For each further place of a parameter that a model holds several times, the first place of it.
     """
 
     treedef: Any
@@ -423,13 +442,13 @@ class Frame:
 
     @cached_property
     def parameters(self) -> frozenset[Names]:
-        """The places, to look them up."""
+        """The places as a set, to look them up."""
         return frozenset(self.places)
 
     @cached_property
     def state(self) -> frozenset[Names]:
-        """The places of model state, which is no parameter."""
-        variables = {place: box for place, box in self.boxes.items() if has_ancestor(box, "Variable")}
+        """The places that hold model state instead of a parameter."""
+        variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
         of_one = set(map(id, variables.values()))
         flags = _flags_of_leaves(around, lambda node: 1 if id(node) in of_one else len(jax.tree.leaves(node)))
@@ -437,7 +456,7 @@ class Frame:
 
     @cached_property
     def axes(self) -> Mapping[Names, KnownAxes]:
-        """What is known of the axes of each parameter: by its module or its name, and by its box."""
+        """What is known about the axes of each parameter: from its module or its name, and from its box."""
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
         same = [numbers[self.first_places.get(place, place)] for place in self.places]
@@ -451,14 +470,14 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A raw tree: for each place the array, or its type; an empty node has a place of its own.
+    """A raw tree, or a plain one, as a dict from places to arrays.
 
     Attributes:
-      frame: The model's own tree.
-      arrays: The arrays.
-      boxes: The box of each raw value that has one.
-      later: The stages of the chain after the one that is asked for its sites.
-      roles: The roles of arrays in the program of a network, if it told them.
+      frame: The model's own tree around the arrays.
+      arrays: The array at each place, or its type. A leaf that is no array is kept as it is, and so is an empty node.
+      boxes: The flax box around each raw value that has one.
+      later: When a stage is asked for its sites in this tree: the stages that come after it in the chain.
+      roles: The role of each array in a network whose program was analyzed. None if there was no such analysis.
     """
 
     frame: Frame
@@ -475,20 +494,20 @@ class Flat:
         raise KeyError(place)
 
     def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
-        """The tree with other arrays."""
+        """The same tree with other arrays."""
         return replace(self, arrays=arrays)
 
     def types(self) -> "Flat":
-        """The tree with types in place of arrays, and without boxes of raw values."""
+        """The same tree with types in place of arrays, and without boxes of raw values."""
         types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
         return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
-        """The tree for a stage that stands before these."""
+        """The same tree as a stage sees it that comes before these stages in the chain."""
         return replace(self, later=later)
 
     def axes_at(self, place: Names) -> KnownAxes:
-        """What is known of the axes of the value at a place."""
+        """What is known about the axes of the array at a place, derived from the axes of its parameter."""
         axes = self.frame.axes[self.parameter_of(place)]
         for value in _marked_values(place):
             if _has_axes_of_array(value.declared):
@@ -496,13 +515,13 @@ class Flat:
             mark, declared = value.node[-1], value.declared.axes
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                return KnownAxes(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
+                return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
             ranks = vars(makers[0]) if len(makers) == 1 else {}
             axes = axes.of_factor(declared, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
         return axes
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
-        """A description of each place; an empty node has none."""
+        """A :class:`Leaf` for each array. Empty marker dicts are left out."""
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
         for leaf in leaves:
@@ -510,7 +529,7 @@ class Flat:
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:
-        """The marker dicts of a kind that hold no other marker, by the place of their array."""
+        """The marker dicts of a kind in which no other marker is nested, by the place of the array."""
         marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
         nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
         for place, x in self.arrays.items():
@@ -520,7 +539,7 @@ class Flat:
         return nodes
 
     def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
-        """The marker dicts of a stage's kind; an error if there are none."""
+        """The result of :meth:`nodes`. Raises an error if it is empty."""
         if nodes := self.nodes(kind):
             return nodes
         if found := first_marker(self.arrays):
@@ -536,7 +555,7 @@ class Flat:
         )
 
     def _innermost_nodes(self) -> list[Names]:
-        """The key path of each marker dict that holds no other marker."""
+        """The key path of each marker dict in which no other marker is nested."""
         innermost = dict[Names, None]()
         outer = set[Names]()
         for place in self.arrays:
@@ -546,11 +565,11 @@ class Flat:
         return [node for node in innermost if node not in outer]
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
-        """The tree with marker dicts in place of what is inside them."""
+        """The tree with each of these marker dicts as one leaf, in place of its values."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
-        """The tree after each of the swaps, in the same order."""
+        """The tree with some arrays replaced by others. The order of all others is kept."""
         if not swaps:
             return self
         new_arrays_at = {old_places[0]: new_arrays for old_places, new_arrays in swaps}
@@ -565,7 +584,7 @@ class Flat:
 
 
 def flatten(tree: PyTree) -> Flat:
-    """A raw tree, or a plain one, laid flat, without its boxes."""
+    """Separates the arrays of a raw tree, or a plain one, from its structure and its boxes. Inverse: :func:`nest`."""
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
     first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
@@ -588,7 +607,7 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
-    """The box of each parameter of whose raw values some have boxes."""
+    """The box of each parameter, from the boxes of its raw values, as far as these have any."""
     parts = dict[Names, list[Any]]()
     for place, box in boxes_of_values.items():
         parts.setdefault(parameter_place(place), []).append(box)
@@ -597,13 +616,13 @@ def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, An
 
 
 def nest(tree: Flat) -> PyTree:
-    """The tree in its own structure, with its boxes."""
+    """Restores the model's own structure and the boxes. Inverse: :func:`flatten`."""
     nested: dict[Any, Any] = {}
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
         box = tree.boxes.get(place)
         value = x if box is None else with_value(box, () if is_empty(x) else x)
-        _put(nested, [parameter, *place[len(parameter) :]], value)
+        _insert(nested, [parameter, *place[len(parameter) :]], value)
 
     with_boxed_values = {tree.parameter_of(place) for place in tree.boxes}
     outer_boxes = {place: box for place, box in tree.frame.boxes.items() if place not in with_boxed_values}
@@ -611,15 +630,15 @@ def nest(tree: Flat) -> PyTree:
     return tree.frame.treedef.unflatten([x if box is None else with_value(box, x) for x, box in parameters])
 
 
-def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Puts ``x`` at the end of ``keys`` in nested dicts."""
+def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
+    """Stores ``x`` under a sequence of keys in nested dicts, and adds the dicts that are missing."""
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
 
 
 def _describe_wrong_values(mark: str, content: Any) -> str:
-    """What is wrong with the ``content`` of a marker, which is not a dict of arrays."""
+    """The error text for the ``content`` of a marker that is not a dict of arrays."""
     fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
     for name, values in ((mark, content), (FIXED, fixed_values)):
         if not isinstance(values, Mapping):
@@ -633,12 +652,12 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
 
 
 def _explain_other(value: Any) -> str:
-    """Where a value that is not an array may come from, and what to do."""
+    """The end of an error text: where a value that is not an array may come from, and what to do."""
     if value is None:
         return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
     if isinstance(value, Mapping) and set(value) == {"value"}:
         return (
-            "a state of nnx that was restored without its structure. Restore it with a template, or save "
+            "this is an nnx state that was restored without its structure. Restore it with a template, or save "
             "`nnx.to_pure_dict(raw)`."
         )
     return OTHER_CHAIN

@@ -1,4 +1,7 @@
-"""Text of reports: lines that are alike as one, and sizes in bytes. It knows nothing of the rest."""
+"""Helpers for the text of reports, such as ``summary``: equal lines are shown as one, and sizes have units.
+
+Nothing here depends on the rest of the package. It is in ``core`` because three other folders use it.
+"""
 
 import functools
 import math
@@ -15,9 +18,13 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Line:
-    """A path, its value, and how often it occurs; ``parts`` is the path as text and numbers in turn.
+    """One line of a report: a path, or several similar ones as in ``layers/0..11/kernel``, and their value.
 
-    The line stands for all of ``members``, which are paths.
+    Attributes:
+      parts: The path, split into text and numbers in turn.
+      value: What the report says about the path.
+      count: How often this path and value occur.
+      members: The paths that the line shows.
     """
 
     parts: tuple[str, ...]
@@ -32,17 +39,17 @@ class Line:
 
     @property
     def times(self) -> str:
-        """The count, to write before a single value."""
+        """The count as text before a value, such as ``2 x ``; empty if it is 1."""
         return f"{self.count} x " if self.count > 1 else ""
 
 
 def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """A line for each path and value, in their order."""
+    """A line for each different pair of path and value, in the order of ``items``."""
     return [Line((path,), value, n, (path,)) for (path, value), n in Counter(items).items()]
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Like :func:`count_lines`, with equal values at consecutive numbers in one line: ``layers/0..11/kernel``."""
+    """Like :func:`count_lines`, but with one line for consecutive numbers with equal values: ``layers/0..3/kernel``."""
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
     for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
         lines = _fold_numbers_at(i, lines)
@@ -50,7 +57,7 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
-    """``lines``, where those that differ only in part ``i`` become one line, at the place of the first."""
+    """``lines`` with one line, where the first was, for those that differ only in consecutive numbers at part ``i``."""
     places_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
         has_number = len(line.parts) > i
@@ -58,7 +65,7 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
         places_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
     line_at_row: dict[int, Line] = {}
     for numbers in map(sorted, places_of_key.values()):
-        # Along a run of consecutive numbers, the number less its place in the list stays the same.
+        # In a run of consecutive numbers, the difference between a number and its index is constant.
         for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0]):
             rows = [row for _, (_, row) in run]
             line_at_row[min(rows)] = _join_run(i, [lines[row] for row in rows])
@@ -66,7 +73,7 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:
-    """One line for a run of lines that differ only in part ``i``: ``layers/0..11``; a single line as it is."""
+    """One line for lines that have consecutive numbers at part ``i``: ``layers/0..11``. A single line is unchanged."""
     first, last = lines[0], lines[-1]
     if len(lines) == 1:
         return first
@@ -76,13 +83,13 @@ def _join_run(i: int, lines: list[Line]) -> Line:
 
 
 def size_in_bytes(x: Any) -> int:
-    """The size of what has the shape and the dtype of an array; for a PRNG key, the size of its words."""
+    """The size of an array, or of one with the shape and dtype of ``x``; for PRNG keys, that of their words."""
     return math.prod(x.shape) * _size_of_one(x.dtype)
 
 
 @functools.cache
 def _size_of_one(dtype: Any) -> int:
-    """The size in bytes of one entry of this dtype: of a PRNG key, of its words."""
+    """The size in bytes of one entry of this dtype; for a PRNG key, that of its words."""
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype.itemsize
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))

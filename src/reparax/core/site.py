@@ -1,4 +1,9 @@
-"""Where a stage acts: at one array, or at several that it joins."""
+"""A site: a stage at one array, or at a group of arrays that it computes together.
+
+A *place* is the key path of an array, a tuple of names. The formulas of a stage call its arrays by names of their own,
+such as ``"w"``, and so they do the raw values, such as ``"g"`` and ``"v"``; a site says at which places these are. In a
+raw tree, the raw values of an array are in a marker dict, at the key path ``(*place, "@kind")``.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +26,23 @@ Arrays = Mapping[Names, Any]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A stage at one array, or at several that it joins.
+    """A stage at one array, or at a group of arrays that it computes together.
 
     Attributes:
-      stage: The formulas, with the numbers and axes of these arrays.
-      who: How errors name it.
-      arrays: The key path of each effective array, by the name that the formulas use.
-      values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
-      nodes: For each array the key path of its marker dict; none, if the stage has no markers.
-      draw_path: The path that is hashed into the key, counted also where nothing is drawn; None if it is not.
-      draw_number: The number of the stage among those of its kind that act on the array, counted from 1 in a plan.
-      reads: The key paths of arrays that the formulas read and leave where they are.
-      copies: For the path of each array without a value of its own, the paths at which its values are.
-      formula: What the stage does here, if it is not the same at all arrays.
-      types: The types of the effective arrays, if they are known.
-      call: How the formulas are called, if arrays of one type share what is traced.
+      stage: The stage, with its numbers and axes for these arrays.
+      who: The call in which the stage acts here, for errors.
+      arrays: The place of each effective array, by the name that the formulas use.
+      values: For each array, the place of each of its raw values. If the stage changes an array in place, this is the
+        place of the array itself.
+      nodes: For each array, the key path of its marker dict; empty if the stage has no markers.
+      draw_path: The path that is hashed into the random key; None for stages that join arrays, which draw nothing.
+      draw_number: The number of the stage among those of its kind that act on the array. A plan counts from 1.
+      reads: The places of other arrays that the formulas only read.
+      copies: For the path of each array without raw values of its own, such as a tied one, the paths at which the
+        values are.
+      formula: What the stage does here, if it differs between its sites.
+      types: The types of the effective arrays, if known.
+      call: A function that calls the formulas, so that sites with arrays of equal types are traced once.
     """
 
     stage: Any
@@ -53,11 +60,11 @@ class Site:
 
     @property
     def places_read(self) -> list[Names]:
-        """The key paths of all that the formulas read."""
+        """The places of all arrays that the formulas read."""
         return [*(place for places in self.values.values() for place in places.values()), *self.reads.values()]
 
     def read(self, arrays: Arrays) -> RawValues:
-        """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
+        """The raw values and the other arrays that the formulas read. Fixed values pass no gradient."""
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}
             for name, places in self.values.items()
@@ -66,19 +73,19 @@ class Site:
 
     @property
     def free_values(self) -> dict[str, Names]:
-        """The key path of each raw value that is not fixed, by its name."""
+        """The place of each raw value that is not fixed, by the name of the value."""
         pairs = [pair for places in self.values.values() for pair in places.items()]
         return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
 
     def swaps(self, effective: Mapping[str, Any]) -> list[Swap]:
-        """The effective arrays in place of the raw values; a marker without values has a place of its own."""
+        """The swaps that replace raw values, or a marker dict without values, by the effective arrays."""
         return [
             (list(self.values[name].values()) or [self.nodes[name]], {place: effective[name]})
             for name, place in self.arrays.items()
         ]
 
     def raw_values(self, name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
-        """The raw values of an array, each at its key path, free ones first and fixed ones in their declared order."""
+        """The raw values of an array by their places: first the free ones, then the fixed ones in declared order."""
         node = self.nodes[name]
         order = {**self.stage.raw_values, **values}
         fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
@@ -87,19 +94,19 @@ class Site:
 
 
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
-    """The array at a key path; a fixed value passes no gradient."""
+    """The array at a place. A fixed value passes no gradient."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:
-    """A stage at arrays, or at the marker dicts that stand for them."""
+    """The site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it."""
     places = {name: leaf.place for name, leaf in leaves.items()}
     values = {name: leaf.values for name, leaf in leaves.items()}
     nodes = {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}
     return Site(stage, who, places, values, nodes, **details)
 
 
-def identity(stage: Any) -> Any:
-    """What is equal for stages whose formulas are the same."""
+def stage_key(stage: Any) -> Any:
+    """A hashable key; if two stages have equal keys, their formulas compute the same."""
     return id(stage) if stage._exact_text is None else (stage, stage._exact_text)

@@ -1,11 +1,12 @@
-"""What chains are made of, and what authors of stages write.
+"""What you need to write a stage of your own.
 
-A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array, from ``Constraint``, whose image
-is a set, or from ``Joint``, which acts on several arrays. What draws is a ``Perturbation`` if it has no raw values, and
-else a ``Reparametrization`` that is ``stochastic``; a ``Joint`` draws nothing. A stage declares its raw values with
-``main``, ``aux`` and ``fixed``, and its arguments with ``field``, ``number_field`` and ``axes_field``.
+A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array; from ``Constraint``, whose
+effective arrays lie in a given set; or from ``Joint``, which acts on several arrays at once. A random stage is a
+``Perturbation`` if it has no raw values, and otherwise a ``Reparametrization`` with ``stochastic = True``. A ``Joint``
+cannot be random. A stage declares its raw values with ``main``, ``aux`` and ``fixed``, and its arguments with
+``field``, ``number_field`` and ``axes_field``.
 
-``Where``, ``Axes`` and ``Number`` are the types of arguments.
+``Where``, ``Axes`` and ``Number`` are types for annotating arguments.
 """
 
 from reparax.core.axes import Axes as Axes

@@ -1,7 +1,8 @@
-"""What a formula returns unchanged stays the same array, though JAX would copy it; and ``apply`` is recomputed so.
+"""Keeps an array that a formula returns unchanged as the same Python object, where JAX would copy it.
 
-A transform such as ``jax.jit``, or axes that move there and back, gives a new array even for ``lambda w: w``. So the
-formula runs in the transform by :func:`mark_same`, and its results go through :func:`restore_same`.
+A transform such as ``jax.jit`` returns a new array even for ``lambda w: w``. So the formula is called inside the
+transform by :func:`mark_same`, which replaces each returned argument by a mark; outside, :func:`restore_same` replaces
+the marks by the arguments. :func:`recompute` uses both to run ``apply`` in a ``jax.checkpoint``.
 """
 
 from collections.abc import Callable
@@ -17,15 +18,15 @@ from reparax.core.paths import PyTree, is_traceable
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Known:
-    """What is known of results without their numbers: their structure; or which of the arguments one of them is."""
+    """A static value among the results of a transform: their treedef, or the index of an argument that is returned."""
 
     content: Any
 
 
 def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
-    """The structure and the leaves of ``formula(*args)``, with a mark in place of each that is one of the arguments.
+    """The treedef and the leaves of ``formula(*args)``, with a mark in place of each leaf that is one of the arguments.
 
-    They are a list, as not all nodes of other libraries can hold a mark.
+    They are a list, as some containers of other libraries cannot hold a mark.
     """
     numbers = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
     leaves, treedef = jax.tree.flatten(formula(*args))
@@ -33,14 +34,14 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def restore_same(results: list[Any], *args: Any) -> Any:
-    """The results, with the arguments themselves in place of the marks."""
+    """The tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks."""
     arguments = jax.tree.leaves(args)
     structure, *leaves = results
     return structure.content.unflatten(arguments[x.content] if isinstance(x, Known) else x for x in leaves)
 
 
 class _Mark:
-    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours."""
+    """A policy for ``jax.checkpoint`` that stores nothing, and distinguishes our checkpoints from those of users."""
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         return False
@@ -50,13 +51,13 @@ class _Mark:
 
 
 MARK = _Mark()
-"""The only one: JAX remembers how it splits a program by the policy too, and would compile anew for another."""
+"""The only instance: JAX caches how it splits a jaxpr by the policy too, and would compile again for another one."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """``fun(tree, key)``; the backward pass keeps only ``tree``, ``key`` and the result.
+    """``fun(tree, key)``, computed again in the backward pass, which stores only ``tree``, ``key`` and the result.
 
-    Leaves that are not arrays, and leaves that ``fun`` passes on, come out as the same objects.
+    Leaves that are not arrays, and leaves that ``fun`` returns unchanged, are returned as the same objects.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -66,7 +67,7 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
         inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
         try:
             return mark_same(lambda *inputs: fun(treedef.unflatten(inputs), key), *inputs.values())
-        except Exception as error:  # raised below, where JAX does not change its text
+        except Exception as error:  # It is raised below, as JAX would change its text here.
             errors.append(error)
 
     outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in places], key)

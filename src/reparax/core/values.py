@@ -1,4 +1,8 @@
-"""What a stage declares about its raw values: main or auxiliary, free or fixed."""
+"""What a stage declares about its raw values: main or auxiliary, free or fixed.
+
+Earlier stages of a chain act on the *main* values of an array as if they were the array itself; an *auxiliary* value,
+such as a length, is trained but left alone by other stages. A *fixed* value is not trained, a *free* one is.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,26 @@ from typing import Any
 from jax import Array
 
 RawValues = dict[str, dict[str, Array]]
-"""For each array, by the name that the formulas use, its raw values by their names."""
+"""The raw values of each array of a site: ``{"w": {"g": ..., "v": ...}}``, with the names that the formulas use."""
 
 OTHERS = "*"
-"""In a declaration, it stands for all values that have no entry of their own."""
+"""In a declaration, the name for all values that have no entry of their own."""
 
 
 @dataclass(frozen=True, repr=False)
 class Value:
-    """What a raw value is. You make it with :func:`main`, :func:`aux` or :func:`fixed`.
+    """The declaration of a raw value, as :func:`main`, :func:`aux` and :func:`fixed` return it.
 
     Attributes:
       main: Whether earlier stages act on it, under the path of the array.
-      fixed: Whether it does not train.
-      base: Whether it holds the model's own array, on which a stage such as ``Freeze`` acts.
+      fixed: Whether it is not trained.
+      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act.
       aligned: Whether its axes are those of the array.
-      decays: Whether smaller numbers make a smaller array.
+      decays: Whether smaller numbers give a smaller array.
       part: Whether it is a part of the array, with a path of its own.
-      optional: Whether ``init_leaf`` may leave it out.
-      axes: The axes of a value of a stage on matrices: ``"rows"``, ``"columns"``, or the name of an axis of its own.
+      optional: Whether ``init_leaf`` may omit it.
+      axes: For a stage on matrices, each axis of the value: ``"rows"``, ``"columns"``, or the name of an axis of its
+        own, such as ``"rank"``.
     """
 
     main: bool = True
@@ -51,7 +56,7 @@ class Value:
 
 
 Values = Mapping[str, Value]
-"""For the name of each raw value what it is; :data:`OTHERS` stands for those without an entry."""
+"""The declarations of raw values by their names; :data:`OTHERS` is the name for values without an entry."""
 
 
 def main(
@@ -66,10 +71,10 @@ def main(
 
     Args:
       aligned: Whether its axes are those of the array, so that axis names apply to it.
-      decays: Whether smaller numbers make a smaller array. Those of a logarithm or of an orthogonal matrix do not, so
-        :func:`decay_mask` leaves them out.
-      part: Whether it is a part of the array. Other stages then see it under a path of its own.
-      fixed: Whether it does not train.
+      decays: Whether smaller numbers give a smaller array. For a logarithm, or the parameter of an orthogonal matrix,
+        they do not, so :func:`decay_mask` excludes it.
+      part: Whether it is a part of the array. Other stages then select it by a path of its own.
+      fixed: Whether it is not trained.
       axes: Its axes, if the stage acts on matrices: ``("rows", "rank")``.
 
     Example:
@@ -87,9 +92,9 @@ def main(
 
 
 def aux() -> Value:
-    """A trainable raw value on which other stages do not act by default: a length, a scale.
+    """A trainable raw value on which other stages do not act by default, such as a length or a scale.
 
-    A value without an entry is auxiliary if a main value has one, and a main value otherwise.
+    A value without an entry is auxiliary if any entry is a main value, and a main value otherwise.
     """
     return Value(main=False)
 
@@ -99,25 +104,25 @@ def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] =
 
     Args:
       base: Whether it holds the model's own array, as the base of an adapter does. ``Freeze() >> LoRA(2)`` acts on it.
-      optional: Whether ``init_leaf`` may leave it out.
+      optional: Whether ``init_leaf`` may omit it.
       axes: Its axes, if the stage acts on matrices.
     """
     return Value(main=False, fixed=True, base=base, optional=optional, axes=axes)
 
 
 def value_of(values: Values, name: str) -> Value:
-    """What the raw value of that name is."""
+    """The declaration of the raw value with this name, or its default."""
     default = Value(main=not any(value.main for value in values.values()))
     return values.get(name) or values.get(OTHERS) or default
 
 
 def check_values(who: str, values: Any) -> None:
-    """Requires a declaration of raw values."""
+    """Requires that ``values`` are valid declarations of raw values."""
     entries = values.items() if isinstance(values, Mapping) else [(None, values)]
     for name, value in entries:
         if not isinstance(name, str) or not name or set(name) & set("@./") or not isinstance(value, Value):
             raise TypeError(
-                f"{who} got raw_values={values!r}, but takes a dict of names, without '@', '.' and '/', with "
-                f"`rpx.stage.main()`, `rpx.stage.aux()` or `rpx.stage.fixed()` for each: raw_values = "
+                f"{who} got raw_values={values!r}, but takes a dict from names, without '@', '.' and '/', to "
+                f"`rpx.stage.main()`, `rpx.stage.aux()` or `rpx.stage.fixed()`: raw_values = "
                 f"{{'v': rpx.stage.main(), 'g': rpx.stage.aux()}}."
             )

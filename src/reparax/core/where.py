@@ -1,4 +1,10 @@
-"""Selection of the arrays that a stage acts on."""
+"""Selection of the arrays that a stage acts on.
+
+The argument ``where`` of a stage is a regular expression for whole paths, a predicate ``(path, array) -> bool``, or the
+result of :func:`all_but` or :func:`selected`; None means the stage's own default. An expression with ``@`` in it is for
+places instead of paths, that is, for paths in the raw tree with its markers. The arrays are described by leaves
+(``raw.py``), one for each array or marker dict of a tree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import register_static
 
-from reparax.core.calls import takes
+from reparax.core.calls import can_take
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
 from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
@@ -22,14 +28,14 @@ from reparax.core.raw import Leaf, parameter_path
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
-"""The usual names of arrays with one number for each feature, also with a number, as in ``b1``; ``bias`` also as a part
-of a name, as in ``bias_n``, and ``ln_`` at its beginning."""
+"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts them with a number,
+as in ``b1``, ``bias`` as a word of a name, as in ``bias_n``, and names that begin with ``ln_``."""
 
 
 @register_static
 @dataclass(frozen=True, repr=False)
 class Selected:
-    """The predicate of :func:`selected`: true at the given paths and below them."""
+    """The predicate that :func:`selected` returns: true at the given paths and below them."""
 
     paths: tuple[str, ...]
 
@@ -51,7 +57,7 @@ register_class(Selected)
 @register_static
 @dataclass(frozen=True, repr=False)
 class AllBut:
-    """The selection of :func:`all_but`: the default of a stage, without some paths."""
+    """The selection that :func:`all_but` returns: the default of a stage, without some paths."""
 
     patterns: tuple[str, ...]
 
@@ -72,8 +78,8 @@ class AllBut:
     def __repr__(self) -> str:
         return f"all_but({', '.join(map(repr, self.patterns))})"
 
-    def leaves_out(self, path: str) -> bool:
-        """Whether one of the expressions matches the whole path."""
+    def excludes(self, path: str) -> bool:
+        """Whether any of the expressions matches the whole path."""
         return any(re.fullmatch(pattern, path) for pattern in self.patterns)
 
 
@@ -81,14 +87,14 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """For ``where``, everything but some paths: the stage's default without those that match a regular expression.
+    """For ``where``, the default of the stage without the paths that match one of these regular expressions.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
 
     Raises:
       TypeError: If there is no pattern, or one is not a string.
-      ValueError: If a pattern is not a regular expression. A stage raises it if a pattern matches no path.
+      ValueError: If a pattern is not a regular expression; in methods of the stage, if a pattern matches no path.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -103,11 +109,12 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree, model: PyTree = None) -> Selected:
-    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from the parts of a model.
+    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from parts of a model.
 
     Args:
-      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path that is True must
-        exist in the tree of parameters. With ``model``, a function that returns one part of it, or several in a list.
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path with the value
+        True must exist in the tree of parameters. If ``model`` is given: a function that returns one part of the model,
+        or several in a list.
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Raises:
@@ -140,11 +147,11 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands in a model for what it holds at a path."""
+class _Placeholder:
+    """A leaf of a model, replaced by its path and whether it is an array."""
 
     path: str
-    array: bool
+    is_array: bool
 
 
 def _select_parts(choose: Any, model: PyTree) -> Selected:
@@ -152,23 +159,23 @@ def _select_parts(choose: Any, model: PyTree) -> Selected:
     paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
         raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
-    pairs = zip(paths, leaves, strict=True)
-    parts = jax.tree.leaves(choose(treedef.unflatten([_Place(path_text(path), is_array(x)) for path, x in pairs])))
+    placeholders = [_Placeholder(path_text(path), is_array(x)) for path, x in zip(paths, leaves, strict=True)]
+    parts = jax.tree.leaves(choose(treedef.unflatten(placeholders)))
     for part in parts:
-        if not isinstance(part, _Place):
+        if not isinstance(part, _Placeholder):
             raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
-    if not any(part.array for part in parts):
+    if not any(part.is_array for part in parts):
         raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
-    return Selected(tuple(dict.fromkeys(part.path for part in parts if part.array)))
+    return Selected(tuple(dict.fromkeys(part.path for part in parts if part.is_array)))
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:
-    """The paths most similar to a misspelt one, for an error."""
+    """The three paths most similar to a misspelled one, as text for an error."""
     return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
 
 
-def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """The paths that a regular expression matches as a whole; a pattern that is itself a path matches only that one."""
+def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
+    """The matches of a regular expression with whole paths. A pattern that equals a path matches only this path."""
     unique = list(dict.fromkeys(paths))
     try:
         all_matches = [re.fullmatch(re.escape(pattern) if pattern in unique else pattern, path) for path in unique]
@@ -178,7 +185,7 @@ def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
-    """``where``, or an error if it is not a valid selection."""
+    """``where`` itself. Raises an error if it is not a valid selection."""
     is_stage = isinstance(where, type) or hasattr(where, "_parts")
     if isinstance(where, str):
         _require_expression(where, owner, name)
@@ -188,7 +195,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
             f"path or a predicate (path, array) -> bool. {_suggest(where)}"
         )
-    elif callable(where) and not takes(where, 2, unsure=True):
+    elif callable(where) and not can_take(where, 2, if_unknown=True):
         raise TypeError(
             f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."
@@ -197,30 +204,30 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
 
 
 def _require_expression(pattern: str, owner: str, name: str) -> None:
-    """Requires a regular expression."""
+    """Requires that a pattern is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
         regex = _shell_to_regex(pattern)
-        advice = f" Any text is `.*`, so write {regex!r}." if regex else ""
+        advice = f" `.*` matches any text, so write {regex!r}." if regex else ""
         raise ValueError(
             f"{owner} got {name}={pattern!r}, which is not a regular expression: {error}.{advice}"
         ) from error
 
 
 def _suggest(where: Any) -> str:
-    """What to write in place of a selection of another type."""
+    """What to write in place of a selection of a wrong type, for an error."""
     if isinstance(where, type):
         return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
         return f"Pass its text, {where.pattern!r}."
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
-        return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
+        return f"Join several with `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
     return "Wrap a tree of booleans in `rpx.stage.selected`."
 
 
 def _shell_to_regex(pattern: str) -> str | None:
-    """A pattern as shells read it, in which ``*`` is any text, as a regular expression; None if it is the same."""
+    """The regular expression for a shell pattern, in which ``*`` is any text; None if that is the pattern itself."""
     regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
         re.compile(regex)
@@ -229,13 +236,16 @@ def _shell_to_regex(pattern: str) -> str | None:
     return regex if regex != pattern else None
 
 
-def by_path(where: Where) -> bool:
-    """Whether the selection depends only on paths, not on arrays."""
+def reads_paths_only(where: Where) -> bool:
+    """Whether a selection depends only on paths, not on arrays."""
     return isinstance(where, str | Selected)
 
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
-    """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
+    """Whether an array is a bias or a scale, which are not matrices, whatever their shape.
+
+    Its layer says so, if it is known, and otherwise its name.
+    """
     if leaf.axes.are_of_layer:
         return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
@@ -246,24 +256,23 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Whether an array is a table of embeddings, by its layer or its name."""
+    """Whether an array is a table of embeddings, as its layer says, if it is known, and otherwise its name."""
     if leaf.axes.are_of_layer:
         return leaf.axes.role.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
-def choose(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
-    """The leaves that a stage acts on: those that ``where`` takes, or without it those that it takes ``by_default``."""
+def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
+    """The leaves that ``where`` selects. If it is None, those for which ``by_default`` is true."""
 
-    def is_chosen(leaf: Leaf) -> bool:
-        """Whether the selection takes a leaf that it sees."""
+    def is_selected(leaf: Leaf) -> bool:
         if where is None:
             return leaf.main and by_default(leaf)
         if isinstance(where, AllBut):
-            return leaf.main and not where.leaves_out(leaf.path) and by_default(leaf)
+            return leaf.main and not where.excludes(leaf.path) and by_default(leaf)
         if isinstance(where, str):
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
-        if isinstance(where, Selected):  # it does not select values that stages put below its leaves
+        if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
@@ -271,76 +280,79 @@ def choose(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callab
         _require_paths(who, where, _known_paths(leaves))
     if leaves and isinstance(where, AllBut):
         _require_matches(who, where, _known_paths(leaves))
-    return [leaf for leaf in leaves if _is_seen(where, leaf) and is_chosen(leaf)]
+    return [leaf for leaf in leaves if _is_seen(where, leaf) and is_selected(leaf)]
 
 
-def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
-    """The error for a selection without any leaf; ``stacked`` are axes that do not count."""
+def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
+    """The error for a selection of no leaf. The default of a stage does not count the axes ``stacked``."""
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     if where is not None:
-        return ValueError(f"{who} selects nothing: {why_nothing(where, paths)}{_advise_place(where, leaves)}")
-    reason = why_nothing(where, paths)
+        return ValueError(f"{who} selects nothing: {why_none_selected(where, paths)}{_advise_place(where, leaves)}")
+    reason = why_none_selected(where, paths)
     if paths and stacked != ():
         unique = list(dict.fromkeys(paths))
         reason = (
-            f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
+            f"not counting stacked={stacked!r}, its default selects none of the {len(unique)} arrays "
             f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
         )
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
-    advice = f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one." if codes else ""
+    advice = f" At {codes[0]!r} a later stage stores only codes: put that stage before this one." if codes else ""
     return ValueError(f"{who} selects nothing: {reason}{advice}")
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """What to write for a value of a later stage that has the path of its array, if an expression has its name."""
+    """What to write to select a main value of a later stage, if an expression would match its array's path and name.
+
+    Such a value has the path of its array, so only its place in the raw tree contains its name.
+    """
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
             place = leaf.raw_path.removeprefix(leaf.parameter)
-            return f" {leaf.raw_path!r} has the path of its array; by its place it is {f'.*{place}'!r}."
+            return f" {leaf.raw_path!r} has the path of its array; to select it by its place, write {f'.*{place}'!r}."
     return ""
 
 
 def _is_by_place(where: Where) -> bool:
-    """Whether an expression is for places in the raw tree, not for paths."""
+    """Whether a selection is an expression for places in the raw tree, instead of paths."""
     return isinstance(where, str) and "@" in where
 
 
 def _is_seen(where: Where, leaf: Leaf) -> bool:
-    """Whether a selection sees a leaf; what later stages add is seen only by expressions for places."""
+    """Whether a selection can select a leaf. Values added to a base can only be selected by their place."""
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """The paths of the leaves of a tree, and of arrays without values of their own, such as tied ones."""
+    """The paths of the leaves, and of arrays of their tree without values of their own, such as tied ones."""
     arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
     empty = [place for place, x in arrays.items() if is_empty(x)]
     return [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
 
 
 def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
-    """Requires that each expression of :func:`all_but` matches a path: one that does not is misspelt."""
+    """Requires that each expression of :func:`all_but` matches a path; otherwise it is probably misspelled."""
     for pattern in where.patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
-            raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, paths)}")
+            raise ValueError(f"{who} excludes nothing with {pattern!r}: {why_none_selected(pattern, paths)}")
 
 
 def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
-    """Requires that what is True in a tree of booleans is in the model, as an array or as what holds arrays."""
+    """Requires that each selected path is that of an array, or of a node that holds arrays."""
     names_of_paths = [path.split("/") for path in paths]
     inner_paths = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
     for selected_path in where.paths:
         if selected_path not in inner_paths:
             raise ValueError(
-                f"{who} got True at {selected_path!r} in a tree of booleans, but the tree has no such path. The "
-                f"nearest are {nearest(selected_path, dict.fromkeys(paths))}. Make the booleans from the same "
+                f"{who} got True at {selected_path!r} in a tree of booleans, but the parameters have no such path. "
+                f"The nearest are {nearest(selected_path, dict.fromkeys(paths))}. Build the booleans from the same "
                 f"parameters."
             )
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
-    """What a predicate says of an array; a match of a regular expression, or None, will do."""
+    """Whether a predicate selects an array. It may also return a match of a regular expression, or None."""
     try:
         answer = where(path, array)
     except Exception as error:
@@ -349,50 +361,48 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
     if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
         what = describe(answer) if is_array(answer) else repr(answer)
         raise TypeError(
-            f"{who} asked the function `where` about {path!r}, expected True or False, got {what}. Decide by the path, "
+            f"{who} called the function `where` for {path!r}, expected True or False, got {what}. Decide by the path, "
             f"and by the shape and dtype of the array, not by its numbers."
         )
     return bool(answer)
 
 
 def _list_some(paths: Sequence[str]) -> str:
-    """The first three paths, as text."""
+    """The first three paths, as text for an error."""
     return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
 def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
-    """Why an expression matches none of these paths, and which one matches the nearest of them."""
+    """Why an expression matches none of these paths, and what to write instead, for an error."""
     if inner_paths := [path for path in paths if path.startswith(f"{pattern}/")]:
-        return (
-            f"{pattern!r} is no array, but {len(inner_paths)} paths begin with it. Write {f'{pattern}/.*'!r} for these."
-        )
+        return f"{pattern!r} is not an array, but {len(inner_paths)} paths begin with it: write {f'{pattern}/.*'!r}."
     if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
         return (
-            f"no path matches {pattern!r} as a whole, but the end of {len(deeper_paths)} does, such as "
+            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)}, such as "
             f"{deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} for these."
         )
     regex = _shell_to_regex(pattern) or pattern
     if matched_paths := [path for path in paths if re.fullmatch(regex, path)]:
         return (
-            f"no path matches {pattern!r} as a whole, as `*` alone does not stand for any text. Write {regex!r}, "
-            f"which matches {len(matched_paths)}, such as {matched_paths[0]!r}."
+            f"no whole path matches {pattern!r}, as `*` alone does not match any text. Write {regex!r}, which matches "
+            f"{len(matched_paths)}, such as {matched_paths[0]!r}."
         )
     return (
-        f"no path matches {pattern!r} as a whole. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
+        f"no whole path matches {pattern!r}. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
         f"Correct the expression; `.*` matches any text."
     )
 
 
-def decides_nothing(pattern: str, path: str, first: str) -> str:
-    """That an expression of a dict decides nothing, as ``first`` decides for a path that it matches; what to write."""
+def why_never_applies(pattern: str, path: str, first: str) -> str:
+    """Why an expression of a dict has no effect, if ``first`` comes before it and matches its ``path`` too."""
     return (
-        f"{pattern!r}, but it decides nothing: the first expression that matches a path decides, which is {first!r} "
-        f"for {path!r}. Write {pattern!r} before {first!r}."
+        f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {first!r} for "
+        f"{path!r}. Write {pattern!r} before {first!r}."
     )
 
 
-def why_nothing(where: Where, paths: Sequence[str]) -> str:
-    """Why a selection takes none of these paths, and what to write."""
+def why_none_selected(where: Where, paths: Sequence[str]) -> str:
+    """Why a selection selects none of these paths, and what to write instead, for an error."""
     unique = list(dict.fromkeys(paths))
     if not unique:
         return "the tree holds no array. Pass the model's parameters."
@@ -400,7 +410,7 @@ def why_nothing(where: Where, paths: Sequence[str]) -> str:
         return _why_no_match(where, unique)
     some_paths = _list_some(unique)
     if isinstance(where, AllBut):
-        return f"{where!r} takes none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
+        return f"{where!r} selects none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
     if where is None:
-        return f"its default takes none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
+        return f"its default selects none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
     return f"the predicate is false for all {len(unique)} paths ({some_paths}). Print the paths that it gets."

@@ -23,7 +23,7 @@ from reparax.core.axes import list_axes
 from reparax.core.axes_at import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
-from reparax.core.where import matches, why_nothing
+from reparax.core.where import match_paths, why_none_selected
 from reparax.io._layouts import EXPERTS, LAYOUTS, axis_order, find_layout, layout_of, layouts_by_module, permute
 from reparax.numerics.arithmetic import is_array
 
@@ -92,9 +92,9 @@ def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple
             raise ValueError(f"`{what}` has {pattern!r}, which is not a regular expression: {error}.") from error
     match_of_path: dict[str, tuple[str, re.Match[str], int]] = {}
     for number, (pattern, value) in enumerate(rules.items()):
-        new_matches = matches(pattern, paths)
+        new_matches = match_paths(pattern, paths)
         if not new_matches:
-            raise ValueError(f"`{what}` matches nothing: {why_nothing(pattern, paths)}")
+            raise ValueError(f"`{what}` matches nothing: {why_none_selected(pattern, paths)}")
         for match in new_matches:
             match_of_path.setdefault(match[0], (value, match, number))
     return match_of_path

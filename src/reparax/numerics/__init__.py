@@ -1,1 +1,1 @@
-"""Shared formulas, also safe where naive ones fail: rows of zeros, half precision, huge numbers."""
+"""Formulas shared by many stages, also safe where naive ones fail: zero rows, half precision, huge numbers."""

@@ -1,4 +1,8 @@
-"""Checks of the arguments of stages. Traced scalars are allowed for numbers that may change during training."""
+"""Checks of the arguments of stages: ``check(value, who, name)`` returns the value to keep, or raises an error.
+
+``who`` is the name of the class and ``name`` that of the argument. Traced scalars are allowed for numbers that may
+change during training.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from reparax.numerics.arithmetic import is_array
 
 
 def describe_argument(value: Any) -> str:
-    """A value in an error: of an array its dtype and shape, of a tree of arrays its type, of all else the code."""
+    """A value as an error shows it: the type of an array or of a tree of arrays, and the ``repr`` of anything else."""
     if is_array(value):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     holds_arrays = any(map(is_array, jax.tree.leaves(value)))
@@ -23,7 +27,7 @@ def describe_argument(value: Any) -> str:
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """A float if the value is known, otherwise the traced scalar: a number may change during training."""
+    """A known number as a float; a traced scalar unchanged."""
     if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
     if isinstance(value, np.floating):
@@ -31,7 +35,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
-                f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
+                f"{who} takes a number as {name}, but got a function. Call a schedule in the training step: "
                 f"`{who}(schedule(step))`."
             )
         raise TypeError(
@@ -46,13 +50,16 @@ def check_known_number(value: Any, who: str, name: str) -> float:
     if isinstance(number, Tracer):
         raise TypeError(
             f"{who} takes a known number as {name}, but got a traced one of dtype {number.dtype}. Build the stage "
-            f"outside of the jitted function."
+            f"outside the jitted function."
         )
     return number
 
 
 def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
-    """A check of a number that ``holds``, if it is known, or that must be known; the error ends with the rule."""
+    """A check that requires ``holds(number)`` of a known number; the error ends with ``rule``.
+
+    Traced numbers pass, unless ``known`` is set.
+    """
 
     def check(value: Any, who: str, name: str) -> Any:
         number = (check_known_number if known else check_number)(value, who, name)
@@ -100,21 +107,21 @@ def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
     return check
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Whether ``value`` is an integer, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_whole(value: Any, who: str, name: str) -> int:
+def check_integer(value: Any, who: str, name: str) -> int:
     """``value``, which must be an integer."""
-    if not is_whole(value):
+    if not is_integer(value):
         raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
     return int(value)
 
 
-def check_positive_whole(value: Any, who: str, name: str) -> int:
-    """Like :func:`check_whole`, for a number of at least 1."""
-    if check_whole(value, who, name) < 1:
+def check_positive_integer(value: Any, who: str, name: str) -> int:
+    """Like :func:`check_integer`, for a number of at least 1."""
+    if check_integer(value, who, name) < 1:
         raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
     return int(value)
 
@@ -123,15 +130,15 @@ def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     """``value``, which must be two integers of at least 1."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
-    return tuple(check_positive_whole(size, who, name) for size in value)
+    return tuple(check_positive_integer(size, who, name) for size in value)
 
 
 def shortest(x: Any) -> float:
-    """The number of the fewest digits that is ``x`` in float32; a number of more than 32 bits as it is."""
+    """The decimal number with the fewest digits that equals ``x`` in float32; wider numbers are unchanged."""
     exact = float(x)
     if x.dtype.itemsize > 4:
         return exact
-    with np.errstate(over="ignore"):  # rounded up, the largest number is infinite
+    with np.errstate(over="ignore"):  # The largest number becomes infinite when it is rounded up.
         numbers = (float(f"{exact:.{digits}g}") for digits in range(1, 10))
         return next((number for number in numbers if np.float32(number) == np.float32(exact)), exact)
 

@@ -1,4 +1,4 @@
-"""Arithmetic for low-precision arrays, computed in float32 and cast back; and ``jit`` for a few operations."""
+"""Predicates on arrays and their dtypes, arithmetic in float32 or wider, and ``jit`` for a few operations."""
 
 import functools
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ def widened(w: Array) -> Array:
 
 
 def is_inexact(w: Array) -> bool:
-    """Whether the numbers of ``w`` are floating or complex."""
+    """Whether the dtype of ``w`` is floating or complex."""
     return jnp.issubdtype(w.dtype, jnp.inexact)
 
 
 def is_numeric(x: Any) -> bool:
-    """Whether ``x`` is an array of numbers, unlike keys."""
+    """Whether ``x`` is an array, but not one of PRNG keys."""
     return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -37,7 +37,7 @@ def has_gradient(x: Any) -> bool:
 
 
 def inexact_places(leaves: Sequence[Any]) -> list[int]:
-    """The places of floating and complex arrays."""
+    """The indices of floating and complex arrays in a list of leaves."""
     return [i for i, x in enumerate(leaves) if has_gradient(x)]
 
 
@@ -57,8 +57,8 @@ def scalar(value: ArrayLike, like: Array) -> Array:
     return jnp.asarray(value).astype(like.dtype)
 
 
-# Since jax 0.12.0, ``True`` leaves a call in the program until it is compiled.
+# Since jax 0.12.0, ``True`` leaves the call in the jaxpr until it is compiled.
 _AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 inlined = partial(jax.jit, inline=_AT_ONCE)
-"""A function that is compiled where it is called eagerly, and traced once for equal types where it is not."""
+"""A decorator like ``jax.jit``: an eager call is compiled; a traced one is inlined, but traced once for equal types."""

@@ -1,9 +1,10 @@
 """Linear algebra on one matrix or a batch of matrices, lengths of vectors, and the errors for wrong shapes.
 
-Lengths do not overflow and have finite gradients at zero. Weight norm in one line is ``w = g * v / jnp.sqrt(jnp.sum(v *
-v))``. In float32, squares of numbers above 2e19 are infinite and squares of numbers below 1e-23 are zero. The gradient
-of a root at zero is NaN, even if ``jnp.where`` chooses another branch afterwards. So we scale numbers to about 1 before
-we square them, and replace a length of zero before we take its root.
+The lengths do not overflow, and their gradients are finite at zero. Why this is needed: weight norm in one line is
+``w = g * v / jnp.sqrt(jnp.sum(v * v))``. In float32, squares of numbers above 2e19 are infinite and squares of numbers
+below 1e-23 are zero. The gradient of a square root at zero is NaN, even if ``jnp.where`` chooses another branch
+afterwards. So numbers are scaled to about 1 before they are squared, and a length of zero is replaced before its square
+root is taken.
 """
 
 import functools
@@ -42,9 +43,9 @@ def without_reflection(left: Array, right: Array) -> Array:
 
 
 def resolution(w: Array, largest: Array) -> Array:
-    """The threshold below which singular values of ``w`` may be rounding errors; ``largest`` is the largest of them.
+    """The threshold below which singular values of ``w`` may be rounding errors; ``largest`` is its largest one.
 
-    It is numpy's threshold for the rank of a matrix; a zero matrix gets that of a matrix with norm 1.
+    It is the threshold of numpy's ``matrix_rank``; for a zero matrix, that of a matrix with norm 1.
     """
     unit = max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
     return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
@@ -72,8 +73,8 @@ def rank_error(rank: int, w: Array) -> str | None:
     )
 
 
-def why_not_divisible(blocks: tuple[int, int], w: Array) -> str | None:
-    """The error if the numbers of blocks do not divide ``w``, or None."""
+def not_divisible_error(blocks: tuple[int, int], w: Array) -> str | None:
+    """The error for a matrix ``w`` that cannot be divided into ``blocks`` rows and columns of equal blocks, or None."""
     if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
         return None
     return (
@@ -86,8 +87,8 @@ Indices = tuple[int, ...]
 
 
 @functools.partial(inlined, static_argnums=1)
-def scale(x: Array, axes: Indices) -> Array:
-    """The largest magnitude along ``axes``, or 1 if all are zero: after division by it, squares cannot overflow."""
+def max_abs(x: Array, axes: Indices) -> Array:
+    """The largest magnitude along ``axes``, or 1 if it is zero. Numbers divided by it do not overflow when squared."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
 
@@ -99,13 +100,13 @@ def is_zero(x: Array, axes: Indices) -> Array:
 
 
 def _nonzero_length(u: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, or 1 if it is zero, with finite gradients everywhere."""
+    """The Euclidean length along ``axes``, or 1 if it is zero. Its gradients are finite everywhere."""
     total = _sum_of_squares(u, axes)
     return jnp.sqrt(jnp.where(total == 0, 1, total))
 
 
 def _sum_of_squares(u: Array, axes: Indices) -> Array:
-    """The sum of the squared magnitudes along ``axes``, which stay with size 1."""
+    """The sum of the squared magnitudes along ``axes``, which are kept with size 1."""
     squares = jnp.square(u.real) + jnp.square(u.imag) if jnp.iscomplexobj(u) else jnp.square(u)
     return jnp.sum(squares, axis=axes, keepdims=True)
 
@@ -113,13 +114,13 @@ def _sum_of_squares(u: Array, axes: Indices) -> Array:
 @functools.partial(inlined, static_argnums=1)
 def unit(x: Array, axes: Indices) -> Array:
     """``x`` divided by its length along ``axes``; zero stays zero."""
-    u = x / scale(x, axes).astype(x.dtype)
+    u = x / max_abs(x, axes).astype(x.dtype)
     return u / _nonzero_length(u, axes).astype(x.dtype)
 
 
 @inlined
 def scale_near_one(x: Array, length: Array) -> Array:
-    """``x``, times a power of two if its length is too far from 1 for ``with_length`` to square it."""
+    """``x``, multiplied by a power of two if its ``length`` is too far from 1 for ``with_length`` to square it."""
     far = 2.0 ** (3 * jnp.finfo(length.dtype).maxexp // 4)
     ones = jnp.ones_like(length)
     power = jnp.where(length > far, ones / far, jnp.where(length < 1 / far, ones * far, ones))
@@ -129,8 +130,8 @@ def scale_near_one(x: Array, length: Array) -> Array:
 def with_length(x: Array, length: Array, axes: Indices) -> Array:
     """``x`` with the given length along ``axes``; zero stays zero.
 
-    The formula sums two arrays along ``axes`` at once, and one more for the gradients. If ``axes`` are sharded, devices
-    exchange only these sums. The sum for the gradients is over ``x`` itself, so a normalized copy of ``x`` is not
+    The formula sums two arrays along ``axes``, in one pass, and another one for the gradients. If ``axes`` are sharded,
+    devices exchange only these sums. The sum for the gradients reads ``x`` itself, so no normalized copy of ``x`` is
     stored.
     """
     return x * _stretch(x, length, axes).astype(x.dtype)
@@ -144,14 +145,14 @@ def _stretch(x: Array, length: Array, axes: Indices) -> Array:
 
 @_stretch.defjvp
 def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The factor ``l / n``, and its derivative ``(dl - l dn / n) / n``, which squares no length."""
+    """The factor ``l / n``, and its derivative ``(dl - l dn / n) / n``, in which no length is squared."""
     (x, length), (dx, dlength) = primals, tangents
     n = _length(x, axes)
     return length / n, (dlength - length * (_part_along(x, n, dx, axes) / n)) / n
 
 
 def with_length_detached(x: Array, length: Array, axes: Indices) -> Array:
-    """Like :func:`with_length`, but gradients treat the length of ``x`` as a constant; that of zero has a gradient."""
+    """Like :func:`with_length`, but gradients treat the length of ``x`` as a constant. Zeros have a gradient too."""
     own = _length_or_zero(jax.lax.stop_gradient(x), axes)
     return x * jnp.where(own == 0, jnp.ones_like(own), length / jnp.where(own == 0, 1, own)).astype(x.dtype)
 
@@ -167,7 +168,7 @@ def _length_or_zero(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``.
 
     It sums the squares of ``x`` scaled up and of ``x`` scaled down, and uses the second sum if the first overflows.
-    This saves a pass to find the largest magnitude. In float32 it is right for lengths from 4e-34 to 5e33.
+    This saves a pass to find the largest magnitude. In float32 it is accurate for lengths from 4e-34 to 5e33.
     """
     upscale = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     sum_of_scaled_squares = _sum_of_squares(x * upscale, axes)
@@ -180,25 +181,25 @@ def _length_or_zero(x: Array, axes: Indices) -> Array:
 
 @_length.defjvp
 def _length_jvp(axes: Indices, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The length, and its derivative: the part of ``dx`` in the direction of ``x``."""
+    """The length, and its derivative: the component of ``dx`` in the direction of ``x``."""
     length = _length(*primals, axes)
     return length, _part_along(*primals, length, *tangents, axes)
 
 
 def _part_along(x: Array, length: Array, dx: Array, axes: Indices) -> Array:
-    """The part of ``dx`` in the direction of ``x``, whose length is given."""
+    """The component of ``dx`` in the direction of ``x``, whose length is given."""
     return jnp.sum(((x / length.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
 
 
 @jax.custom_jvp
 def inverse(length: Array) -> Array:
-    """1 over a length, or 1 if it is zero. The derivative does not square it, as the square may overflow."""
+    """1 over a length, or 1 if it is zero. The derivative does not square the length, as that may overflow."""
     return 1 / jnp.where(length == 0, 1, length)
 
 
 @inverse.defjvp
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """``1 / l``, and its derivative ``-(1 / l) ((1 / l) dl)``; zero where the length is."""
+    """``1 / l``, and its derivative ``-(1 / l) ((1 / l) dl)``, which is zero where the length is zero."""
     (length,), (dlength,) = primals, tangents
     result = inverse(length)
     slope = jnp.where(length == 0, 0, result)
@@ -209,8 +210,8 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero.
 
-    It is right for any finite length, at the price of a pass for the largest magnitude.
+    It is accurate for any finite length, at the price of a pass for the largest magnitude.
     """
-    size = scale(x, axes)
+    size = max_abs(x, axes)
     length = size * _nonzero_length(x / size.astype(x.dtype), axes)
     return jnp.where(is_zero(x, axes), 0, length)

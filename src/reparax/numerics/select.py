@@ -1,4 +1,4 @@
-"""The largest of many numbers, without sorting them."""
+"""A mask of the largest of many numbers, found without sorting them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ from jax import Array, lax
 
 
 @jax.jit
-def largest(scores: Array, count: Any) -> Array:
+def mask_largest(scores: Array, count: Any) -> Array:
     """True at the ``count`` largest scores; among equal scores, at those with lower index. NaN is below all numbers.
 
-    It halves the range of the smallest score that stays until that is known, and then, if other scores are equal to it,
-    the range of their indices. Each step compares and counts, so a sharded array stays where it is. On a CPU, all steps
-    together take 30 ns for a score, where sorting takes 600.
+    A binary search finds the smallest score that is selected, and a second one the last index at which it is, if other
+    scores equal it. Each step compares and counts, so a sharded array is not moved. On a CPU, all steps together take
+    30 ns per score, where sorting takes 600 ns.
     """
-    return _largest_of_all([scores], count)[0]
+    return _mask_largest([scores], count)[0]
 
 
 @jax.jit
-def largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
-    """As :func:`largest`, of the scores of all arrays together, which have one dtype."""
-    return _largest_of_all(scores, count)
+def mask_largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
+    """Like :func:`mask_largest`, for the scores of several arrays of one dtype together."""
+    return _mask_largest(scores, count)
 
 
-def _largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
-    """For each array, where its scores are among the largest of all."""
-    keys = [_integers_in_order(x) for x in scores]
+def _mask_largest(scores: Sequence[Array], count: Any) -> list[Array]:
+    """For each array, a mask of its scores that are among the ``count`` largest of all."""
+    keys = [_ordered_integers(x) for x in scores]
     n = jnp.asarray(count).astype(jnp.int32)
     limits = jnp.iinfo(keys[0].dtype)
     low = functools.reduce(jnp.minimum, [jnp.min(x, initial=limits.max) for x in keys])
@@ -41,10 +41,10 @@ def _largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
 
 
 def _first_true(flags: Sequence[Array], count: Array) -> list[Array]:
-    """The first flags that are true, so many of all arrays, which are numbered one after the other."""
+    """``flags`` with only the first ``count`` true ones, in row-major order, one array after the other."""
     starts = np.cumsum([0, *(x.size for x in flags)])
     indices = [jnp.arange(i, i + x.size, dtype=jnp.int32).reshape(x.shape) for i, x in zip(starts, flags, strict=False)]
-    # A product, as JAX selects only among arrays that lie on a mesh alike.
+    # This is a product, as `jnp.where` needs arrays that are sharded alike.
     ends = [jnp.max((i + 1) * x.astype(jnp.int32), initial=0) for i, x in zip(indices, flags, strict=True)]
     last_end = functools.reduce(jnp.maximum, ends)
 
@@ -55,8 +55,8 @@ def _first_true(flags: Sequence[Array], count: Array) -> list[Array]:
     return true_before(_smallest_where(start, last_end, lambda end: _count_true(true_before(end)) >= count))
 
 
-def _integers_in_order(x: Array) -> Array:
-    """Integers in the order of the numbers: floats of one sign are ordered as their bits. Both zeros are equal."""
+def _ordered_integers(x: Array) -> Array:
+    """Integers in the same order as the floats ``x``: positive floats are ordered like their bits. Both zeros are 0."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(integer)
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
@@ -65,16 +65,16 @@ def _integers_in_order(x: Array) -> Array:
 
 
 def _count_true(arrays: Sequence[Array]) -> Array:
-    """How many flags are true in all arrays, in int32."""
+    """How many flags are true in all arrays together, in int32."""
     return functools.reduce(jnp.add, [jnp.sum(flags, dtype=jnp.int32) for flags in arrays])
 
 
 def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
-    """The smallest whole number from ``low`` on for which ``holds``, or ``high`` if it holds for none below that."""
+    """The smallest integer from ``low`` on for which ``holds`` is true, or ``high`` if there is none below ``high``."""
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # half of the sum, which may be too large for an integer
+        middle = (low & high) + ((low ^ high) >> 1)  # half of the sum, which itself may overflow
         is_true = holds(middle)
         return jnp.where(is_true, low, middle + 1), jnp.where(is_true, middle, high)
 

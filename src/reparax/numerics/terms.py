@@ -1,4 +1,9 @@
-"""Terms, which are products of arrays, and how a traced program records that an array is a sum of terms."""
+"""Terms, which are products of arrays, and how a jaxpr records that an array is a sum of terms.
+
+:func:`record_terms` computes an array in a call whose name holds the specs of its terms, and whose other results are
+the arrays of the terms. ``factored`` reads the name by :func:`specs_of`, and multiplies data by the terms instead of by
+their sum.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +29,31 @@ _MARK = "sum_of_terms"
 
 @dataclass(frozen=True)
 class Spec:
-    """What a term sums over, as :func:`jax.numpy.einsum` writes it.
+    """The spec of a term, in the notation of :func:`jax.numpy.einsum` with two additions; see :class:`Term`.
 
     Attributes:
-      text: As written.
+      text: The text of the spec, such as ``"ir,rj->ij"``.
     """
 
     text: str
 
     @property
     def letters(self) -> list[str]:
-        """The letters of each array; the last axis of a circulant matrix has two."""
+        """The letters of the axes of each array; the last axis of a circulant matrix has two."""
         return [re.sub("[()-]", "", operand) for operand in self.text.split("->")[0].split(",")]
 
     @property
-    def circles(self) -> list[bool]:
-        """Which arrays are the first columns of circulant matrices."""
+    def circulant_flags(self) -> list[bool]:
+        """For each array, whether it is the first column of a circulant matrix."""
         return ["-" in operand for operand in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
-        """The letters of each axis of the product, several if axes are merged."""
+        """The letters of each axis of the product; several if axes are merged."""
         return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
 
     def encoded(self) -> str:
-        """This spec as part of a function name."""
+        """This spec as a part of a function name."""
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
@@ -63,7 +68,7 @@ class Term:
     ``terms_leaf`` of a stage returns a list of terms, so that :func:`factored` never forms their sum:
 
     ===========================  ===============================================
-    an array as it is            ``Term("ij->ij", w)``
+    a plain array                ``Term("ij->ij", w)``
     of low rank                  ``Term("ir,rj->ij", a, b)``
     scaled along an axis         ``Term("ij,j->ij", w, g)``
     small integers times scales  ``Term("ij,j->ij", q, scale)``, ``q`` of int8
@@ -74,8 +79,8 @@ class Term:
     ===========================  ===============================================
 
     Args:
-      spec: The lowercase letters of the axes of each array and of the result; letters in brackets are merged into one
-        axis. A letter that occurs twice in the result makes a diagonal. A last axis ``(i-j)`` is indexed by the
+      spec: Lowercase letters for the axes of each array and of the result. Letters in parentheses are merged into one
+        axis. A letter that occurs twice in the result gives a diagonal. A last axis ``(i-j)`` is indexed by the
         difference of two letters, modulo its size.
       arrays: The arrays.
 
@@ -99,9 +104,8 @@ class Term:
         """The product."""
         spec, letters = self.spec, "".join(self.spec.axes)
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
-        factors = [
-            circulant(x) if is_circulant else x for x, is_circulant in zip(self.arrays, spec.circles, strict=True)
-        ]
+        pairs = zip(self.arrays, spec.circulant_flags, strict=True)
+        factors = [circulant(x) if is_circulant else x for x, is_circulant in pairs]
         factors = [x.astype(dtype) for x in factors]
         subscripts = f"{','.join(spec.letters)}->{''.join(dict.fromkeys(letters))}"
         unmerged = with_diagonals(jnp.einsum(subscripts, *factors, precision="highest"), letters)
@@ -110,13 +114,13 @@ class Term:
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
-    """What is wrong with a spec for these arrays, or None."""
+    """What is wrong with a spec for these arrays, as the end of an error; None if nothing is."""
     if not _SPEC.fullmatch(spec.text):
         return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
     if len(spec.letters) != len(arrays):
         return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
-    for letters, is_circulant, x in zip(spec.letters, spec.circles, arrays, strict=True):
+    for letters, is_circulant, x in zip(spec.letters, spec.circulant_flags, arrays, strict=True):
         shape = (*x.shape, *x.shape[-1:]) if is_circulant else x.shape
         if len(letters) != len(shape):
             return f"gives {letters!r} to an array of shape {shape}. Write one letter for each axis."
@@ -131,13 +135,16 @@ def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
 
 
 def circulant(x: Array) -> Array:
-    """The circulant matrix of a first column."""
+    """The circulant matrix with the first column ``x``, or a batch of them."""
     i = jnp.arange(x.shape[-1])
     return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
 
 
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
-    """``x``, which has one axis per name, expanded to all ``axes``: equal names make diagonals, zero elsewhere."""
+    """``x``, which has one axis for each different name in ``axes``, expanded to one axis for each entry of ``axes``.
+
+    Axes with equal names form diagonals, with zeros elsewhere.
+    """
     for i, name in enumerate(axes):
         first_axis = axes.index(name)
         if first_axis != i:
@@ -161,9 +168,9 @@ def _require_terms(terms: Any) -> Sequence[Term]:
 
 
 def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
-    """``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
+    """``formula(*args)``; if it is traced, in a call whose name and other results hold the terms.
 
-    Every transformation of JAX keeps the name of a call.
+    A name is used because every transformation of JAX keeps the name of a call.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return formula(*args)
@@ -171,7 +178,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
     def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
-        return formula(*args), arrays, jnp.int32(0)  # a derivative has no such output
+        return formula(*args), arrays, jnp.int32(0)  # A sentinel: a derivative has no integer output.
 
     def sum_of_terms(*args: Any) -> Array:
         checked_terms = _require_terms(terms(*args))
@@ -179,7 +186,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
         return sum_terms(checked_terms)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
-    # Under vmap, jax.checkpoint puts the batch axis first in each output.
+    # The checkpoint is there because it puts the batch axis first in each output under vmap.
     formula_under_vmap = jax.checkpoint(array_and_terms, prevent_cse=False)
 
     def call(*args: Any) -> Any:
@@ -196,7 +203,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
 
 def specs_of(name: str) -> list[Spec] | None:
-    """The specs of the terms in the name of a call, or None."""
+    """The specs of the terms that the name of a call holds; None if it holds none."""
     if not name.startswith(_MARK):
         return None
     return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

@@ -1,14 +1,17 @@
-"""Delays a computation: makes a value depend on another one, so that the compiler cannot compute it earlier.
+"""Identity functions that control when and how often compilers compute a value.
 
+``tie`` delays a computation: it makes a value depend on another one, so that the compiler cannot compute it earlier.
 XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
 dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
-cannot know that it is zero. Accelerators find a good order without help, so there ``tie`` does nothing.
+cannot know that it is zero. Compilers for accelerators find a good order without help, so there ``tie`` does nothing.
 
-But TPUs multiply in bfloat16, and their compiler converts the weights of all layers before the loop that reads them,
-into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
+``read_in_step`` is for TPUs. These multiply in bfloat16, and their compiler converts the weights of all layers before
+the loop that reads them, which takes another array. The compiler does not move integer operations, so on TPUs
+``read_in_step`` adds a zero to the bits of each entry.
 
-XLA for CPUs copies cheap operations into each reader, and keeps their operands until the last one has read them;
-it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
+``compute_once`` is for CPUs. There XLA copies cheap operations into each operation that reads their result, and keeps
+their operands until all of these have run. It does not copy a division, so on CPUs ``compute_once`` divides by ones;
+``pull_back_once`` does so with cotangents.
 """
 
 import contextlib
@@ -24,15 +27,15 @@ from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
-    """``x`` itself; compilers for CPUs can neither compute it before ``barrier``, nor merge it with another ``x``."""
-    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone. So are those
-    # of two meshes, of which one has axes that the other's region leaves to the compiler: no operation reads both.
-    are_apart = _is_sharded(x) or _is_sharded(barrier) or _mesh_of(x) != _mesh_of(barrier)
-    return x if are_apart else _tie.bind(x, barrier)
+    """``x`` itself. On CPUs, compilers can neither compute it before ``barrier``, nor merge it with another ``x``."""
+    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone. So are arrays
+    # on two meshes, one of which has axes that the region of the other leaves to the compiler: no operation reads both.
+    cannot_tie = _is_sharded(x) or _is_sharded(barrier) or _mesh_of(x) != _mesh_of(barrier)
+    return x if cannot_tie else _tie.bind(x, barrier)
 
 
 def _mesh_of(x: Array) -> AbstractMesh:
-    """The mesh of the region of the program in which an array was computed."""
+    """The mesh of the region of the jaxpr in which an array was computed."""
     return jax.typeof(x).sharding.mesh
 
 
@@ -42,22 +45,22 @@ def _is_sharded(x: Array) -> bool:
 
 
 def store_whole(x: Array) -> Array:
-    """``x`` itself; compilers for accelerators store it as an array, instead of fusing it into each of its uses."""
+    """``x`` itself. On accelerators, compilers store it as an array, instead of fusing it into each of its uses."""
     return _whole.bind(x)
 
 
 def compute_once(x: Array) -> Array:
-    """``x`` itself; compilers compute it once for all that reads it, also after the forward pass."""
+    """``x`` itself. Compilers compute it only once for all operations that read it, including the backward pass."""
     return _once.bind(x)
 
 
 def pull_back_once(x: Array) -> Array:
-    """``x`` itself; compilers compute its cotangent once for all that reads it."""
+    """``x`` itself. Compilers compute its cotangent only once for all operations that read the cotangent."""
     return _once_back.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
-    """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
+    """``x`` itself, the float32 weight of one step of a loop. Compilers for TPUs convert it only in that step."""
     return _read.bind(x)
 
 
@@ -74,7 +77,7 @@ class _Identity(Primitive):
     """A primitive whose result is its first operand."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """The first operand, in the region of its mesh: JAX lowers its operations there too."""
+        """The first operand, bound under its own mesh, under which JAX then lowers the primitive too."""
         if has_series(args):
             return args[0]
         mesh = _mesh_of(args[0])
@@ -93,18 +96,18 @@ def _tie_on_cpu(x: Array, barrier: Array) -> Array:
 
 
 def _zero_from_bits(bits: Array) -> Array:
-    """The counts of set bits, which are below 64, shifted right by 6: zeros, but not to a compiler."""
+    """Zeros that a compiler does not know: the counts of set bits, which are below 64, shifted right by 6."""
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
 def by_integers(x: Array) -> Array:
-    """``x`` itself, in float32, by operations that compilers do not exchange with a cast."""
+    """``x`` itself, in float32, after integer operations, which compilers do not swap with a cast."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
 
 
 def _add_to_bits(x: Array, zero: Array) -> Array:
-    """``x``, with a uint32 zero added to its bits; keys and complex numbers by their parts."""
+    """``x``, with a uint32 zero added to its bits, or to those of each part of a key or complex number."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
@@ -118,13 +121,13 @@ def _add_to_bits(x: Array, zero: Array) -> Array:
 
 
 def _divide_by_ones(x: Array) -> Array:
-    """By ones that compilers for CPUs do not know: they copy cheap operations into each reader, but no division."""
+    """``x``, divided by ones that compilers do not know. On CPUs, they do not copy a division into its readers."""
     wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
     return lax.div(x, lax.add(lax.convert_element_type(_zero_from_bits(wide), x.dtype), jnp.ones_like(x)))
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
-    """The batching rule of ``tie``: one of a batch of ``barrier`` is enough; if that is sharded, ``x`` alone."""
+    """The batching rule of ``tie``: one ``barrier`` of a batch is enough; a sharded one is ignored."""
     (x, barrier), (place, batch) = args, dims
     if batch is not None:
         if _is_sharded(barrier):
@@ -134,12 +137,15 @@ def _batch_tie(args: Any, dims: Any) -> Any:
 
 
 def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
-    """Does not wait for an unknown value, because JAX transposes only functions whose weights are known before it."""
+    """The partial evaluation rule of ``tie``: a known ``x`` stays known, even if ``barrier`` is not.
+
+    JAX transposes only functions whose weights are known before.
+    """
     return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
 def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[..., Any]) -> _Identity:
-    """A primitive whose result is its operand, by the formula of its lowering; other platforms may have their own."""
+    """A primitive whose result is its operand; ``lowering`` and ``on_platform`` say how it is computed on devices."""
     primitive = _Identity(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
@@ -174,5 +180,5 @@ mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False)
 
 
 def has_series(args: Iterable[Any]) -> bool:
-    """Whether one of these values is the start of a series, so that an operation of our own must not be recorded."""
+    """Whether any of these values is traced by ``jax.experimental.jet``, which does not know our primitives."""
     return any(type(x).__name__ == "JetTracer" for x in args)

@@ -1,4 +1,8 @@
-"""The arguments of a user's function as flat arrays: which of them the user chose by ``argnums``, and their paths."""
+"""The arguments of the user's function as flat arrays, and the program that JAX traces for them.
+
+The user chooses arguments by ``argnums``: those from which weights are computed, such as parameters and keys. All other
+arguments are data.
+"""
 
 import functools
 import inspect
@@ -18,41 +22,41 @@ from reparax.programs import jaxprs
 Argnums = int | Sequence[int] | None
 
 REPORTED = "__reparax_reported__"
-"""The attribute of a transformed function that takes arguments and returns what a report says of them."""
+"""The attribute of a transformed function that holds a function for ``explain``, of the same arguments."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, stay in place.
+    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, are never changed.
 
     Attributes:
       fun: The function.
-      leaves: The leaves of positional and keyword arguments, of the structure ``treedef``.
-      treedef: This structure.
-      places: Which leaves are arrays.
-      is_chosen: For each array whether the user chose its argument.
+      leaves: The leaves of the positional and keyword arguments.
+      treedef: The structure of these leaves.
+      positions: The positions of the leaves that are arrays.
+      is_chosen: For each array, whether the user chose its argument.
     """
 
     fun: Callable[..., Any]
     leaves: list[Any]
     treedef: Any
-    places: list[int]
+    positions: list[int]
     is_chosen: list[bool]
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
         """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are chosen."""
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-        positions = _chosen_positions(who, argnums, args)
-        flags = [i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        chosen_positions = _chosen_positions(who, argnums, args)
+        flags = [i in chosen_positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
-        places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-        return cls(fun, leaves, treedef, places, [flags[i] for i in places])
+        positions = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+        return cls(fun, leaves, treedef, positions, [flags[i] for i in positions])
 
     @property
     def arrays(self) -> list[Any]:
         """The arrays among the arguments."""
-        return [self.leaves[i] for i in self.places]
+        return [self.leaves[i] for i in self.positions]
 
     @property
     def paths(self) -> list[str]:
@@ -66,18 +70,18 @@ class Arguments:
             argument = parameters[int(name)] if has_name else f"argument {name}"
             return path_text((argument, *path_in_argument))
 
-        return [path(all_names[i]) for i in self.places]
+        return [path(all_names[i]) for i in self.positions]
 
     def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
-        """The function's result for other arrays, or that of another function of the same arguments."""
+        """Calls the function, or ``fun`` instead, with other arrays in these arguments."""
         leaves = list(self.leaves)
-        for i, x in zip(self.places, arrays, strict=True):
+        for i, x in zip(self.positions, arrays, strict=True):
             leaves[i] = x
         args, kwargs = self.treedef.unflatten(leaves)
         return (fun or self.fun)(*args, **kwargs)
 
     def trace(self) -> "Traced":
-        """Traces the function, once: its program gives the leaves of the result that are traced."""
+        """Traces the function, once. The outputs of the program are the leaves of the result that are traced."""
         restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
@@ -92,7 +96,7 @@ class Arguments:
 
 
 def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
-    """The whole result of a function, from the leaves that its trace did not make and the values of the others."""
+    """The result of a function, from its untraced leaves, by their positions, and the values of all other leaves."""
     traced_leaves = iter(outputs)
     leaves = [untraced[i] if i in untraced else next(traced_leaves) for i in range(treedef.num_leaves)]
     return treedef.unflatten(leaves)
@@ -105,8 +109,8 @@ class Traced:
     Attributes:
       program: The program, with its constants as first inputs.
       inputs: The value of each input.
-      is_chosen: Which inputs the user chose.
-      restore: Makes the whole result from the outputs.
+      is_chosen: For each input, whether the user chose it.
+      restore: Rebuilds the result of the function from the outputs of the program.
     """
 
     program: Jaxpr
@@ -116,22 +120,22 @@ class Traced:
 
 
 def check_call(
-    method: str, fun: Any, argnums: Any, *, follows_weights: bool = False, among_its_own: Sequence[str] = ()
+    method: str, fun: Any, argnums: Any, *, follows_weights: bool = False, own_options: Sequence[str] = ()
 ) -> str:
-    """Checks ``fun`` and ``argnums``, and returns a name of the call for later errors, as ``factored(loss)``.
+    """Checks ``fun`` and ``argnums``, and returns a name of the call for later errors, such as ``factored(loss)``.
 
     Args:
       method: The name of the transform.
-      fun: The function that it takes.
-      argnums: Which arguments of the function it is for.
-      follows_weights: Whether the transform follows weights through the program: it then refuses a function that
+      fun: The function that was passed to it.
+      argnums: The ``argnums`` that were passed to it.
+      follows_weights: Whether the transform follows weights through the program. If so, it refuses a function that
         ``remat`` returned, which hides them.
-      among_its_own: The options of the transform that were given among the keyword arguments of the function.
+      own_options: The keyword arguments that the transform took as its own options, beside those of the function.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
-            f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
-            f"such as the loss."
+            f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass a "
+            f"function, such as the loss."
         )
     function = fun
     while isinstance(function, functools.partial):
@@ -143,17 +147,17 @@ def check_call(
         )
     # Not the function's repr, which may hold arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
-    if both := [name for name in among_its_own if name in _parameters_of(fun)]:
+    if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(
-            f"{who} got {both[0]}, which the function takes too, so it is not known whose it is. Bind that of the "
-            f"function: `{method}(lambda *args: loss(*args, {both[0]}=...), ...)`."
+            f"{who} got {shared[0]}, which is an option of {method} and a parameter of the function. To pass it to the "
+            f"function, bind it: `{method}(lambda *args: loss(*args, {shared[0]}=...), ...)`."
         )
     _require_positions(who, argnums)
     return who
 
 
 def _parameters_of(fun: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters; none if it does not say."""
+    """The names of a function's parameters; none if its signature is unknown."""
     try:
         return list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):
@@ -161,16 +165,16 @@ def _parameters_of(fun: Callable[..., Any]) -> list[str]:
 
 
 def given_options(**options: Any) -> list[str]:
-    """The names of the options that have another value than their default, which is None or False."""
+    """The names of the options whose value is not their default, None or False."""
     return [name for name, value in options.items() if value is not None and value is not False]
 
 
 def _require_positions(who: str, argnums: Any) -> None:
-    """Requires that ``argnums`` is the position of an argument, a tuple of positions, or None."""
+    """Raises an error unless ``argnums`` is the position of an argument, a tuple of positions, or None."""
     positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
-            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
+            f"{who} expects argnums to be the position of an argument or a tuple of positions, but got "
             f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
         )
 
@@ -179,7 +183,7 @@ _CONTAINERS = (dict, list, tuple)
 
 
 def _describe_arrays(x: Any) -> Any:
-    """``x`` as an error shows it: arrays as shape and dtype."""
+    """``x`` for an error message, with the dtype and shape of each array in place of its numbers."""
     return jax.tree.map(
         lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
     )
@@ -193,7 +197,7 @@ def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[in
     if missing := [i for i in sorted(positions) if i >= len(args)]:
         raise TypeError(
             f"{who} got argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
-            f"argument {missing[0]}. Pass the arguments that argnums names by position."
+            f"argument {missing[0]}. Pass all arguments in argnums by position, not by keyword."
         )
     return positions
 

@@ -1,4 +1,9 @@
-"""Which values of a traced program depend on known inputs only, and how to split the program accordingly."""
+"""Which values of a traced program depend on known inputs only, and how to run or split the program accordingly.
+
+Known inputs are those that the user chose by ``argnums``, such as parameters and keys, and those that an ``apply``
+reads. What is computed from them alone is known too, and can be computed again at any time. An ``Analysis`` finds such
+facts about all values: ``IsKnown`` finds only this one, and ``AllFacts`` everything that the interpreter needs.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,16 +24,16 @@ T = TypeVar("T")
 Flags = list[bool]
 """For each input, whether it is known: chosen by the user, or read by an ``apply``."""
 Known = dict[Var, bool]
-"""For each variable, whether it follows from known inputs alone."""
+"""For each variable, whether it depends on known inputs alone."""
 EquationRule = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
-"""Another function that runs an equation, or None."""
+"""Returns a function that computes an equation in another way, or None to evaluate it as it is."""
 
 STORED = "reparax_stored"
 """The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they can be recomputed."""
 
 
 def has_tangent(atom: Any) -> bool:
-    """Whether an atom has tangents."""
+    """Whether an atom is floating-point and so has tangents."""
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
@@ -38,8 +43,8 @@ class Batch:
 
     Attributes:
       eqns: The equations.
-      function: What runs the only equation, if a rule says it.
-      reads_beside: If these equations were delayed, all that the equation reads for which they are computed.
+      function: The function that computes the only equation, if a rule returned one.
+      reads_beside: If these equations were delayed until another one needs their values, all operands of that one.
     """
 
     eqns: list[JaxprEqn]
@@ -48,7 +53,7 @@ class Batch:
 
 
 def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> None:
-    """Adds an equation behind the others: to the last batch, if neither has a function of its own or was delayed."""
+    """Appends an equation to the last batch, or as a new one if either has a function or the last one was delayed."""
     function = rule(eqn)
     if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
         batches[-1].eqns.append(eqn)
@@ -57,7 +62,7 @@ def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> N
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants; ``rule`` may return another function for an equation."""
+    """Evaluates a program without constants, in which ``rule`` may return another function for an equation."""
     batches = list[Batch]()
     for eqn in jaxpr.eqns:
         add_to_batches(batches, eqn, rule)
@@ -70,14 +75,14 @@ def run_batches(
     batches: Sequence[Batch],
     run_batch: Callable[[Batch, Jaxpr, Env], Sequence[Any]],
 ) -> list[Any]:
-    """The outputs of a program whose equations are in ``batches``.
+    """Evaluates a program whose equations are in ``batches``, one batch after the other.
 
-    ``run_batch`` gives the outputs of a batch without a function, from its program and all values before it.
+    ``run_batch`` computes the outputs of a batch without a function, from its program and all values computed so far.
     """
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
-        read_later.append(read_later[-1].union(jaxprs.read_by(batch.eqns)))
+        read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
     for batch, later in zip(batches, read_later[-2::-1], strict=True):
         if batch.function is None:
             program = part(jaxpr, batch.eqns, [v for eqn in batch.eqns for v in eqn.outvars if v in later])
@@ -90,7 +95,7 @@ def run_batches(
 
 
 def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxpr, list[Any]]:
-    """The program of ``run`` at these inputs, with constants as its first inputs, and these."""
+    """The program that :func:`run` traces for these inputs, with constants as its first inputs, and these constants."""
     return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, rule))(*args))
 
 
@@ -98,75 +103,78 @@ def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxp
 
 
 class Analysis(ABC, Generic[T]):
-    """What is asked of each value of a program: an element of a finite lattice, from those of the operands."""
+    """How a fact about each value of a program follows from the facts about the operands of its equation.
+
+    Facts are elements of a finite lattice, so that the facts about the values of a loop reach a fixed point.
+    """
 
     def __init__(self, constant: T) -> None:
-        """Takes the element of literals and constants. Nothing is known of any program."""
+        """Takes the fact about literals and constants. No program has been analyzed yet."""
         self.constant = constant
-        self.found: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
+        self.analyzed: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
 
     @abstractmethod
-    def joined(self, values: Sequence[T]) -> T:
-        """The element of a value that is one of several, or computed from them."""
+    def join(self, values: Sequence[T]) -> T:
+        """The fact about a value that is one of several values, or computed from them."""
 
     @abstractmethod
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
-        """The element of all outputs of an equation, if its bodies are not read."""
+        """The fact about all outputs of an equation, if its bodies are not analyzed."""
 
     @abstractmethod
     def enters(self, eqn: JaxprEqn, operands: Sequence[T]) -> bool:
-        """Whether bodies of an equation are read, so that each output has an element of its own."""
+        """Whether the bodies of an equation are analyzed, so that each output has a fact of its own."""
 
 
-def analyse(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
-    """The element of each value of a program, from those of its inputs."""
+def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
+    """The fact about each value of a program, from those about its inputs."""
     key = jaxpr, tuple(inputs)
-    if key not in analysis.found:
+    if key not in analysis.analyzed:
         env = dict.fromkeys(jaxpr.constvars, analysis.constant) | dict(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             operands = _look_up(env, eqn.invars, analysis.constant)
-            env.update(zip(eqn.outvars, _of_outputs(eqn, operands, analysis), strict=True))
-        analysis.found[key] = env
-    return analysis.found[key]
+            env.update(zip(eqn.outvars, _facts_of_equation(eqn, operands, analysis), strict=True))
+        analysis.analyzed[key] = env
+    return analysis.analyzed[key]
 
 
 def _look_up(env: Mapping[Var, T], atoms: Iterable[Any], constant: T) -> list[T]:
-    """The element of each atom."""
+    """The fact about each atom, which is ``constant`` for literals."""
     return [constant if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def outputs_of(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The elements of the outputs of a program."""
-    return _look_up(analyse(jaxpr, inputs, analysis), jaxpr.outvars, analysis.constant)
+def facts_of_outputs(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
+    """The facts about the outputs of a program, from those about its inputs."""
+    return _look_up(analyze(jaxpr, inputs, analysis), jaxpr.outvars, analysis.constant)
 
 
-def _of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The elements of the outputs of a body, whose constants are its first inputs."""
-    return outputs_of(body[0], [*(analysis.constant for _ in body[1]), *inputs], analysis)
+def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
+    """The facts about the outputs of a body, whose constants are its first inputs."""
+    return facts_of_outputs(body[0], [*(analysis.constant for _ in body[1]), *inputs], analysis)
 
 
-def _of_outputs(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
-    """The elements of the outputs of an equation."""
+def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
+    """The facts about the outputs of an equation."""
     if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
-            return _of_body(jaxprs.body(eqn), steady_inputs(eqn, operands, analysis), analysis)
+            return _facts_of_body(jaxprs.body(eqn), steady_inputs(eqn, operands, analysis), analysis)
         if jaxprs.is_cond(eqn):
-            branches = [_of_body(branch, operands[1:], analysis) for branch in jaxprs.bodies(eqn)]
-            return [analysis.joined(outs) for outs in zip(*branches, strict=True)]
+            branches = [_facts_of_body(branch, operands[1:], analysis) for branch in jaxprs.bodies(eqn)]
+            return [analysis.join(outs) for outs in zip(*branches, strict=True)]
         if jaxprs.is_call(eqn):
-            return _of_body(jaxprs.body(eqn), operands, analysis)
+            return _facts_of_body(jaxprs.body(eqn), operands, analysis)
     return [analysis.of_equation(eqn, operands)] * len(eqn.outvars)
 
 
 def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The elements of the inputs of a scan's body at every step, from those before the first."""
+    """The facts about the inputs of a scan's body that hold at every step, from those that hold at the first."""
     n_consts, n_carry = jaxprs.scan_counts(scan)
     consts = inputs[:n_consts]
     carry = list(inputs[n_consts : n_consts + n_carry])
     xs = inputs[n_consts + n_carry :]
     while True:
-        outs = _of_body(jaxprs.body(scan), [*consts, *carry, *xs], analysis)[:n_carry]
-        next_carry = [analysis.joined(pair) for pair in zip(carry, outs, strict=True)]
+        outs = _facts_of_body(jaxprs.body(scan), [*consts, *carry, *xs], analysis)[:n_carry]
+        next_carry = [analysis.join(pair) for pair in zip(carry, outs, strict=True)]
         if next_carry == carry:
             return [*consts, *carry, *xs]
         carry = next_carry
@@ -175,14 +183,14 @@ def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) ->
 class IsKnown(Analysis[bool]):
     """Whether a value depends on known inputs and constants only, and can be computed again without the other inputs.
 
-    The equation that makes it may still read others: a scan with other outputs, or a cond on data, whose chosen branch
-    is stored. An equation that must run exactly once makes no known values.
+    Its equation may read other inputs nevertheless: a scan for its other outputs, or a cond that selects a branch by
+    data, for which the index is stored. The outputs of an equation that must run exactly once are not known.
     """
 
     def __init__(self) -> None:
         super().__init__(constant=True)
 
-    def joined(self, values: Sequence[bool]) -> bool:
+    def join(self, values: Sequence[bool]) -> bool:
         return all(values)
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
@@ -195,7 +203,7 @@ class IsKnown(Analysis[bool]):
 
 def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
     """For each value of a program, whether it depends on known inputs and constants only."""
-    return analyse(jaxpr, known_inputs, IsKnown())
+    return analyze(jaxpr, known_inputs, IsKnown())
 
 
 def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
@@ -208,36 +216,37 @@ class Facts:
     """Facts about one value.
 
     Attributes:
-      known: Whether it depends on chosen arguments only.
-      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
-      origins: The arguments on which it depends.
-      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
-      steps: The scans around it in whose steps it differs, by their depth.
-      formula: The number of the formula by which it is computed, if rules count these: equal ones have equal values.
+      known: Whether it depends on known inputs only.
+      fixed: Whether it gets no gradient. A value that is not known is fixed only if all that it depends on is.
+      origins: The known inputs on which it depends, by their position.
+      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. Its type may list more of them.
+      steps: The scans around it, by their depth, in which it may differ between steps.
+      formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
+        are equal.
     """
 
     known: bool
-    still: bool
+    fixed: bool
     origins: frozenset[int] = frozenset()
     differs: frozenset[str] = frozenset()
     steps: frozenset[int] = frozenset()
     formula: int | None = None
 
 
-NUMBER = Facts(known=True, still=True)
-"""The facts of a literal or constant."""
+FACTS_OF_CONSTANT = Facts(known=True, fixed=True)
+"""The facts about a literal or constant."""
 
 
 class AllFacts(Analysis[Facts]):
-    """Facts about values. What has a derivative of its own may have other gradients than its body."""
+    """Finds all facts. It enters ``jit`` and ``checkpoint`` alone, whose gradients are those of their body."""
 
     def __init__(self) -> None:
-        super().__init__(NUMBER)
+        super().__init__(FACTS_OF_CONSTANT)
 
-    def joined(self, values: Sequence[Facts]) -> Facts:
+    def join(self, values: Sequence[Facts]) -> Facts:
         return Facts(
             known=all(facts.known for facts in values),
-            still=all(facts.still for facts in values),
+            fixed=all(facts.fixed for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
             differs=frozenset().union(*(facts.differs for facts in values)),
             steps=frozenset().union(*(facts.steps for facts in values)),
@@ -245,25 +254,25 @@ class AllFacts(Analysis[Facts]):
         )
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        facts = self.joined(operands)
+        facts = self.join(operands)
         stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
-        # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
+        # A sum over a mesh axis does not differ along it. What reads nothing may, such as the index of the shard.
         differs = facts.differs
         if differs or not eqn.invars:
             types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
             differs = differs & types if eqn.invars else types
         is_known = facts.known and not jaxprs.has_effects(eqn)
-        return replace(facts, known=is_known, still=facts.still or stops, differs=differs)
+        return replace(facts, known=is_known, fixed=facts.fixed or stops, differs=differs)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         return view_class_of(eqn) in (Jit, Checkpoint)
 
 
 def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
-    """Facts about the inputs of a program, of which the user chose some."""
+    """The facts about the inputs of a program, some of which the user chose."""
     flags = with_inputs_of_apply(program, is_chosen)
     return [
-        Facts(known=is_known, still=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
+        Facts(known=is_known, fixed=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
         for i, (v, is_known) in enumerate(zip(program.invars, flags, strict=True))
     ]
 
@@ -272,9 +281,9 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 
 
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """``jaxpr`` as an early program, which reads known inputs only, and a late one that reads its outputs.
+    """``jaxpr`` as an early program, which reads known inputs only, and a late one, which reads the outputs of that.
 
-    An equation that mixes known and other inputs is late, and so is all that depends on its outputs.
+    An equation that reads other inputs, too, is late as a whole, and so is all that depends on its outputs.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()
@@ -291,7 +300,7 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
-    """The program that recomputes the known values ``outvars``, from inputs and the values to store that it needs."""
+    """The program that recomputes the known values ``outvars``, from inputs and from values that must be stored."""
     needed = set(outvars)
     eqns = list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
@@ -301,7 +310,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
-            needed.update(v for v in jaxprs.read_by(known_eqns) if is_known[v])
+            needed.update(v for v in jaxprs.variables_read(known_eqns) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
 
 
@@ -311,7 +320,7 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """``known_inputs``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
+    """``known_inputs``, plus the inputs that an ``apply`` reads, and keys and scalars from which its operands come."""
     read_by_apply, needed_by_apply = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         inputs = _inputs_of_apply(eqn)
@@ -327,7 +336,7 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
-    if not jaxprs.inner(eqn):
+    if not jaxprs.inner_programs(eqn):
         return []
     if is_apply(eqn):
         return variables(eqn.invars)
@@ -339,7 +348,7 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
 
 
 def _is_key_or_number(v: Any) -> bool:
-    """Whether a variable may be a key, typed or legacy, or is a single number."""
+    """Whether a variable may be a key, typed or legacy, or is a scalar."""
     dtype, shape = v.aval.dtype, v.aval.shape
     is_legacy_key = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
     return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
@@ -347,9 +356,9 @@ def _is_key_or_number(v: Any) -> bool:
 
 def holds_apply(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation contains the ``apply`` of a parametrization."""
-    return any(map(contains_apply, jaxprs.inner(eqn)))
+    return any(map(contains_apply, jaxprs.inner_programs(eqn)))
 
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
-    """Whether a program contains the ``apply`` of a parametrization, also in a body."""
-    return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
+    """Whether a program contains the ``apply`` of a parametrization, itself or in a body."""
+    return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

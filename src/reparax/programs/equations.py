@@ -1,4 +1,7 @@
-"""Equations as typed views: what each says, by the names that JAX's functions give it."""
+"""Equations as typed views: each kind of equation is a class, with the parameters that JAX's functions have.
+
+``view_of(eqn)`` is the view of an equation, such as a ``Dot`` for a ``dot_general``, so rules can match its class.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +13,19 @@ from jax.extend.core import JaxprEqn
 T = TypeVar("T")
 
 Axes = tuple[Sequence[int], Sequence[int]]
-"""Axes of the left and of the right operand, in pairs."""
+"""Axes of the left operand, and the axes of the right operand that are paired with them."""
 
 
 KINDS: dict[str, "type[View]"] = {}
-"""The class of the views of each primitive that has its own."""
+"""The class of views of each primitive that has one of its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """An equation of any kind. Its subclasses say what is particular to theirs; this one stands for all others.
+    """An equation of any kind. Each kind that a rule must recognize has a subclass.
 
-    A view holds nothing but its equation, and reads a field when it is asked for, so it costs no more than the look.
-    Views are equal if their equations do the same with operands of the same types.
+    A view holds only its equation and reads parameters on access, so it is cheap to create. Views are equal if their
+    equations compute the same function of operands of the same types.
     """
 
     eqn: JaxprEqn
@@ -31,7 +34,7 @@ class View:
     """The primitives of this kind."""
 
     def __init_subclass__(cls, names: tuple[str, ...]) -> None:
-        """Makes a kind of these primitives known."""
+        """Registers the subclass for these primitives."""
         cls.names = names
         KINDS.update(dict.fromkeys(names, cls))
 
@@ -43,31 +46,31 @@ class View:
 
     @property
     def _compared(self) -> tuple[Any, ...]:
-        """What is equal in equal views."""
+        """The values that are compared between views."""
         return self.eqn.primitive, *self.eqn.params.items(), *(v.aval for v in self.operands)
 
     @property
     def operands(self) -> Sequence[Any]:
-        """The variables and literals that it reads."""
+        """The variables and literals that the equation reads."""
         return self.eqn.invars
 
     @property
     def type(self) -> Any:
-        """The type of its first output."""
+        """The type of the first output."""
         return self.eqn.outvars[0].aval
 
     @property
     def has_sharding(self) -> bool:
-        """Whether it says how its output is laid over devices."""
+        """Whether it specifies the sharding of its output."""
         return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
 
     def bind(self, *args: Any, **new_params: Any) -> Any:
-        """The outputs for other operands, and with some settings changed."""
+        """The outputs for other operands, with some parameters changed."""
         return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
 
 
-class Setting(Generic[T]):
-    """An attribute of a view: the parameter of its equation that has this name, or the name of the attribute."""
+class Param(Generic[T]):
+    """An attribute of a view that reads a parameter of its equation: ``name``, or the one named as the attribute."""
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -79,14 +82,14 @@ class Setting(Generic[T]):
         return view.eqn.params[self._name]
 
 
-# ---- sums over axes of two operands, and parts of one where the other says
+# ---- contractions: products that are summed over axes, and look-ups
 
 
 class Dot(View, names=("dot_general",)):
     """A ``jax.lax.dot_general``."""
 
-    precision = Setting[Any]()
-    """The precision of both operands, or an algorithm."""
+    precision = Param[Any]()
+    """The precision of both operands, or a dot algorithm."""
 
     @property
     def contracting(self) -> Axes:
@@ -95,53 +98,53 @@ class Dot(View, names=("dot_general",)):
 
     @property
     def batch(self) -> Axes:
-        """The axes that stay, as the first of the output."""
+        """The batch axes, which are the first of the output."""
         return self.eqn.params["dimension_numbers"][1]
 
 
 class RaggedDot(View, names=("ragged_dot_general",)):
-    """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
+    """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of rows of the left operand.
 
-    The third operand holds how many entries each group has. Entries beyond all groups give zeros.
+    The third operand has the size of each group. Rows beyond all groups give zeros.
     """
 
-    precision = Setting[Any]()
-    """The precision of both operands, or an algorithm."""
+    precision = Param[Any]()
+    """The precision of both operands, or a dot algorithm."""
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
-        """Which axes are summed, stay, and form groups."""
+        """Which axes are summed over, are batch axes, and have groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
     def contracting(self) -> Axes:
-        """The axes that are summed over; an axis of groups is none of them."""
+        """The axes that are summed over; ``group`` is none of them."""
         return self._numbers.dot_dimension_numbers[0]
 
     @property
     def batch(self) -> Axes:
-        """The axes that stay, as the first of the output."""
+        """The batch axes, which are kept."""
         return self._numbers.dot_dimension_numbers[1]
 
     @property
     def ragged(self) -> int:
-        """The axis of the left operand whose entries form groups."""
+        """The axis of the left operand whose entries, the rows, are in groups."""
         (axis,) = self._numbers.lhs_ragged_dimensions
         return axis
 
     @property
     def group(self) -> int | None:
-        """The axis of the right operand that has an index for each group; None if the groups are summed each."""
+        """The axis of the right operand with an entry for each group; None if the rows of each group are summed."""
         return next(iter(self._numbers.rhs_group_dimensions), None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it computes all groups, and groups are not among the axes of a batch."""
+        """Whether it computes all groups, and the axis with groups is not a batch axis."""
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
-    def before(self) -> Sequence[int]:
-        """The axes of the left operand of which each index may have groups of its own."""
+    def axes_of_sizes(self) -> Sequence[int]:
+        """The axes of the left operand that the third has too, before its last: along these, group sizes may differ."""
         if self.operands[2].aval.ndim == 1:
             return ()
         contracting, batch = self.contracting[0], self.batch[0]
@@ -153,53 +156,53 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 class Conv(View, names=("conv_general_dilated",)):
     """A ``jax.lax.conv_general_dilated``."""
 
-    dimension_numbers = Setting[lax.ConvDimensionNumbers]()
-    """Where batch, features and places stand in the data, the kernel and the output."""
-    feature_group_count = Setting[int]()
+    dimension_numbers = Param[lax.ConvDimensionNumbers]()
+    """Which axes of the data, the kernel and the output are those of the batch, of features and of positions."""
+    feature_group_count = Param[int]()
     """The number of groups of input features, each with its own kernels."""
-    batch_group_count = Setting[int]()
+    batch_group_count = Param[int]()
     """The number of groups of examples, each with its own kernels."""
-    precision = Setting[Any]()
+    precision = Param[Any]()
     """The precision of both operands."""
 
     @property
     def window(self) -> dict[str, Any]:
-        """How the window moves: the arguments of this name."""
+        """The parameters that say how the window moves, by name."""
         return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
 
 
 class Gather(View, names=("gather",)):
-    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
+    """A ``jax.lax.gather``: slices of the first operand, at the indices in the second."""
 
-    dimension_numbers = Setting[lax.GatherDimensionNumbers]()
-    """Where the axes of the operands stand in the output."""
-    mode = Setting[lax.GatherScatterMode]()
-    """What happens beyond the operand."""
-    fill_value = Setting[Any]()
-    """What stands beyond the operand; None for the default of the dtype."""
-    slice_sizes = Setting[Sequence[int]]()
+    dimension_numbers = Param[lax.GatherDimensionNumbers]()
+    """Which axes of the operands are which axes of the output."""
+    mode = Param[lax.GatherScatterMode]()
+    """What an index outside of the operand gives."""
+    fill_value = Param[Any]()
+    """The value for an index outside of the operand, in the mode that fills; None for the default of the dtype."""
+    slice_sizes = Param[Sequence[int]]()
     """The size of a slice along each axis of the operand."""
 
     @property
     def hints(self) -> dict[str, bool]:
-        """What is promised of the places: the arguments of these names."""
+        """The parameters that promise something about the indices, by name."""
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
-    def gone(self) -> tuple[int, ...]:
+    def removed_axes(self) -> tuple[int, ...]:
         """The axes of the operand that slices do not have."""
         return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
-    def cut(self) -> tuple[int, ...]:
-        """The axes of the operand of which slices have a part, but for those of a batch."""
+    def partial_axes(self) -> tuple[int, ...]:
+        """The axes of the operand of which slices have only a part, except batch axes."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
-        """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
+        """The only axis into which the indices point, if slices lack it and are whole along all others; else None."""
         numbers = self.dimension_numbers
         if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
             return None
@@ -208,7 +211,7 @@ class Gather(View, names=("gather",)):
 
     @property
     def row(self) -> tuple[int, int] | None:
-        """The axis of the operand of which each slice has one index, and which of the numbers of a place says this one.
+        """The axis of the operand along which slices have one entry, and which column of the indices chooses it.
 
         None if slices are not whole along all other axes.
         """
@@ -218,7 +221,8 @@ class Gather(View, names=("gather",)):
         cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
-        # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
+        # Along the other axes, indices may be ignored: slices begin at 0, as other indices are clipped or do not occur.
+        # But when filling, an index outside fills the whole slice.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
         (axis,) = cut_axes
@@ -229,10 +233,10 @@ class Gather(View, names=("gather",)):
 
 
 class Reduce(View, names=("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")):
-    """A reduction along axes: of one of these kinds if it is no sum."""
+    """A reduction along axes. Sums are of the subclass ``ReduceSum``."""
 
-    axes = Setting[Sequence[int]]()
-    """The axes that go."""
+    axes = Param[Sequence[int]]()
+    """The axes that are removed."""
 
 
 class ReduceSum(Reduce, names=("reduce_sum",)):
@@ -240,15 +244,15 @@ class ReduceSum(Reduce, names=("reduce_sum",)):
 
 
 class ReduceIndex(Reduce, names=("argmax", "argmin")):
-    """The place of the largest or smallest entry along axes."""
+    """The index of the largest or smallest entry along axes."""
 
 
 class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")):
     """A reduction of windows, such as pooling."""
 
     @property
-    def keeps(self) -> Sequence[bool]:
-        """For each axis whether each entry is a window of its own."""
+    def keeps_axis(self) -> Sequence[bool]:
+        """For each axis, whether windows have one entry along it, so that it stays as it is."""
         params = self.eqn.params
         pads = params["padding"]
         dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
@@ -257,48 +261,48 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
 
 class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):
-    """A reduction of all entries up to each along an axis."""
+    """A cumulative reduction along an axis."""
 
-    axis = Setting[int]()
-    """The axis along which it goes."""
+    axis = Param[int]()
+    """The axis."""
 
 
 class Sort(View, names=("sort",)):
-    """A ``jax.lax.sort``: all operands in the order of the first ones."""
+    """A ``jax.lax.sort``: all operands, in the sorted order of the first ones."""
 
-    axis = Setting[int]("dimension")
+    axis = Param[int]("dimension")
     """The axis along which it sorts."""
 
 
 class TopK(View, names=("top_k",)):
-    """A ``jax.lax.top_k``: the largest entries along an axis, and their places."""
+    """A ``jax.lax.top_k``: the largest entries along an axis, and their indices."""
 
     @property
     def axis(self) -> int:
-        """The axis along which it looks."""
+        """The axis, as a non-negative number."""
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
 
 
-# ---- moves: entries change their places, are repeated, or some are taken
+# ---- moves: entries are rearranged, repeated or selected
 
 
 class Transpose(View, names=("transpose",)):
     """A ``jax.lax.transpose``."""
 
-    permutation = Setting[Sequence[int]]()
-    """For each axis of the output, that of the operand."""
+    permutation = Param[Sequence[int]]()
+    """For each axis of the output, the axis of the operand."""
 
 
 class Reshape(View, names=("reshape",)):
     """A ``jax.lax.reshape``."""
 
-    new_sizes = Setting[Sequence[int]]()
+    new_sizes = Param[Sequence[int]]()
     """The new shape."""
 
     @property
     def dimensions(self) -> Sequence[int] | None:
-        """The order in which the axes of the operand are read, if it is not their own."""
+        """The order in which the axes of the operand are read; None for their own order."""
         return self.eqn.params.get("dimensions")
 
 
@@ -307,17 +311,17 @@ class Squeeze(View, names=("squeeze",)):
 
     @property
     def dimensions(self) -> Sequence[int]:
-        """The axes, of size 1, that go; none is negative."""
+        """The axes, of size 1, that are removed, as non-negative numbers."""
         return [i % self.operands[0].aval.ndim for i in self.eqn.params["dimensions"]]
 
 
 class Broadcast(View, names=("broadcast_in_dim",)):
     """A ``jax.lax.broadcast_in_dim``."""
 
-    shape = Setting[Sequence[int]]()
+    shape = Param[Sequence[int]]()
     """The new shape."""
-    broadcast_dimensions = Setting[Sequence[int]]()
-    """For each axis of the operand, that of the output."""
+    broadcast_dimensions = Param[Sequence[int]]()
+    """For each axis of the operand, the axis of the output."""
 
 
 class Slice(View, names=("slice",)):
@@ -325,35 +329,35 @@ class Slice(View, names=("slice",)):
 
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
-        """For each axis the start, the limit and the stride."""
+        """For each axis, the start, the limit and the stride."""
         starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
 
 
 class DynamicSlice(View, names=("dynamic_slice",)):
-    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts."""
+    """A ``jax.lax.dynamic_slice``. The operands after the first are the start indices."""
 
-    slice_sizes = Setting[Sequence[int]]()
+    slice_sizes = Param[Sequence[int]]()
     """The size along each axis."""
 
 
 class SplitAxis(View, names=("split",)):
     """A ``jax.lax.split``."""
 
-    axis = Setting[int]()
+    axis = Param[int]()
     """The axis that is split."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The size of each output along it."""
+        """The size of each output along this axis."""
         return [int(n) for n in self.eqn.params["sizes"]]
 
 
 class Reverse(View, names=("rev",)):
     """A ``jax.lax.rev``."""
 
-    dimensions = Setting[Sequence[int]]()
-    """The axes whose entries change their order."""
+    dimensions = Param[Sequence[int]]()
+    """The axes along which the entries are reversed."""
 
 
 class ReadInStep(View, names=("reparax_read",)):
@@ -363,45 +367,45 @@ class ReadInStep(View, names=("reparax_read",)):
 class Vary(View, names=("pvary",)):
     """An array marked as varying over the shards of a ``jax.shard_map``."""
 
-    axes = Setting[Sequence[str]]()
+    axes = Param[Sequence[str]]()
     """The mesh axes."""
 
 
 class Iota(View, names=("iota",)):
     """A ``jax.lax.broadcasted_iota``."""
 
-    shape = Setting[Sequence[int]]()
+    shape = Param[Sequence[int]]()
     """The shape."""
-    dimension = Setting[int]()
+    dimension = Param[int]()
     """The axis along which it counts."""
 
 
 class Concatenate(View, names=("concatenate",)):
     """A ``jax.lax.concatenate``."""
 
-    dimension = Setting[int]()
-    """The axis along which the operands follow each other."""
+    dimension = Param[int]()
+    """The axis along which the operands are concatenated."""
 
 
 class Stack(View, names=("stack",)):
-    """Arrays along a new axis."""
+    """Arrays stacked along a new axis."""
 
-    axis = Setting[int]()
+    axis = Param[int]()
     """The new axis."""
 
 
 class Unstack(View, names=("unstack",)):
-    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
+    """The entries of an array along an axis, each as an output. Since jax 0.11.1, iteration over an array is this."""
 
-    axis = Setting[int]()
-    """The axis that goes."""
+    axis = Param[int]()
+    """The axis that is removed."""
 
 
 class Pad(View, names=("pad",)):
     """A ``jax.lax.pad``."""
 
-    padding = Setting[Sequence[tuple[int, int, int]]]("padding_config")
-    """For each axis how many entries are added before, behind and between."""
+    padding = Param[Sequence[tuple[int, int, int]]]("padding_config")
+    """For each axis, how many entries are added before, after and between its entries."""
 
 
 class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
@@ -409,17 +413,17 @@ class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
 
 
 class Barrier(View, names=("optimization_barrier",)):
-    """A ``jax.lax.optimization_barrier``: its operands as they are."""
+    """A ``jax.lax.optimization_barrier``, which returns its operands unchanged."""
 
 
 class Named(View, names=("name",)):
     """A ``jax.ad_checkpoint.checkpoint_name``."""
 
-    name = Setting[str]()
+    name = Param[str]()
     """The name of the value."""
 
 
-# ---- each entry from the same entries of the operands
+# ---- elementwise operations
 
 
 class Pointwise(
@@ -430,11 +434,11 @@ class Pointwise(
         *("erf", "erfc", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
     ),
 ):
-    """An equation that computes each entry from the same entries; this one takes longer than a sum, or is rare."""
+    """An elementwise operation. Those without a subclass take longer than an addition, or are rare."""
 
 
 class Add(Pointwise, names=("add", "add_any")):
-    """A sum of two arrays; derivatives have a primitive of their own for it."""
+    """A sum of two arrays, for which derivatives have a primitive of their own."""
 
 
 class Subtract(Pointwise, names=("sub",)):
@@ -442,15 +446,15 @@ class Subtract(Pointwise, names=("sub",)):
 
 
 class Multiply(Pointwise, names=("mul",)):
-    """A product, entry by entry."""
+    """An elementwise product of two arrays."""
 
 
 class Divide(Pointwise, names=("div",)):
-    """A quotient, entry by entry."""
+    """An elementwise quotient of two arrays."""
 
 
 class Negate(Pointwise, names=("neg",)):
-    """The numbers with the other sign."""
+    """An array times -1."""
 
 
 class Arithmetic(
@@ -460,17 +464,17 @@ class Arithmetic(
         *("and", "or", "xor", "not", "shift_left", "shift_right_logical"),
     ),
 ):
-    """Another operation that takes about as long as a sum, also one on bits, or a comparison."""
+    """Another operation that takes about as long as an addition, including comparisons and operations on bits."""
 
 
 class Select(Pointwise, names=("select_n",)):
-    """A ``jax.lax.select_n``: entries of the operands after the first, as this says."""
+    """A ``jax.lax.select_n``: for each entry, the first operand says from which of the others it is taken."""
 
 
 class ConvertType(Pointwise, names=("convert_element_type",)):
     """A ``jax.lax.convert_element_type``."""
 
-    new_dtype = Setting[Any]()
+    new_dtype = Param[Any]()
     """The dtype of the output."""
 
 
@@ -492,7 +496,7 @@ class Copy(Pointwise, names=("copy",)):
 class Jit(View, names=("jit",)):
     """A call of ``jax.jit``."""
 
-    name = Setting[str]()
+    name = Param[str]()
     """The name of the function."""
 
 
@@ -503,18 +507,18 @@ class CustomJvp(View, names=("custom_jvp_call",)):
 class Checkpoint(View, names=("remat2",)):
     """A call of ``jax.checkpoint``."""
 
-    policy = Setting[Any]()
-    """What may be stored."""
-    prevent_cse = Setting[Any]()
-    """Whether the compiler must compute again what was computed before."""
-    differentiated = Setting[bool]()
-    """Whether it is part of a gradient."""
+    policy = Param[Any]()
+    """The policy that says what may be stored; None to store nothing."""
+    prevent_cse = Param[Any]()
+    """Whether the compiler must not reuse values of the forward pass in place of recomputing them."""
+    differentiated = Param[bool]()
+    """Whether it is part of a derivative."""
 
 
 class Scan(View, names=("scan",)):
     """A ``jax.lax.scan``."""
 
-    length = Setting[int]()
+    length = Param[int]()
     """The number of steps."""
 
 
@@ -534,7 +538,7 @@ class Cond(View, names=("cond",)):
 class ShardMap(View, names=("shard_map",)):
     """A ``jax.shard_map``."""
 
-    in_specs = Setting[Sequence[Any]]()
+    in_specs = Param[Sequence[Any]]()
     """The partition spec of each operand."""
 
     @property
@@ -547,9 +551,9 @@ class ShardMap(View, names=("shard_map",)):
 
 
 def view_class_of(eqn: JaxprEqn) -> type[View]:
-    """The class of the view of an equation; ``View`` itself if it has no other."""
+    """The class of the view of an equation; ``View`` itself if no subclass is registered for it."""
     kind = KINDS.get(eqn.primitive.name, View)
-    # Numbers seen as bytes have one more axis, so entries are not computed from the same entries.
+    # A bitcast between dtypes of different sizes adds or removes an axis, so it is not elementwise.
     return View if kind is Bitcast and kind(eqn).operands[0].aval.shape != kind(eqn).type.shape else kind
 
 

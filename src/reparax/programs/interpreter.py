@@ -1,7 +1,9 @@
 """The interpreter of programs: weights stay sums of products wherever the equations that read them are linear.
 
-Rules say what happens to weights (``Rules``); the interpreter goes through a program and the programs in it. Sums enter
-calls, loops, conds and shards as their factors.
+``Interpreter.run`` goes through the equations of a program. An equation that reads a sum, or may introduce one, is
+passed to the ``Rules``, which keep the sum in factors or say that the equation needs its array. All other equations are
+deferred, to be evaluated together. Equations with bodies (calls, loops, conds and ``shard_map``) are interpreted too,
+and sums enter their bodies in factors.
 """
 
 import math
@@ -16,21 +18,21 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.sharding import PartitionSpec
 
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import NUMBER, Analysis, Facts, is_apply
+from reparax.programs.dependence import FACTS_OF_CONSTANT, Analysis, Facts, is_apply
 from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, view_class_of, view_of
 from reparax.programs.jaxprs import type_of
 from reparax.programs.rules import map_factors
-from reparax.programs.sums import Factor, Label, Merged, Product, Sum, all_or_none, count_entries
+from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
-"""The outputs of an equation, arrays or sums; None if it must be evaluated unchanged."""
+"""The outputs of an equation, arrays or sums; None if it must be evaluated as it is, on arrays."""
 
 _stand_in = Primitive("reparax_stand_in")
 _stand_in.def_abstract_eval(lambda *, type: type)
 
 
 def stand_in(v: Any) -> Any:
-    """A value of the type of a variable, in a program that is traced and never run."""
+    """A placeholder with the type of a variable, for a program that is traced and never run."""
     return _stand_in.bind(type=type_of(v))
 
 
@@ -39,12 +41,12 @@ class Operation:
     """An equation that is about to be evaluated.
 
     Attributes:
-      interpreter: What evaluates it.
+      interpreter: The interpreter that evaluates it.
       eqn: The equation.
       args: The values of its operands, arrays and sums.
-      facts: What is known of them.
-      out_facts: What is known of its first output.
-      only_first_read: Whether only this output is read.
+      facts: The facts about its operands.
+      out_facts: The facts about its first output.
+      only_first_read: Whether only its first output is read.
     """
 
     interpreter: "Interpreter"
@@ -61,36 +63,36 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """What identifies a sum that this equation makes."""
+        """Identifies a sum that this equation makes: the equation, and those whose bodies contain it."""
         return (*self.interpreter.path, id(self.eqn))
 
 
 class Rules(Protocol):
-    """What happens to weights: where they start, and what becomes of them where they are read.
+    """What happens to weights: which equations introduce them as sums, and what other equations do with sums.
 
     Attributes:
-      analysis: What is known of values.
-      counts_steps: Whether it reads the number of the step in a loop.
+      analysis: The analysis that finds the facts about values.
+      counts_steps: Whether the rules need the index of the current step of each scan.
     """
 
     analysis: Analysis[Facts]
     counts_steps: bool
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether weights may start in an equation that reads none, or in its bodies."""
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        """Whether an equation that reads no sum may introduce one, itself or in its bodies."""
         ...
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs of an equation that reads weights, or in which they may start."""
+        """The outputs of an equation that reads sums or may introduce one; None if it needs arrays."""
         ...
 
     def form(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a weight, for an equation that needs it; None for the result of a program."""
+        """The array of a sum, for an equation that needs it. None in place of an equation is the end of a program."""
         ...
 
 
 class LoopStep(NamedTuple):
-    """A step of a scan: its number, if the rules read it, and the number of steps."""
+    """The current step of a scan: its index, or None if the rules do not need it, and the number of steps."""
 
     index: Any
     length: Any
@@ -103,10 +105,10 @@ class Interpreter:
     Attributes:
       rules: What happens to weights.
       times: How often the program runs.
-      steps: The step of each scan around it, the outermost first.
-      path: The equations whose bodies contain the program.
-      in_formula: Whether one of these is the ``apply`` of a parametrization.
-      computes: Whether it computes what reads no weight; where only the rules are asked, types will do.
+      steps: The current step of each scan around the program, the outermost first.
+      path: Identifies the program: each equation that contains it, followed by the number of the body.
+      in_formula: Whether the program is part of the ``apply`` of a parametrization.
+      computes: Whether equations that read no sum are evaluated. If not, placeholders do for their outputs.
     """
 
     rules: Rules
@@ -117,85 +119,85 @@ class Interpreter:
     computes: bool = True
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs, arrays or sums."""
+        """The outputs of a program, arrays or sums."""
         return _Evaluation(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs as arrays."""
+        """The outputs of a program as arrays."""
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """``x`` as an array."""
+        """``x`` as an array, for an equation that needs it, or for the end of a program if that is None."""
         return self.rules.form(self, x, eqn) if isinstance(x, Sum) else x
 
-    def inside(self, eqn: JaxprEqn, *place: int, step: LoopStep | None = None) -> "Interpreter":
-        """The interpreter of a body of an equation, which is a step of a loop if it runs several times."""
+    def inside(self, eqn: JaxprEqn, branch: int = 0, step: LoopStep | None = None) -> "Interpreter":
+        """The interpreter of a body of an equation: of a branch of a cond, or of a step of a scan."""
         steps = self.steps if step is None else (*self.steps, step)
-        times = self.times * count_entries([each.length for each in steps[len(self.steps) :]])
+        times = self.times if step is None else self.times * count_entries([step.length])
         in_formula = self.in_formula or is_apply(eqn)
-        return replace(self, times=times, steps=steps, path=(*self.path, id(eqn), *place), in_formula=in_formula)
+        return replace(self, times=times, steps=steps, path=(*self.path, id(eqn), branch), in_formula=in_formula)
 
 
 class _Evaluation:
-    """One evaluation: the values computed so far, and how often each will still be read."""
+    """One evaluation of a program: the values computed so far, and how many reads of each are left."""
 
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
         self._interpreter, self._jaxpr = interpreter, jaxpr
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        self._facts: Mapping[Any, Facts] = dependence.analyse(jaxpr, facts, interpreter.rules.analysis)
-        self._reads = jaxprs.reads(jaxpr)
-        self._waiting: list[JaxprEqn] = []
+        self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
+        self._reads = jaxprs.count_reads(jaxpr)
+        self._deferred: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
     def outs(self) -> list[Any]:
         """The outputs, arrays or sums."""
         for eqn in self._jaxpr.eqns:
-            self._read_equation(eqn)
-        self._evaluate_waiting()
+            self._evaluate_or_defer(eqn)
+        self._evaluate_deferred()
         return list(map(self._value_of, self._jaxpr.outvars))
 
     def _value_of(self, v: Any) -> Any:
-        """The array or sum of a variable; in its place a stand-in if nothing computed it."""
+        """The array or sum of an atom; a placeholder for a variable that was not computed."""
         if isinstance(v, Literal):
             return jnp.asarray(v.val)
         if v not in self._env:
             self._env[v] = stand_in(v)
         return self._env[v]
 
-    def _read_equation(self, eqn: JaxprEqn) -> None:
-        """Keeps sums of an equation in factors, or puts it with those that wait to be evaluated together."""
-        facts = [NUMBER if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
+    def _evaluate_or_defer(self, eqn: JaxprEqn) -> None:
+        """Evaluates an equation that keeps sums in factors, and defers any other equation."""
+        facts = [FACTS_OF_CONSTANT if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
         outs = self._keep_factors(eqn, facts)
         if outs is None:
-            self._waiting.append(eqn)
+            self._deferred.append(eqn)
             return
         self._reads.subtract(jaxprs.variables(eqn.invars))
         self._env.update(zip(eqn.outvars, outs, strict=True))
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """The outputs of an equation that keeps sums in factors, or passes operands on; None for other equations."""
+        """The outputs of an equation that keeps sums in factors, or returns operands unchanged; None for any other."""
         outs = self._outputs_by_rules(eqn, facts)
-        passed_on = _operands_passed_on(eqn, facts) if outs is None else None
-        if passed_on is None:
+        unchanged_operands = _unchanged_operands(eqn, facts) if outs is None else None
+        if unchanged_operands is None:
             return outs
-        self._evaluate_waiting()
-        return list(map(self._value_of, passed_on))
+        self._evaluate_deferred()
+        return list(map(self._value_of, unchanged_operands))
 
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """What the rules make of an equation that reads sums, or in which weights may start; None for others."""
+        """The outputs that the rules compute for an equation that reads sums or may introduce one; else None."""
         rules = self._interpreter.rules
-        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
+        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else FACTS_OF_CONSTANT
         reads_sum = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
-        if not reads_sum and not rules.may_start(eqn, facts, out_facts):
+        if not reads_sum and not rules.may_introduce_sum(eqn, facts, out_facts):
             return None
-        self._evaluate_waiting()
+        self._evaluate_deferred()
         args = list(map(self._value_of, eqn.invars))
         only_first_read = not any(map(self._reads.get, eqn.outvars[1:]))
         return rules.outputs(Operation(self._interpreter, eqn, args, facts, out_facts, only_first_read))
 
-    def _evaluate_waiting(self) -> None:
-        """Evaluates the equations that wait as one program; sums that they read are formed."""
-        eqns, self._waiting = self._waiting, []
+    def _evaluate_deferred(self) -> None:
+        """Evaluates the deferred equations as one program, for which the sums that they read become arrays."""
+        eqns, self._deferred = self._deferred, []
         if not eqns:
             return
         for eqn in eqns:
@@ -205,13 +207,13 @@ class _Evaluation:
             program = jaxprs.part(self._jaxpr, eqns, outvars)
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
-        else:  # the rules are asked to form the sums all the same
-            for v in jaxprs.read_by(eqns):
+        else:  # the rules must know of each sum that would become an array
+            for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
 
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
-        """The value of a variable as an array, formed once, for the first of ``eqns`` that reads it."""
+        """The value of a variable as an array. A sum becomes one only once, for the first of ``eqns`` that reads it."""
         x = self._env[v]
         if not isinstance(x, Sum):
             return x
@@ -220,10 +222,10 @@ class _Evaluation:
         return self._formed[v]
 
 
-def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
-    """For each output of an equation the operand that it passes on unchanged; None if it does more."""
+def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
+    """For each output of an equation, the operand that it returns unchanged; None if the equation computes anything."""
     kind = view_class_of(eqn)
-    if kind is StopGradient and facts[0].still:
+    if kind is StopGradient and facts[0].fixed:
         return eqn.invars
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
@@ -234,45 +236,45 @@ def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
     return [v if isinstance(v, Literal) else outside[v] for v in jaxpr.outvars]
 
 
-# ---- programs inside programs
+# ---- equations with bodies
 
 
 def has_body(eqn: JaxprEqn) -> bool:
-    """Whether :func:`enter` evaluates an equation."""
-    return view_class_of(eqn) in _BODIES
+    """Whether an equation has a body that :func:`interpret_bodies` interprets."""
+    return view_class_of(eqn) in _INTERPRET
 
 
-def enter(operation: Operation) -> Outs:
-    """The outputs of an equation with a body, which is interpreted."""
-    return _BODIES[view_class_of(operation.eqn)](operation)
+def interpret_bodies(operation: Operation) -> Outs:
+    """The outputs of an equation whose bodies are interpreted; None if it must be evaluated as it is, on arrays."""
+    return _INTERPRET[view_class_of(operation.eqn)](operation)
 
 
-def _body(
-    operation: Operation, facts: Sequence[Facts], *place: int, in_arrays: bool = True
+def _interpreted_body(
+    operation: Operation, facts: Sequence[Facts], branch: int = 0, *, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
-    """A function of the inputs of a body, of which facts are known, that interprets this body.
+    """A function that interprets a body of an equation, for inputs with these facts.
 
-    ``place`` is the number of the body if there are several; ``in_arrays`` says whether it returns no sums.
+    ``branch`` is the number of the body. With ``in_arrays``, sums among its outputs become arrays.
     """
-    jaxpr, consts = jaxprs.bodies(operation.eqn)[place[0] if place else 0]
-    facts_of_inputs = [*(NUMBER for _ in consts), *facts]
-    interpreter = operation.interpreter.inside(operation.eqn, *place)
+    jaxpr, consts = jaxprs.bodies(operation.eqn)[branch]
+    facts_of_inputs = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    interpreter = operation.interpreter.inside(operation.eqn, branch)
     run = interpreter.arrays if in_arrays else interpreter.run
     return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
 
 
-def _enter_jit(operation: Operation) -> Outs:
-    """The outputs of a call: in place, or with shardings under ``jit`` again; None if a sum would enter that."""
+def _interpret_jit(operation: Operation) -> Outs:
+    """Interprets a call inline, or under ``jit`` again if it has shardings, for which no operand may be a sum."""
     if not jaxprs.has_sharding(operation.eqn):
-        return _body(operation, operation.facts, in_arrays=False)(*operation.args)
+        return _interpreted_body(operation, operation.facts, in_arrays=False)(*operation.args)
     if any(isinstance(x, Sum) for x in operation.args):
         return None
-    return _run_with_body(operation, _body(operation, operation.facts), operation.args)
+    return _run_with_body(operation, _interpreted_body(operation, operation.facts), operation.args)
 
 
-def _enter_checkpoint(operation: Operation) -> list[Any]:
-    """The outputs of a body, under ``jax.checkpoint`` again; if nothing is computed, in place."""
-    body = _body(operation, operation.facts, in_arrays=False)
+def _interpret_checkpoint(operation: Operation) -> list[Any]:
+    """Interprets a body under ``jax.checkpoint`` again, or inline if nothing is computed."""
+    body = _interpreted_body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
         return body(*operation.args)
@@ -284,8 +286,8 @@ class _Slices:
     """A sum that a scan slices along the first axis.
 
     Attributes:
-      arrays: The arrays that vary along this axis, with it as the first.
-      rest: The sum of one step, whose factors lack these arrays.
+      arrays: The arrays of the factors that vary along this axis, which is their first.
+      rest: The sum of one step, with None in place of these arrays.
     """
 
     arrays: list[Any]
@@ -293,12 +295,12 @@ class _Slices:
 
     @classmethod
     def of(cls, x: Sum) -> "_Slices | None":
-        """The slices of a sum; None if the first axis is merged or belongs to a diagonal."""
+        """The slices of a sum; None if its first axis is merged or on a diagonal."""
         if not all(product.is_plain(0) for product in x.products):
             return None
         arrays = list[Any]()
 
-        def without_axis(factor: Factor, axis: Merged) -> Factor:
+        def without_axis(factor: Factor, axis: AxisLabels) -> Factor:
             array = _with_axis_first(factor, axis)
             if array is None:
                 return factor
@@ -313,21 +315,21 @@ class _Slices:
         return cls(arrays, rest)
 
     def at_step(self, arrays: Sequence[Any]) -> Sum:
-        """The sum of one step, from its slices of the arrays."""
-        arrays_left = iter(arrays)
-        return map_factors(self.rest, lambda x: replace(x, array=next(arrays_left)) if x.array is None else x)
+        """The sum of one step, from the slices of ``arrays`` at this step."""
+        slices = iter(arrays)
+        return map_factors(self.rest, lambda x: replace(x, array=next(slices)) if x.array is None else x)
 
 
-def _with_axis_first(factor: Factor, axis: Merged) -> Any:
-    """The array of a factor with an axis of its product first; None if it does not vary along this axis."""
-    if not axis:  # an axis of one index has no label
+def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
+    """The array of a factor, with an axis of its product as the first; None if it does not vary along this axis."""
+    if not axis:  # an axis of size 1 has no label
         return factor.dense[None]
     (label,) = axis
     return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
 
 
-def _enter_scan(operation: Operation) -> Outs:
-    """The outputs of a scan, which sums enter: constant ones as they are, carried ones formed, others in slices."""
+def _interpret_scan(operation: Operation) -> Outs:
+    """Interprets a scan: constant and sliced sums stay in factors, and carried ones become arrays."""
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     length, depth = Scan(eqn).length, len(interpreter.steps)
@@ -339,33 +341,33 @@ def _enter_scan(operation: Operation) -> Outs:
         elif isinstance(inputs[i], Sum):
             inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
         elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
-            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], still=True)
-    body_facts = [*(NUMBER for _ in consts), *facts]
-    numbers = [jnp.arange(length)] if interpreter.rules.counts_steps else []
+            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
+    body_facts = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
-        """One step: the values of the inputs, and then its number if that is read."""
-        index = values[len(inputs)] if numbers else None
+        """One step, from the values of its inputs and, if the rules need it, the index of the step as the last."""
+        index = values[len(inputs)] if step_indices else None
         pairs = zip(inputs, values, strict=False)
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
     operands = [x.arrays if isinstance(x, _Slices) else x for x in inputs]
-    return _run_with_body(operation, body, [*operands, *numbers])
+    return _run_with_body(operation, body, [*operands, *step_indices])
 
 
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
-    """Whether gradients stop at every read of an input.
+    """Whether every read of an input of a body stops its gradient.
 
-    Then they may stop before a scan that slices it. The derivative of the scan reads the slices again, while what the
-    body computes from them, even by stopping gradients, is stored for each step.
+    If so, the gradient of a sliced input can be stopped before the scan instead. The derivative of the scan reads the
+    slices again, but everything that the body computes from them, even by ``stop_gradient``, is stored for each step.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is v]
     return v not in jaxpr.outvars and bool(reads) and all(_stops_gradient(eqn, i) for eqn, i in reads)
 
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
-    """Whether gradients stop at an operand of an equation, or wherever its body reads that."""
+    """Whether an equation stops the gradient of its ``i``-th operand, itself or at every read in its body."""
     kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
@@ -374,22 +376,24 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """The outputs of the equation with another body."""
+    """The outputs of the equation with another body; None if its kind cannot run another body."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 
 
-def _enter_cond(operation: Operation) -> list[Any]:
-    """The outputs of a cond, whose branches sums enter as they are."""
+def _interpret_cond(operation: Operation) -> list[Any]:
+    """Interprets each branch of a cond, with sums among its operands kept in factors."""
     index, *operands = operation.args
-    bodies = [_body(operation, operation.facts[1:], i) for i in range(len(jaxprs.inner(operation.eqn)))]
-    return list(jaxprs.run_cond(operation.eqn, index, bodies, operands))
+    _, *facts = operation.facts  # the first are those of the index
+    branches = [_interpreted_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
+    return list(jaxprs.run_cond(operation.eqn, index, branches, operands))
 
 
-def _enter_shard_map(operation: Operation) -> list[Any]:
-    """The outputs of a body on each shard: a sum enters as its factors, if their shards are known, else as an array.
+def _interpret_shard_map(operation: Operation) -> list[Any]:
+    """Interprets the body of a ``shard_map``: sums stay in factors if the mesh can split these as it splits the sum.
 
-    What the body reads enters as an operand, because it may close over nothing that lies on an explicit mesh.
+    The indices of the steps of scans are operands of the ``shard_map`` too, because its body must not close over arrays
+    on an explicit mesh.
     """
     eqn, steps = operation.eqn, operation.interpreter.steps
     in_specs = ShardMap(eqn).in_specs
@@ -397,10 +401,10 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
     operands, specs = zip(*map(partial(_shard_input, operation), operation.args, in_specs), strict=True)
 
     def body_on_shard(shards: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
-        """The body on what is read on this shard, in this step of the loops around it."""
-        own_steps = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
-        own = replace(operation, interpreter=replace(operation.interpreter, steps=own_steps))
-        return _body(own, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
+        """The body, for one shard of its operands and the indices of the steps of the scans around it."""
+        steps_on_shard = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
+        on_shard = replace(operation, interpreter=replace(operation.interpreter, steps=steps_on_shard))
+        return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
 
     indices = [step.index for step in steps]
     step_specs = [None if index is None else PartitionSpec() for index in indices]
@@ -408,19 +412,19 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
-    """What is known on each shard of a value with a partition spec."""
+    """The facts about one shard of a value with this partition spec."""
     axes = frozenset(_mesh_axes(spec))
     return replace(facts, differs=axes, formula=None if axes else facts.formula)
 
 
 def _mesh_axes(spec: Any) -> list[str]:
-    """The mesh axes of the entries of a partition spec."""
+    """The mesh axes in the entries of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return [name for entry in entries for name in entry]
 
 
 def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
-    """What enters a shard for an operand, and its partition spec; of a sum its factors, if these can be split."""
+    """An operand for a ``shard_map``, and its partition spec. A sum whose factors can be split has a spec for each."""
     if not isinstance(x, Sum):
         return x, spec
     mesh = ShardMap(operation.eqn).mesh_shape
@@ -437,21 +441,21 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
 
 
 def _sum_on_shard(x: Sum) -> Sum:
-    """The sum of the parts of its factors on one shard, where labels that are split are shorter."""
+    """The sum on one shard, whose factors hold shards; labels, axes and the shape are adjusted to their sizes."""
 
-    def shorter(product: Product) -> Product:
+    def with_sizes_of_shards(product: Product) -> Product:
         pairs = (pair for factor in product.factors for pair in zip(factor.labels, factor.array.shape, strict=True))
         renamed = product.rename_labels({label: Label(n) for label, n in dict(pairs).items() if n != label.size})
         return replace(renamed, axes=tuple(tuple(x for x in group if x.size != 1) for group in renamed.axes))
 
-    products = tuple(map(shorter, x.products))
+    products = tuple(map(with_sizes_of_shards, x.products))
     return replace(
         x, products=products, shape=tuple(count_entries(x.size for x in group) for group in products[0].axes)
     )
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
-    """The entry of a partition spec for each label that it splits; None if it cannot split one of them."""
+    """The entry of a partition spec for each label that it splits; None if one of these cannot be split."""
     labels = product.labels_of_axes
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
@@ -461,10 +465,10 @@ def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> 
     return {group[0]: entry for group, entry in split_axes}
 
 
-_BODIES: dict[type[View], Callable[[Operation], Outs]] = {
-    Jit: _enter_jit,
-    Checkpoint: _enter_checkpoint,
-    Scan: _enter_scan,
-    Cond: _enter_cond,
-    ShardMap: _enter_shard_map,
+_INTERPRET: dict[type[View], Callable[[Operation], Outs]] = {
+    Jit: _interpret_jit,
+    Checkpoint: _interpret_checkpoint,
+    Scan: _interpret_scan,
+    Cond: _interpret_cond,
+    ShardMap: _interpret_shard_map,
 }

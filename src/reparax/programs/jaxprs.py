@@ -1,6 +1,8 @@
-"""All that reparax assumes about programs, and the versions of JAX with which it was tested.
+"""All that reparax assumes about the programs that JAX traces, and the versions of JAX with which it was tested.
 
-What it assumes about one equation is in ``equations``.
+A program is a ``Jaxpr``: equations that read atoms, which are variables or literals, and compute variables. Some
+equations hold programs of their own, called their bodies: calls such as ``jit``, loops and ``cond``. The functions
+here take programs apart, rebuild them and run them. What is assumed about single equations is in ``equations``.
 
 JAX documents little of this, so each assumption has a test in ``tests/programs/test_jaxprs.py``, which names the
 version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
@@ -31,15 +33,17 @@ from reparax.programs import equations
 
 T = TypeVar("T")
 Env = dict[Any, Any]
+"""What each variable stands for: its value, or another atom."""
 Body = Callable[..., list[Any]]
+"""A function that computes the outputs of a program from the values of its inputs."""
 
 # Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
-# Types of programs. Every equation is asked for those that it holds, so types are compared, which is quick.
+# The types of programs. Every equation is searched for values of these types, so they are compared, which is fast.
 _PROGRAMS = {Jaxpr, _Closed}
 
-# Equations that hold one program and run it once, on their own operands.
+# Primitives whose equations hold one program and run it once, on their own operands.
 _CALLS = {
     *("jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"),
     *("reparax_split", "reparax_linear"),
@@ -47,15 +51,16 @@ _CALLS = {
 
 _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
-# JAX takes an equation with this parameter for a call, and so looks inside of our own.
+# The parameter that holds the program of our own primitives. JAX takes any equation that has it for a call, and looks
+# inside.
 PROGRAM = "call_jaxpr"
 
 # The parameters of the equations that we rebuild: those that we read, and those that we can ignore.
-_SCAN = ("length", "reverse", "unroll")
-_SCAN_UNREAD = {
+_SCAN_PARAMS = ("length", "reverse", "unroll")
+_SCAN_IGNORED_PARAMS = {
     "jaxpr",
-    *("num_consts", "num_carry", "ft_in", "ft_out"),  # ft_in and ft_out since jax 0.11.0: types tell the same
-    *("linear", "_split_transpose"),  # until jax 0.9.2: hints for the transposition
+    *("num_consts", "num_carry", "ft_in", "ft_out"),  # the last two since jax 0.11.0; we count by types instead
+    *("linear", "_split_transpose"),  # until jax 0.9.2: hints for the transpose
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
 _AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # the first since jax 0.10.2, the second before
@@ -87,7 +92,7 @@ def check_this_jax(works: Callable[[], bool]) -> None:
 
 
 def small_network(w: Array, x: Array) -> Array:
-    """Three products with a weight, in a call, in a loop and in ``jax.checkpoint``: to try how this JAX writes them."""
+    """A network with products in a call, a loop and ``jax.checkpoint``, to test whether this JAX can be read."""
     x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
     return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
@@ -97,7 +102,7 @@ def small_network(w: Array, x: Array) -> Array:
 
 
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
-    """The program with its constants as first inputs, and these constants."""
+    """The program with its constants turned into its first inputs, and the values of these constants."""
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
     if not jaxpr.constvars:
@@ -111,22 +116,22 @@ def _jaxpr_of(program: Any) -> Jaxpr:
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """The variables among ``atoms``, each once."""
+    """The variables among ``atoms``, without duplicates."""
     return list(dict.fromkeys([v for v in atoms if not isinstance(v, Literal)]))
 
 
-def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """The variables that equations read, each once."""
+def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read, without duplicates."""
     return variables([v for eqn in eqns for v in eqn.invars])
 
 
-def reads(jaxpr: Jaxpr) -> Counter[Var]:
-    """How many equations of a program read each variable; the outputs count as one more."""
+def count_reads(jaxpr: Jaxpr) -> Counter[Var]:
+    """For each variable, how many equations of a program read it. All outputs together count as one more equation."""
     return Counter(v for atoms in [jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)] for v in variables(atoms))
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """The value of each atom, as an array, because literals may have a private type of JAX."""
+    """The value of each atom. Literals become arrays, because JAX may hold their values in a private type."""
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
@@ -136,77 +141,70 @@ def types(program: Any) -> list[Any]:
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
-    """The program of some equations of ``jaxpr``; its inputs are the values that they read from elsewhere."""
+    """The program of some equations of ``jaxpr``, whose inputs are the variables that they read from elsewhere."""
     outvars_of_eqns = {v for eqn in eqns for v in eqn.outvars}
     atoms = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
     invars = [v for v in atoms if v not in outvars_of_eqns]
     return jaxpr.replace(constvars=[], invars=invars, outvars=list(outvars), eqns=list(eqns))
 
 
-def substitute_inputs(jaxpr: Jaxpr, names: Env) -> Jaxpr:
-    """The program with other atoms instead of some inputs, which are removed from its inputs."""
+def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
+    """The program with ``atom_of[v]`` in place of each input ``v`` in ``atom_of``, which is no longer an input."""
     return jaxpr.replace(
-        invars=[v for v in jaxpr.invars if v not in names],
-        outvars=_substitute(jaxpr.outvars, names),
-        eqns=[_with_operands(eqn, _substitute(eqn.invars, names)) for eqn in jaxpr.eqns],
+        invars=[v for v in jaxpr.invars if v not in atom_of],
+        outvars=_substitute(jaxpr.outvars, atom_of),
+        eqns=[_with_operands(eqn, _substitute(eqn.invars, atom_of)) for eqn in jaxpr.eqns],
     )
 
 
-def _substitute(atoms: Iterable[Any], names: Env) -> list[Any]:
-    """The atoms, with others in place of some variables."""
-    return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
+def _substitute(atoms: Iterable[Any], atom_of: Env) -> list[Any]:
+    """The atoms, with ``atom_of[v]`` in place of each variable ``v`` in ``atom_of``."""
+    return [v if isinstance(v, Literal) else atom_of.get(v, v) for v in atoms]
 
 
 def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
-    """The equation with other operands; itself if they are the same."""
+    """The equation with other operands, or the equation itself if they are the same."""
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
-def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
-    """The program with the bodies of some calls in their place and constants as first inputs, and these constants.
+def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
+    """The program with some of its calls inlined and constants as its first inputs, and the values of these constants.
 
-    None if one body stands in two places, as its values need other names in each.
+    An inlined body keeps its variables, so two calls must not share one: its variables would be computed twice. Returns
+    None in that case.
     """
-    opened = _OpenedCalls(is_opened)
-    names: Env = {}
-    if not opened.add(jaxpr, names):
-        return None
-    outvars = _substitute(jaxpr.outvars, names)
-    return jaxpr.replace(invars=[*opened.invars, *jaxpr.invars], outvars=outvars, eqns=opened.eqns), opened.constants
+    inlined_bodies, consts = set[int](), dict[Var, Any]()
 
-
-class _OpenedCalls:
-    """The equations of programs with the bodies of some calls in their place, and what is a constant in these."""
-
-    def __init__(self, is_opened: Callable[[JaxprEqn], bool]) -> None:
-        """Takes what says whether a call is opened."""
-        self._is_opened = is_opened
-        self._bodies = set[int]()
-        self.invars, self.constants, self.eqns = list[Var](), list[Any](), list[JaxprEqn]()
-
-    def add(self, program: Jaxpr, names: Env) -> bool:
-        """Adds a program whose variables have these names here; False if one body stands in two places."""
+    def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
+        """The equations and the outputs of a program whose inputs are ``atom_of``; None if a body appears again."""
+        eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
-            operands = _substitute(eqn.invars, names)
-            if not self._is_opened(eqn):
-                self.eqns.append(_with_operands(eqn, operands))
+            operands = _substitute(eqn.invars, atom_of)
+            if not is_inlined(eqn):
+                eqns.append(_with_operands(eqn, operands))
                 continue
-            inner_jaxpr, consts = body(eqn)
-            number = id(_programs_in(eqn)[0])
-            inner_names: Env = dict(zip(inner_jaxpr.invars[len(consts) :], operands, strict=True))
-            if number in self._bodies:
-                return False
-            self._bodies.add(number)
-            self.invars += inner_jaxpr.invars[: len(consts)]
-            self.constants += consts
-            if not self.add(inner_jaxpr, inner_names):
-                return False
-            names.update(zip(eqn.outvars, _substitute(inner_jaxpr.outvars, inner_names), strict=True))
-        return True
+            body_id, (body_jaxpr, body_consts) = id(_programs_in(eqn)[0]), body(eqn)
+            if body_id in inlined_bodies:
+                return None
+            inlined_bodies.add(body_id)
+            consts.update(zip(body_jaxpr.invars, body_consts, strict=False))
+            body_inputs = body_jaxpr.invars[len(body_consts) :]
+            inlined_body = inline(body_jaxpr, dict(zip(body_inputs, operands, strict=True)))
+            if inlined_body is None:
+                return None
+            eqns += inlined_body[0]
+            atom_of.update(zip(eqn.outvars, inlined_body[1], strict=True))
+        return eqns, _substitute(program.outvars, atom_of)
+
+    inlined_program = inline(jaxpr, {})
+    if inlined_program is None:
+        return None
+    eqns, outvars = inlined_program
+    return jaxpr.replace(invars=[*consts, *jaxpr.invars], outvars=outvars, eqns=eqns), list(consts.values())
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """The program of ``invars`` that runs the parts in order and returns the outputs of the last."""
+    """A program with the inputs ``invars`` that runs the parts in order and returns the outputs of the last one."""
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
     return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
@@ -218,36 +216,41 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """The program with only the used outputs and the inputs that they need, and which inputs these are."""
+    """The program reduced to its used outputs and the inputs that they need, and whether each old input is kept."""
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
 def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """The batched program with its constants as first inputs, these constants, and the batch axis of each output.
+    """The program under ``jax.vmap`` with its constants as first inputs, these constants, and the outputs' batch axes.
 
-    Outputs that do not depend on the batch must not get a batch axis, because JAX expects this.
+    ``dims`` are the batch axes of the inputs, and ``axis`` is the axis that JAX passes to batching rules. Outputs that
+    do not depend on the batch have the batch axis None, because JAX expects this.
     """
     name = None if type(axis.name) is object else axis.name  # the name of an unnamed axis is a bare object
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
-    places: list[int | None] = []
+    out_dims: list[int | None] = []
 
     def note_batch_axes(*args: Any) -> list[Any]:
         outs = evaluate(jaxpr, args)
-        places[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
+        out_dims[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
         return outs
 
     jax.make_jaxpr(jax.vmap(note_batch_axes, tuple(dims), 0, **settings))(*args)
-    batched = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), places, **settings)
-    return *consts_first(jax.make_jaxpr(batched)(*args)), places
+    batched = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), out_dims, **settings)
+    return *consts_first(jax.make_jaxpr(batched)(*args)), out_dims
 
 
-# ---- programs that are run
+# ---- running programs
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program without constants."""
+    """The outputs of a program without constants.
+
+    If it is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal ones can share
+    their derivative.
+    """
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
@@ -268,12 +271,12 @@ def _as_function(jaxpr: Jaxpr) -> Body:
 
 
 def _is_linearized(x: Any) -> bool:
-    """Whether ``jax.grad``, ``vjp`` or ``linearize`` differentiates a value."""
+    """Whether a value is being differentiated by ``jax.grad``, ``vjp`` or ``linearize``."""
     return type(x).__name__ == "LinearizeTracer"
 
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
-    """Whether a value has no numbers yet, beside being differentiated."""
+    """Whether any value is traced by more than differentiation, so that its numbers are not known yet."""
     primals = list(args)
     while any(map(_is_linearized, primals)):
         primals = [x.primal if _is_linearized(x) else x for x in primals]
@@ -283,8 +286,8 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The outputs of an equation, from the values of the variables that it reads.
 
-    JAX works out the derivative of a primitive anew in each equation, but that of a function once. So equal equations
-    are calls of one function, which leave no trace in the program.
+    JAX derives a primitive afresh for each equation, but a function only once. So equal equations call one function,
+    which is inlined and thus not seen in the program.
     """
     function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
     if function is None:
@@ -295,65 +298,66 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
-    """Whether an equation on these values has a derivative that takes JAX long, and that equal ones can share."""
+    """Whether the derivative of an equation on these values takes JAX long, and equal equations can share it."""
     is_linearized = any(map(_is_linearized, args))
     if not _programs_in(eqn):
         return is_linearized
-    # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
+    # Outside of a trace, the shared function would be compiled again and again: equal programs are not equal to JAX.
     kind = equations.view_class_of(eqn)
     return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
 
 
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
-    """The outputs of an equation, by one function for all that are equal; None if they cannot be compared."""
-    names: dict[Any, int] = {}
-    key = key_of(eqn, [None if isinstance(v, Literal) else names.setdefault(v, len(names)) for v in eqn.invars])
+    """The function that computes an equation and all equal ones; None if its parameters cannot be hashed."""
+    number_of: dict[Any, int] = {}
+    key = key_of(eqn, [None if isinstance(v, Literal) else number_of.setdefault(v, len(number_of)) for v in eqn.invars])
     try:
-        function = _SHARED.get(key)
+        function = _SHARED_FUNCTIONS.get(key)
     except TypeError:
         return None
     if function is None:
-        if len(_SHARED) >= MOST_SHARED:
-            _SHARED.clear()
-        # Without the lines that wrote it, and without the rest of the program.
+        if len(_SHARED_FUNCTIONS) >= _MOST_SHARED_FUNCTIONS:
+            _SHARED_FUNCTIONS.clear()
+        # The function outlives the program, so it must not hold its other equations, nor the source lines of this one.
         eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
-        function = _SHARED[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
+        function = _SHARED_FUNCTIONS[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
     return function
 
 
 def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """What is equal in equations that compute the same from operands of which these are equal; literals have numbers.
+    """A key that is equal for equations that compute the same function of the same operands.
 
-    It may be that it cannot be hashed.
+    ``operands`` identifies each operand; a literal is identified by its type and number instead. Hashing the key raises
+    a TypeError if a parameter of the equation cannot be hashed.
     """
     pairs = zip(eqn.invars, operands, strict=True)
     atoms = ((v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else x) for v, x in pairs)
     return (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
 
 
-_SHARED: dict[tuple[Any, ...], Body] = {}
-MOST_SHARED = 4096
-"""So many functions are remembered at most."""
+_SHARED_FUNCTIONS: dict[tuple[Any, ...], Body] = {}
+_MOST_SHARED_FUNCTIONS = 4096
+"""When so many functions are kept, all are dropped before the next is added."""
 
 
-# ---- programs that are linear
+# ---- linear programs
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
-    """What a function from ``jax.linearize`` stores, and the structure to rebuild the function from it."""
+    """The arrays that a function from ``jax.linearize`` stores, and the structure that rebuilds the function."""
     return jax.tree.flatten(linear)
 
 
 def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
-    """The program of a function from ``jax.linearize``, whose first inputs are what it stores, and these stored values.
+    """The program of a function from ``jax.linearize``, with the values that it stores as first inputs, and these.
 
-    :func:`residuals` gives the latter alone. The function holds its program. If some of its ``n_outs`` outputs are
-    zeros that the program leaves out, or if JAX keeps the program elsewhere, it is traced.
+    :func:`residuals` gives the stored values alone. The function usually holds its program. It is traced if JAX keeps
+    the program elsewhere, or if the program leaves out some of the ``n_outs`` outputs because they are zeros.
     """
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
     candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
-    # Until jax 0.11.0 what is stored are constants of the program, since then its first inputs.
+    # The stored values are constants of the program until jax 0.11.0, and its first inputs since then.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
@@ -361,9 +365,10 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
 
 
 def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
-    """The program of the cotangents of ``moving``, from those of the outputs, if these are linear in ``moving``.
+    """The transpose of a program whose outputs are linear in the inputs ``moving``, and the values of its constants.
 
-    Its constants are its first inputs, and returned too. It reads the other inputs of ``jaxpr`` by their names there.
+    It computes the cotangents of ``moving``. Its inputs are its constants and then the cotangents of the outputs of
+    ``jaxpr``. It also reads the other inputs of ``jaxpr``, as free variables.
     """
     fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
     call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
@@ -375,13 +380,13 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
     outermost = set(map(id, program.eqns))
-    opened = open_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
-    assert opened is not None
-    return opened[0], [*opened[1], *consts]
+    inlined_program = inline_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
+    assert inlined_program is not None
+    return inlined_program[0], [*inlined_program[1], *consts]
 
 
 def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
-    """The parameters of a call of ``jax.jit`` that holds a program: those of another, for as many values."""
+    """The parameters of a ``jax.jit`` call of a program: those of another call, repeated for each input and output."""
     counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
     with jax.disable_jit(disable=False):
         (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
@@ -389,13 +394,14 @@ def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
     return params | {"jaxpr": jaxpr if _Closed is Jaxpr else _Closed(jaxpr, [])}
 
 
-# JAX would trace a program to transpose it. This primitive becomes a call, whose program is transposed as it is.
+# To transpose a function, JAX traces it first, and would go through all equations of a program again. A function that
+# binds this primitive is traced as one call of the program instead, and JAX transposes the program of a call as it is.
 _STAGED = Primitive("reparax_staged")
 _STAGED.multiple_results = True
 
 
 def _stage_call(trace: Any, *tracers: Any, call: dict[str, Any]) -> Any:
-    """The outputs of a call, as one equation."""
+    """Adds a ``jit`` with the parameters ``call`` to a trace, as one equation, and returns its outputs."""
     return trace.default_process_primitive(jit_p, tracers, call)
 
 
@@ -406,26 +412,29 @@ partial_eval.custom_partial_eval_rules[_STAGED] = _stage_call
 
 
 def type_of(v: Any) -> Any:
-    """The type of a value, with its shape, dtype and size."""
+    """The type of a variable or literal: its shape, dtype and size."""
     return v.aval
 
 
 def varying_axes(types: Sequence[Any]) -> frozenset[str]:
     """The mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
-    # Since jax 0.10 the type has a part for this; types of other things than arrays have none.
+    # Since jax 0.10 the types of arrays have an attribute of their own for this; other types have neither attribute.
     parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
         *(getattr(aval, "vma", ()) if part is None else part.varying for aval, part in zip(types, parts, strict=True))
     )
 
 
-def tells_shards(type_: Any) -> bool:
-    """Whether the type of an array says over which mesh axes it varies; not in a ``shard_map`` without checks."""
+def has_known_varying_axes(type_: Any) -> bool:
+    """Whether the type of an array says over which mesh axes it varies.
+
+    Inside a ``shard_map``, a type without varying axes does not: with ``check_vma=False``, all types are without.
+    """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
+    """Whether a program or one inside it uses mutable arrays. Those that JAX passes to kernels do not count."""
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     stack, visited = [jaxpr], {id(jaxpr)}
@@ -433,7 +442,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
         eqns = stack.pop().eqns
         if any(_any_is_ref(eqn.outvars) for eqn in eqns):
             return True
-        for program in (program for eqn in eqns for program in inner(eqn)):
+        for program in (program for eqn in eqns for program in inner_programs(eqn)):
             if id(program) not in visited and not _any_is_ref(program.invars):
                 visited.add(id(program))
                 stack.append(program)
@@ -441,26 +450,26 @@ def has_refs(jaxpr: Jaxpr) -> bool:
 
 
 def _any_is_ref(variables: Iterable[Var]) -> bool:
-    """Whether one of these variables is a mutable array."""
+    """Whether any of these variables is a mutable array."""
     return any(type(v.aval).__name__ == "AbstractRef" for v in variables)
 
 
 # ---- equations
 
 
-def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
-    """The function that JAX gives a call instead of its program, and the operands."""
+def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
+    """The function that JAX passes to a call in place of its program, and the operands of the call."""
     # The function is the first operand before jax 0.9.2.
     function, *operands = (*params.get("subfuns", ()), *args)
     return lambda *args: function.call_wrapped(*args), operands
 
 
 def params_of_our_equation(eqn: JaxprEqn) -> Env:
-    """The parameters of an equation of our own, for the module that wrote them."""
+    """The parameters of an equation of one of our own primitives, for the module that defines it."""
     return eqn.params
 
 
-def inner(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation."""
     return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
@@ -477,7 +486,7 @@ def _programs_in(eqn: JaxprEqn) -> list[Any]:
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
-    """The one program inside an equation, with its constants as first inputs, and these constants."""
+    """The only program inside an equation, with its constants as first inputs, and these constants."""
     return bodies(eqn)[0]
 
 
@@ -487,23 +496,23 @@ def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
 
 
 def has_sharding(eqn: JaxprEqn) -> bool:
-    """Whether a call of ``jax.jit`` gives shardings of its inputs or outputs."""
-    places = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
-    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in places)
+    """Whether a call of ``jax.jit`` specifies shardings of its inputs or outputs."""
+    shardings = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation must run exactly once. The use of a mesh axis is not such an effect."""
+    """Whether an equation has effects and so must run exactly once. JAX's effect for using a mesh axis is ignored."""
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:
-    """The policy of ``jax.checkpoint`` in an equation; None for other equations."""
+    """The policy of an equation that is a ``jax.checkpoint``; None for other equations."""
     return equations.Checkpoint(eqn).policy if equations.view_class_of(eqn) is equations.Checkpoint else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
-    """Whether an equation gives a value this name, by ``jax.ad_checkpoint.checkpoint_name``."""
+    """Whether an equation is a ``jax.ad_checkpoint.checkpoint_name`` with this name."""
     view = equations.view_of(eqn)
     return isinstance(view, equations.Named) and view.name == name
 
@@ -514,7 +523,7 @@ def is_scan(eqn: JaxprEqn) -> bool:
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
-    """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
+    """Whether an equation selects one of its programs by its first operand and runs it on the other operands."""
     return equations.view_class_of(eqn) is equations.Cond
 
 
@@ -535,14 +544,14 @@ def is_jit(eqn: JaxprEqn) -> bool:
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
-    _read_parameters(scan, _SCAN, _SCAN_UNREAD)
-    inner_jaxpr = inner(scan)[0]
+    _read_parameters(scan, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
+    inner_jaxpr = inner_programs(scan)[0]
     n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
     return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 
 
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many values a scan slices or stacks: these have one more axis outside."""
+    """How many values a scan slices or stacks: those with one more axis outside of its body than inside."""
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
 
@@ -552,7 +561,7 @@ def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """A number that identifies the source lines of an equation."""
+    """A number that identifies the traceback of an equation, which equations of one source line may share."""
     return id(eqn.source_info.traceback)
 
 
@@ -561,11 +570,11 @@ def lines(eqn: JaxprEqn) -> list[str]:
     return source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
 
 
-# ---- equations, rebuilt with another body
+# ---- running an equation with another body
 
 
 def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
+    """A function that takes a new body and the operands and runs the equation with that body; None if impossible."""
     functions: dict[type[equations.View], Callable[..., Any]] = {
         equations.Jit: _run_jit,
         equations.Scan: _run_scan,
@@ -575,17 +584,17 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     return function and functools.partial(function, eqn)
 
 
-def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> dict[str, Any]:
-    """The parameters ``names`` of an equation; raises an error if it has others than these and ``unread``."""
+def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+    """The parameters ``names`` of an equation. Raises an error if any is missing, or any is in neither argument."""
     if missing := [name for name in names if name not in eqn.params]:
         raise unreadable(f"a {eqn.primitive.name} without the parameter {missing[0]!r}")
-    if unknown := sorted(set(eqn.params) - {*names, *unread}):
+    if unknown := sorted(set(eqn.params) - {*names, *ignored}):
         raise unreadable(f"a {eqn.primitive.name} with the parameter {unknown[0]!r}")
     return {name: eqn.params[name] for name in names}
 
 
 def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``jit`` with another body: inline, unless it gives shardings. Its other parameters are for compilation."""
+    """Runs a ``jit`` with another body: inline, unless it specifies shardings. Its other parameters are dropped."""
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
         return body(*args)
@@ -594,7 +603,7 @@ def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 
 
 def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a scan with another body, which may slice more than its own did."""
+    """Runs a scan with another body, which may take more sliced operands than the original."""
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
     init = args[n_consts : n_consts + n_carry]
@@ -604,15 +613,15 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
         outs = body(*consts, *carry, *x)
         return outs[:n_carry], outs[n_carry:]
 
-    settings = _read_parameters(eqn, _SCAN, _SCAN_UNREAD)
-    if jax.export.is_symbolic_dim(settings["length"]):  # what it slices has this length too
+    settings = _read_parameters(eqn, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
+    if jax.export.is_symbolic_dim(settings["length"]):  # the sliced operands say the length too
         settings.pop("length")
     carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
     return [*carry, *ys]
 
 
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs a cond with other branches; if it chooses by platform, JAX compiles the branch of one platform only."""
+    """Runs a cond with other branches. If it selects by platform, only the branch of one platform is compiled."""
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
         return jax.lax.switch(index, branches, *operands)
@@ -623,14 +632,14 @@ def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seq
 
 
 def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``shard_map`` with another body, and inputs that are split as its own are."""
+    """Runs a ``shard_map`` with another body and the partition specs of its own inputs."""
     return run_sharded(eqn, body, eqn.params.get("in_specs"), args)
 
 
 def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Runs a ``shard_map`` with another body and other inputs, which are split by ``in_specs``.
+    """Runs a ``shard_map`` with another body and other inputs, whose partition specs are ``in_specs``.
 
-    The equation gives the mesh and the split of its outputs, of which the body returns as many.
+    The mesh and the specs of the outputs are those of the equation, so the body must return as many outputs.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
@@ -640,9 +649,9 @@ def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:
-    """An array, marked as varying over mesh axes."""
+    """An array marked as varying over mesh axes."""
     axes = tuple(sorted(names))
     if not axes:
         return x
-    pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
+    pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2; warns since 0.8.2
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

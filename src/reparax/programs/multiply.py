@@ -1,4 +1,9 @@
-"""The arrays of sums and products, and what they cost: factors are multiplied in pairs, in the cheapest order."""
+"""Computes the arrays of sums and products, and what this costs: factors are multiplied in pairs, in the best order.
+
+``cheapest_order`` finds the order from the labels of the factors alone, and ``multiply_pair`` multiplies two factors.
+Of the labels of a pair, those in ``keep`` stay in the result, because other factors or the output have them; the pair
+is summed over all others. ``sums`` explains factors, labels, products and sums.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,14 @@ from jax import lax
 from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
 from reparax.programs import sums
-from reparax.programs.sums import Circle, Factor, Label, Product, Segments, Sum, count_entries
+from reparax.programs.sums import Circulant, Factor, Label, Product, Segments, Sum, count_entries
 
 Labels = frozenset[Label]
 
 
 @dataclass(frozen=True)
-class How:
-    """How products are computed: the dtype of their operands and that of the result, and the precision."""
+class Numerics:
+    """The dtypes of the operands and of the result of products, and their precision."""
 
     dtype: Any
     result: Any
@@ -33,22 +38,22 @@ class How:
 
 
 def array_of_sum(x: Sum) -> Any:
-    """The array that a sum represents."""
-    return array_of_products(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
+    """The array of a sum."""
+    return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
-def array_of_products(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
-    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), how)
+def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
+    """The array of a sum of products. JAX traces and differentiates it once for all products of equal sizes."""
+    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
-def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
-    return functools.reduce(jnp.add, [array_of_product(product, shape, how) for product in products])
+def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
+    """The array of a sum of products whose labels are numbered, so that JAX finds products of equal sizes equal."""
+    return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
-def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
+def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
@@ -58,20 +63,20 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
     for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
-        # The operands' order sets the order of the result's axes.
+        # The order of the operands determines the order of the result's axes.
         a, b = sorted((factors[i] for i in pair), key=first_place)
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
         if segments is None or link is None:
-            result = multiply_pair(a, b, keep, how)
+            result = multiply_pair(a, b, keep, numerics)
         else:
-            result = multiply_in_groups(a, b, keep, how, segments, link)
+            result = multiply_in_groups(a, b, keep, numerics, segments, link)
         factors = [*other_factors, result]
-    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
+    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(numerics.result)
 
 
 def cost(product: Product) -> float:
-    """The cost of a product, in operations, including the gradients of its factors."""
+    """The cost of computing a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
     factors, _, link = split_off_segments(product.factors, out_labels)
@@ -79,22 +84,22 @@ def cost(product: Product) -> float:
 
 
 def with_numbers(product: Product) -> Product:
-    """A product with labels by number and size, so that products of equal sizes have equal ones."""
-    names: dict[Label, Label] = {}
+    """The product with its labels replaced by numbered ones, which are the same in all products of equal sizes."""
+    numbered: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
-        names.setdefault(label, _numbered_label(len(names), label.size))
-    return product.rename_labels(names)
+        numbered.setdefault(label, _numbered_label(len(numbered), label.size))
+    return product.rename_labels(numbered)
 
 
 @functools.lru_cache(maxsize=4096)
 def _numbered_label(number: int, size: int) -> Label:
-    """The label with a number: the same object for an equal number and size."""
+    """The label for a number and a size, always the same object."""
     del number
     return Label(size)
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """The last remaining factor, with the axes of the product."""
+    """The array of the last remaining factor, in the shape and with the axes of the product."""
     flat = product.labels_of_axes
     once = list(dict.fromkeys(flat))
     x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
@@ -104,71 +109,72 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
 # ---- the order of products
 #
 # What a product costs follows from the labels of its factors alone, so the cheapest order is found before any array is
-# made, and once for products of equal sizes.
+# computed, and only once for products of equal sizes.
 
 ENTRY = 16
-"""The cost to write one number, in operations of a matrix product."""
+"""The cost of writing one number, in operations of a matrix product."""
 
-MANY = 5
-"""Up to this many factors, all orders are compared; with more, the cheapest product is computed first."""
+_MAX_COMPARED = 5
+"""Up to this many factors, all orders are compared; with more, the cheapest pair is multiplied first."""
 
 Order = tuple[tuple[int, int], ...]
+"""The pairs to multiply, by their positions; each result is appended to the factors that remain."""
 
 
 @dataclass(frozen=True)
 class FactorType:
-    """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
+    """What the cost of a factor depends on: its labels, those that a circulant matrix has, and whether it is fixed."""
 
     labels: Labels
-    circle: Labels
-    still: bool
+    circulant_labels: Labels
+    fixed: bool
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """The type of a factor."""
-        circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-        return cls(frozenset(factor.labels), frozenset(circle), factor.still)
+        circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
+        return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
 def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors.
+    """The cost of multiplying factors in the cheapest order, and this order.
 
-    For three factors ``a``, ``b`` and ``c``, the pairs (1, 2), (0, 1) are ``b c`` and then ``a (b c)``.
+    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``.
     """
     if len(factors) == 1:
         return 0.0, ()
     pairs = itertools.combinations(range(len(factors)), 2)
-    ways = [(pair, *_multiply_types(factors, pair, out_labels, link)) for pair in pairs]
-    if len(factors) > MANY:
-        ways = [min(ways, key=lambda way: way[1])]
+    first_steps = [(pair, *_multiply_types(factors, pair, out_labels, link)) for pair in pairs]
+    if len(factors) > _MAX_COMPARED:
+        first_steps = [min(first_steps, key=lambda step: step[1])]
     orders = list[tuple[float, Order]]()
-    for pair, cost_of_pair, factors_left in ways:
+    for pair, cost_of_pair, factors_left in first_steps:
         cost_of_rest, order = cheapest_order(factors_left, out_labels, link)
         orders.append((cost_of_pair + cost_of_rest, (pair, *order)))
-    return min(orders, key=lambda each: each[0])
+    return min(orders, key=lambda cost_and_order: cost_and_order[0])
 
 
 def _multiply_types(
     factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
 ) -> tuple[float, tuple[FactorType, ...]]:
-    """The cost of the product of a pair of factors, and the factors that are left then, with the result as the last."""
+    """The cost of the product of a pair of factors, and the factors that remain, with the result as the last one."""
     a, b = (factors[i] for i in pair)
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
     labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
     loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
-    result = FactorType(result_labels, frozenset(), a.still and b.still)
+    result = FactorType(result_labels, frozenset(), a.fixed and b.fixed)
     return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
 
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
-    """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
+    """The cost of a product of two factors that loops over ``loop_labels``, of which ``result_labels`` stay."""
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
-    moving = [factor for factor in (a, b) if not factor.still]
-    for circle, factor in ((a, b), (b, a)):
-        label = fourier_label(circle, factor, result_labels)
+    moving = [factor for factor in (a, b) if not factor.fixed]
+    for circulant, factor in ((a, b), (b, a)):
+        label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
+            rows = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
             return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
     has_sums = bool((a.labels & b.labels) - result_labels)
     total = 2.0 * n * has_sums + ENTRY * n_written
@@ -178,34 +184,34 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
 
 
 def _entries_along(labels: Labels) -> int:
-    """How many entries an array with these labels has."""
+    """The number of entries of an array with these labels."""
     return count_entries([label.size for label in labels])
 
 
 # ---- the product of two factors
 
 
-def multiply_pair(a: Factor, b: Factor, keep: Labels, how: How) -> Factor:
-    """The product of two factors, summed over labels that are not wanted."""
-    for circle, other in ((a, b), (b, a)):
-        label = fourier_label(FactorType.of(circle), FactorType.of(other), keep)
+def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Factor:
+    """The product of two factors, summed over labels that are not in ``keep``."""
+    for circulant, other in ((a, b), (b, a)):
+        label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
-            return _multiply_circulant(circle, other, label, keep, how)
+            return _multiply_circulant(circulant, other, label, keep, numerics)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
-    x, y = a.dense.astype(how.dtype), b.dense.astype(how.dtype)
+    x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
-    still = a.still and b.still
+    fixed = a.fixed and b.fixed
     if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
-        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, still)
+        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, fixed)
     numbers = dot_numbers(a.labels, b.labels, pair.contracting, pair.batch)
-    array = jax.lax.dot_general(x, y, numbers, precision=how.precision, preferred_element_type=how.result)
-    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), still)
+    array = jax.lax.dot_general(x, y, numbers, precision=numerics.precision, preferred_element_type=numerics.result)
+    return Factor(array, (*pair.batch, *pair.free_a, *pair.free_b), fixed)
 
 
 class _Pair(NamedTuple):
-    """The labels of two factors: those that both have, and that are summed or stay, and those that one has."""
+    """The labels of two factors: shared ones that are summed or kept, and those that only one of them has."""
 
     contracting: list[Label]
     batch: list[Label]
@@ -214,7 +220,7 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
-        """The labels of two factors of which those in ``keep`` stay."""
+        """The labels of two factors; shared ones in ``keep`` are kept."""
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
             batch=[label for label in a.labels if label in b.labels and label in keep],
@@ -226,41 +232,42 @@ class _Pair(NamedTuple):
 def dot_numbers(
     lhs: Sequence[Label], rhs: Sequence[Label], contracting: Sequence[Label], batch: Sequence[Label]
 ) -> tuple[Any, Any]:
-    """The dimension numbers of a product of arrays with these labels."""
+    """The dimension numbers of a ``dot_general`` of arrays with these labels."""
 
-    def places(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
+    def axes(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
         return [lhs.index(label) for label in labels], [rhs.index(label) for label in labels]
 
-    return places(contracting), places(batch)
+    return axes(contracting), axes(batch)
 
 
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms multiply a circulant matrix with another factor.
+    """The label along which Fourier transforms can multiply a circulant matrix, the first factor, and the second one.
 
-    None if the first factor is no such matrix, or does not meet the other along one of its two axes alone.
+    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep its
+    others.
     """
-    contracting, rows = a.circle & b.labels, a.circle - b.labels
+    contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
-    return next(iter(contracting)) if is_circulant and a.labels - a.circle <= keep else None
+    return next(iter(contracting)) if is_circulant and a.labels - a.circulant_labels <= keep else None
 
 
-def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Labels, how: How) -> Factor:
+def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, numerics: Numerics) -> Factor:
     """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
-    other = sum_except(other, keep.union(circle.labels))
-    *batch, row, column = circle.labels
+    other = sum_except(other, keep.union(circulant.labels))
+    *batch, row, column = circulant.labels
     free = tuple(x for x in other.labels if x is not label)
-    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
-    spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
+    x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
+    spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
-    array = sums.inverse_fourier(x * spectrum, label.size, how.result)
-    return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
+    array = sums.inverse_fourier(x * spectrum, label.size, numerics.result)
+    return Factor(array, (*labels, column if label is row else row), circulant.fixed and other.fixed)
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
-    """A factor, summed over labels that are not wanted and that no other factor has."""
+    """A factor summed over labels that are not in ``keep``."""
     axes = [i for i, label in enumerate(factor.labels) if label not in keep]
     if not axes:
         return factor
@@ -268,31 +275,32 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
     sizes = [label.size for label in labels]
     is_trivial = all(factor.labels[i].size == 1 for i in axes)
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
-    return Factor(array, labels, factor.still)
+    return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
-    """``x`` with its axes in the order of ``new_labels``, and axes of size 1 for labels that it lacks."""
+    """``x`` with its axes in the order of ``new_labels``, and an axis of size 1 for each label that it lacks."""
     order = [labels.index(label) for label in new_labels if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
 
 
 # ---- rows in groups
 #
-# ``Segments`` is a matrix of ones and zeros that says which row is in which group. To multiply by it would cost rows
-# times groups, so it is split off. The other factors are multiplied in pairs, and where rows meet the parts of their
-# groups, one ``ragged_dot_general`` does what the matrix says.
+# ``Segments`` is a matrix of ones and zeros that says which row is in which group, such as which token goes to which
+# expert. Multiplying by it would cost rows times groups operations, so it is split off. The other factors are
+# multiplied in pairs, and the pair that combines rows with groups is one ``ragged_dot_general``, which takes the sizes
+# of the groups in place of the matrix.
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a factor of ``Segments`` says of two labels: each index of ``rows`` is in one of ``group``.
+    """The two labels that a factor of ``Segments`` links: each row is in one group.
 
     Attributes:
       rows: The label of the rows.
       group: The label of the groups.
-      keeps_rows: Whether the whole product keeps rows, so that each meets the part of its group; else the rows of each
-        group are summed.
+      keeps_rows: Whether the output has rows, each multiplied by the part of its group. Otherwise it has groups, each
+        the sum of its rows.
     """
 
     rows: Label
@@ -300,10 +308,10 @@ class Link:
     keeps_rows: bool
 
     def spans(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
-        """The labels over which a product of factors with ``labels`` runs, and those that its result has.
+        """The labels over which a product of factors with ``labels`` loops, and those of its result.
 
-        ``keep`` are the labels that other factors or the whole product have. What has rows needs no label of groups, as
-        each row has one; what has none keeps groups until rows meet them.
+        ``keep`` are the labels of other factors and of the output. A result with rows does not need the label of
+        groups, because each row is in one. A result without rows keeps that label until it is combined with rows.
         """
         group = frozenset([self.group])
         if self.rows not in labels:
@@ -320,40 +328,43 @@ class Link:
 def split_off_segments(
     factors: Sequence[Factor], out_labels: Labels
 ) -> tuple[list[Factor], Factor | None, Link | None]:
-    """The factors that are multiplied in pairs, and the one of ``Segments`` with its link, if it is split off."""
+    """The factors to multiply in pairs, and the factor of ``Segments`` with its link; both None if not split off."""
     segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
     if segments is None:
         return list(factors), None, None
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None, None
-    # Without a factor that has the rows no pair would bring rows and groups together.
+    if group not in out_labels | other_labels:  # a sum over groups: one for rows in any group
+        return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
+    # Without another factor that has the rows, no pair would combine rows with groups.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
 
-def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over labels that are not in ``keep``, as ``segments`` says."""
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
+    """The product of two factors and ``segments``, summed over labels that are not in ``keep``.
+
+    ``segments`` takes part only if the pair combines rows with groups, or sums the rows of each group.
+    """
     labels = frozenset(a.labels + b.labels)
     _, result_labels = link.spans(labels, keep)
     if link.sums(labels, keep):
-        return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
+        return _sum_rows_per_group(a, b, result_labels, numerics, segments, link)
     for x, y in ((a, b), (b, a)):
         if link.keeps_rows and link.rows in x.labels and link.group in y.labels:
-            return _multiply_by_parts(x, y, result_labels, how, segments, link)
-    return multiply_pair(a, b, result_labels, how)
+            return _multiply_rows(x, y, result_labels, numerics, segments, link)
+    return multiply_pair(a, b, result_labels, numerics)
 
 
-def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
-    """The product of rows with the parts of their groups."""
+def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
+    """The product of each row of ``a`` with the part of ``b`` for the group of the row."""
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
-        return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
+        return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -364,39 +375,39 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
         sizes = jnp.broadcast_to(sizes, [label.size for label in size_labels])
     dot = dot_numbers(labels, b.labels, pair.contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [labels.index(link.rows)], [b.labels.index(link.group)])
-    array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, how, numbers)
+    array = _ragged_dot(lay_along(a.dense, a.labels, labels), b.dense, sizes, numerics, numbers)
     free_b = [label for label in pair.free_b if label is not link.group]
-    return Factor(array, (*row_labels, *free_b), a.still and b.still)
+    return Factor(array, (*row_labels, *free_b), a.fixed and b.fixed)
 
 
-def _part_of_each_row(parts: Factor, segments: Factor, how: How) -> Factor:
-    """``parts`` with its group axis gathered to rows: row r holds the part of r's group, or zeros beyond all groups."""
+def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
+    """``parts`` with rows in place of groups: each row has the part of its group, or zeros if it is in no group."""
     *batch_labels, rows, group = segments.labels
     if batch_labels:
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
-        return multiply_pair(replace(segments, array=segments.dense), parts, keep, how)
+        return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
     array = jnp.take(parts.dense, segments.array.group_of_row(), axis=axis, mode="fill", fill_value=0)
     return replace(parts, array=array, labels=(*parts.labels[:axis], rows, *parts.labels[axis + 1 :]))
 
 
-def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
+def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """The product of two factors, summed over the rows of each group; the labels ``keep`` are not summed."""
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
-        # ``ragged_dot_general`` takes rows of both, and groups that are the same for all of a batch.
+        # ``ragged_dot_general`` needs both operands to have rows, and the groups to be the same for the whole batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)
         dense = replace(segments, array=segments.dense)
-        return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), how), other, keep, how)
+        return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), numerics), other, keep, numerics)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     pair = _Pair.of(a, b, keep)
     contracting = [link.rows, *(label for label in pair.contracting if label is not link.rows)]
     dot = dot_numbers(a.labels, b.labels, contracting, pair.batch)
     numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
-    array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
-    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.still and b.still)
+    array = _ragged_dot(a.dense, b.dense, segments.array.sizes, numerics, numbers)
+    return Factor(array, (link.group, *pair.batch, *pair.free_a, *pair.free_b), a.fixed and b.fixed)
 
 
-def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
-    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
-    x, y = x.astype(how.dtype), y.astype(how.dtype)
-    return lax.ragged_dot_general(x, y, sizes, numbers, precision=how.precision, preferred_element_type=how.result)
+def _ragged_dot(x: Any, y: Any, sizes: Any, numerics: Numerics, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``numerics``."""
+    x, y = x.astype(numerics.dtype), y.astype(numerics.dtype)
+    return lax.ragged_dot_general(x, y, sizes, numbers, numerics.precision, numerics.result)

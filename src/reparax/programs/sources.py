@@ -1,4 +1,4 @@
-"""Where the values of a program come from: the source lines that made them, and the paths of parameters."""
+"""Where the values of a program come from, for reports: source lines of equations, and paths of parameters."""
 
 import os
 import re
@@ -19,27 +19,27 @@ _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
 def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
-    """For each equation, identified by its traceback, the user's line that made it or the program around it.
+    """The user's source line of each equation of a program and of those inside it, by ``jaxprs.origin``.
 
-    In a program inside an equation, JAX cuts tracebacks off where that program begins.
+    An equation without one has the line of the equation around it, because inside of that, JAX cuts tracebacks off.
     """
     line_of_origin: dict[int, str] = {}
     for eqn in program.eqns:
         line = line_of(eqn) or outside
         line_of_origin[jaxprs.origin(eqn)] = line
-        for inner_program in jaxprs.inner(eqn):
+        for inner_program in jaxprs.inner_programs(eqn):
             line_of_origin |= lines_by_origin(inner_program, line)
     return line_of_origin
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost source line of an equation outside reparax, if known; in a notebook, the line in the cell."""
+    """The innermost source line of an equation outside reparax, or an empty text; in a notebook, that of its cell."""
     line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", line)
 
 
 def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> str:
-    """What reads a weight: an equation that does something, and its line; None is the end of a program."""
+    """The words of a report for a read of a weight, such as "tanh needs the array", and its line; None is an output."""
     if eqn is None:
         return "it is returned, or carried"
     line, view = line_of_output(eqn, 0, lines), view_of(eqn)
@@ -48,28 +48,28 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
 
 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
+    """The line that computed the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
     line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
     return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
 
 
 def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """The line inside a call that made its ``i``-th output; empty if it is not known."""
-    (program,) = jaxprs.inner(call)
+    """The line inside a call that computed its ``i``-th output; an empty text if it is not known."""
+    (program,) = jaxprs.inner_programs(call)
     v: Any = program.outvars[i]
-    maker = next((eqn for eqn in program.eqns if v in eqn.outvars), None)
-    return "" if maker is None else line_of_output(maker, maker.outvars.index(v), lines)
+    eqn = next((eqn for eqn in program.eqns if v in eqn.outvars), None)
+    return "" if eqn is None else line_of_output(eqn, eqn.outvars.index(v), lines)
 
 
 def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
-    """The path of each input of a program that is an argument, but for keys."""
+    """The path of each input of a program that is an argument other than a key, by the position of the input."""
     paths = dict(enumerate(arguments.paths, start=len(call.inputs) - len(arguments.paths)))
     types = [jaxprs.type_of(v).dtype for v in call.program.invars]
     return {i: path for i, path in paths.items() if not jnp.issubdtype(types[i], jax.dtypes.prng_key)}
 
 
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
-    """The common start of the paths of all arguments of a weight, without the stages' own values."""
+    """The common beginning of the paths of a weight's arguments, before any values of stages, such as ``@lora``."""
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
     if len({names[0] for names in split_paths}) > 1:  # several arguments hold parts of one tree
         split_paths = [names[1:] for names in split_paths]

@@ -1,7 +1,9 @@
-"""One step's part of a stacked value: the entries at one index of one axis, computed from the same parts of others.
+"""One step's part of a stacked value, such as the weight of one layer, computed from the same parts of other values.
 
-The axis stays, with size 1. So most equations compute a part of their output by the same operation on parts of their
-operands; where entries along the axis mix, the value is needed whole.
+The part of step ``i`` along an axis has the entries at index ``i`` of this axis, which stays, with size 1: (5, 8, 3)
+becomes (1, 8, 3). So most equations compute a part of their output by the same operation on parts of their operands.
+Where entries along the axis mix, the whole value is needed. ``plan`` finds out which parts must be read to compute
+others, and ``StepPlan.run`` computes them.
 """
 
 import math
@@ -22,16 +24,17 @@ LARGE = 2**16
 """Values of more bytes are not computed again at each step."""
 
 Axis = int | None
+"""The axis of a part; None for the whole value."""
 Part = tuple[Var, Axis]
-"""A value, and the axis along which one step's part of it is read; None for the whole value."""
+"""A value, and the axis of its part."""
 
 
 class PartRule(NamedTuple):
-    """How parts of outputs are computed from parts of operands.
+    """How a part of an output, or several, are computed from parts of operands.
 
     Attributes:
-      axes: For each operand the axis of its part.
-      function: What computes them, a function of the step's number and of these parts.
+      axes: The axis of the part of each operand.
+      function: Computes them from the index of the step and the parts of the operands.
     """
 
     axes: list[Axis]
@@ -51,9 +54,9 @@ class StepPlan:
     """How parts of values are computed.
 
     Attributes:
-      parts: What is read: parts of inputs, and of values that cannot be computed by parts.
-      outputs: What is computed.
-      steps: The parts to compute, in this order.
+      parts: The parts to read: those of inputs, and of values that cannot be computed by parts.
+      outputs: The parts to return.
+      steps: The parts to compute, in this order, and how.
     """
 
     parts: list[Part]
@@ -61,7 +64,7 @@ class StepPlan:
     steps: list[PartStep]
 
     def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
-        """The parts ``outputs`` at step ``i``, from the parts that are read."""
+        """The parts ``outputs`` at step ``i``, from the values of ``parts``."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
         for part, eqn, rule in self.steps:
             pairs = zip(eqn.invars, rule.axes, strict=True)
@@ -72,9 +75,9 @@ class StepPlan:
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """How to compute parts of a program's values, followed back as far as parts can be computed from parts.
+    """How to compute parts of a program's values, each followed back through as many equations as possible.
 
-    ``differentiable`` says whether they may be differentiated.
+    ``differentiable`` says whether the result may be differentiated.
     """
     needed_axes: dict[Var, list[Axis]] = {}
     steps: list[PartStep] = []
@@ -98,11 +101,11 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
 
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
-    """How the part of the ``i``-th output is computed; None if it is read from the value."""
+    """How to compute a part of the ``i``-th output of an equation; None if it must be read from the whole output."""
     view = equations.view_of(eqn)
     if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
         return None
-    if axis is None:  # repeated numbers cost nothing
+    if axis is None:  # repeated numbers need not be stored
         is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
         return PartRule([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
     match view:
@@ -121,18 +124,18 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
 
 
 def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
-    """The part along the axis of which the entries count: the step's number everywhere."""
+    """The part along the axis on which an iota counts: the index of the step in all entries."""
     shape = _with_one(view.shape, axis)
     return PartRule([], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape))
 
 
 def _is_sharded(v: Any) -> bool:
-    """Whether the type of a variable splits it over the devices of an explicit mesh."""
+    """Whether a variable is sharded over a mesh with explicit axes, according to its type."""
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
 def _same_equation(view: equations.View, **new_params: Any) -> Callable[..., Any]:
-    """The function of a rule that runs the equation itself on the parts, with some settings changed."""
+    """The function of a rule that runs the equation itself on the parts, with some parameters changed."""
     return lambda _, *operands: view.bind(*operands, **new_params)
 
 
@@ -142,19 +145,19 @@ def _with_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _shape_of(v: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal, by its type."""
+    """The shape of a variable or literal."""
     return jaxprs.type_of(v).shape
 
 
 def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
-    """The axes of operands along which parts give the part along an axis, by the same equation.
+    """The axis of the part of each operand from which the same equation computes the part of its output along ``axis``.
 
-    None if entries along the axis mix.
+    None if there are no such parts, because entries along the axis mix.
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
-            # What has one entry along the axis is read whole.
+            # An operand that has size 1 along the axis, or is a scalar, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:
             axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
@@ -164,9 +167,9 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
         case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:
             return _axes_before_reshape(shapes[0], shape, axis)
         case equations.Squeeze():
-            return [_axes_left(shapes[0], view.dimensions)[axis]]
+            return [_remaining_axes(shapes[0], view.dimensions)[axis]]
         case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):
-            return [_axes_left(shapes[0], view.axes)[axis]]
+            return [_remaining_axes(shapes[0], view.axes)[axis]]
         case equations.Transpose():
             return [view.permutation[axis]]
         case equations.Slice() if shape[axis] == shapes[0][axis]:
@@ -181,30 +184,30 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
             return None
 
 
-def _axes_left(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
-    """The axes of an operand that its output still has."""
+def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
+    """The axes of an operand that remain in its output."""
     return [i for i in range(len(shape)) if i not in removed_axes]
 
 
 def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: int) -> list[Axis] | None:
-    """The axis of the operand that is an axis of the output; None if a reshape splits or merges this one."""
+    """The axis of the operand of a reshape that becomes ``axis``, as a list; None if that is split or merged."""
     n_before = math.prod(shape[:axis])
     same = [i for i, n in enumerate(old_shape) if n == shape[axis] and math.prod(old_shape[:i]) == n_before]
     return [same[0]] if same else None
 
 
 def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
-    """For each operand the axis that is an axis of the output; None if parts of a table would be needed."""
+    """For each operand, the axis that becomes ``axis`` of the output; None if a table would be read in parts."""
     if isinstance(view, equations.Gather):
         numbers = view.dimension_numbers
         if numbers.operand_batching_dims or axis in numbers.offset_dims:
-            return None  # of a table only what is the same at each step can be read
+            return None
     contraction = contraction_of(view)
     return None if contraction is None else contraction.sources(axis)
 
 
 def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
-    """The parameters of an equation that differ if it computes one part along an axis."""
+    """The parameters that an equation must change to compute a part of its output along an axis."""
     match view:
         case equations.Broadcast() | equations.Iota():
             return {"shape": _with_one(view.shape, axis)}
@@ -217,16 +220,19 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
-    """The part of an output of a call, by parts of its operands through the whole body; else None."""
+    """How to compute a part of the ``i``-th output of a call from parts of its operands; None as in _parts_in_body."""
     jaxpr, consts = jaxprs.body(eqn)
     rule = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
     return rule and PartRule(rule.axes, lambda i, *operands: rule.function(i, *consts, *operands)[0])
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """The part of a function with a derivative of its own: the same function of parts, if both go by parts."""
+    """How to compute a part of a ``jax.custom_jvp``: as a custom function of parts, with a derivative of parts.
+
+    None if one of the two cannot be computed by parts.
+    """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    call = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
     jvp, consts = _program_of_jvp(call)
@@ -234,7 +240,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     def jvp_rule(*, differentiable: bool) -> Any:
         return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
 
-    # A derivative may call its own function, so it is followed further only where it is needed.
+    # A derivative may call the function itself, so how to differentiate it again is found out only when it is needed.
     first_jvp_rule = jvp_rule(differentiable=False)
     if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
         return None
@@ -248,7 +254,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
 
 def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
-    """The derivative of a program along tangents of all inputs, with its constants as first inputs, and these."""
+    """The derivative of a program along tangents of all inputs, with constants as first inputs, and these constants."""
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in program.invars]
 
     def jvp(primals: Any, tangents: Any) -> Any:
@@ -258,10 +264,11 @@ def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
-    """How parts of a body's values follow from parts of its inputs; the function takes constants too, the axes do not.
+    """How to compute parts of a body's outputs from parts of its inputs.
 
-    Where the body cannot go on by parts, as at a norm over the axis, it needs a whole value. That is computed from
-    whole inputs, in each step again. None if such a value is large or needed in part, or an input along two axes.
+    The function of the rule takes the values of the body's ``n_consts`` constants first, which its axes leave out.
+    Where the body needs a whole value, such as a norm over the axis, this is computed from whole inputs, in each step
+    again. None if such a value is large, if a part of one is needed, or if an input is needed along two axes.
     """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None

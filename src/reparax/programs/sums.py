@@ -1,6 +1,11 @@
 """Weights as sums of products of smaller arrays, as in einsum: what they are, and how two of them are multiplied.
 
-Nothing here computes a product: ``multiply`` does.
+A ``Factor`` is an array with a ``Label`` for each axis. Like a letter in einsum, a label may be on several factors. A
+``Product`` of factors is summed over all labels but those of its own axes. An axis usually has one label. It has
+several if a reshape merged axes, and none if its size is 1. Two axes with the same label are on a diagonal: all entries
+beside it are zero. A ``Sum`` adds products of one shape, such as a weight and its adapter.
+
+No array of a product is computed here: ``multiply`` does that.
 """
 
 import math
@@ -24,31 +29,31 @@ Shape = Sequence[int]
 T = TypeVar("T")
 
 UNKNOWN = 1024
-"""A size that is not known when a program is exported counts as this in costs."""
+"""Counted in costs for a size that is unknown when a program is exported."""
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """How many numbers an array of these sizes has, for costs."""
+    """The number of entries of an array of these sizes, for costs."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """An axis that several factors may share.
+    """An axis that several factors may share. Each label equals only itself.
 
     Attributes:
-      size: How many indices it has.
+      size: The size of the axis.
     """
 
     size: int
 
 
-Merged = tuple[Label, ...]
-"""The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
+AxisLabels = tuple[Label, ...]
+"""The labels of one axis of a product, from major to minor: several if axes are merged, none if its size is 1."""
 
 
-def axis_of(label: Label) -> Merged:
-    """The axis with one label; an axis of size 1 has none."""
+def axis_labels(label: Label) -> AxisLabels:
+    """The labels of an axis that is not merged: only this one, or none if its size is 1."""
     return () if label.size == 1 else (label,)
 
 
@@ -57,9 +62,9 @@ class Draw:
     """What is known of an array of independent normal numbers.
 
     Attributes:
-      source: What tells it from other draws.
+      source: Identifies it among all draws.
       key: Its key, or its keys.
-      rows: How many of its rows data chose, perhaps one several times; 1 if it is whole, or one row.
+      rows: How many rows of it look-ups took, with repetitions; 1 without a look-up.
     """
 
     source: Hashable
@@ -72,44 +77,44 @@ class Factor:
     """An array with a label for each axis.
 
     Attributes:
-      array: The array.
-      labels: Its labels.
-      still: Whether it gets no gradient.
-      draw: What is known of it as a draw, if it is one; else None.
+      array: The array; a ``Circulant`` or ``Segments`` if it is stored in fewer numbers.
+      labels: The label of each axis.
+      fixed: Whether it gets no gradient.
+      draw: Describes the array if it is a draw of normal numbers; else None.
     """
 
     array: Any
-    labels: Merged
-    still: bool
+    labels: AxisLabels
+    fixed: bool
     draw: Draw | None = None
 
     @property
     def size(self) -> int:
         """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
+        return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
-        """The array; what is stored as fewer numbers is expanded."""
-        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
+        """The array, expanded if it is stored in fewer numbers."""
+        return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated.
+    """A product of factors, summed over all labels but those of its axes. Along a label of no factor, it is repeated.
 
     ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
     ``((i,), (o,))``.
     """
 
     factors: tuple[Factor, ...]
-    axes: tuple[Merged, ...]
+    axes: tuple[AxisLabels, ...]
 
     @classmethod
-    def of(cls, x: Any, *, still: bool) -> "Product":
+    def of(cls, x: Any, *, fixed: bool) -> "Product":
         """A product with one array as its only factor."""
         labels = tuple(Label(n) for n in x.shape)
-        return cls((Factor(x, labels, still),), tuple(map(axis_of, labels)))
+        return cls((Factor(x, labels, fixed),), tuple(map(axis_labels, labels)))
 
     @property
     def labels(self) -> set[Label]:
@@ -118,17 +123,17 @@ class Product:
 
     @property
     def labels_of_axes(self) -> list[Label]:
-        """The labels of the axes, one after the other."""
+        """The labels of all axes, in order."""
         return [label for group in self.axes for label in group]
 
     def is_plain(self, axis: int) -> bool:
-        """Whether an axis can be followed alone: it is not merged, and no other has its label, as on a diagonal."""
+        """Whether an axis can be changed alone: it is not merged, and not on a diagonal with another axis."""
         labels = self.axes[axis]
         return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
 
     @property
     def is_smaller_in_factors(self) -> bool:
-        """Whether at most one factor is as large as the product, as the base of an adapter is."""
+        """Whether at most one factor is as large as the product, such as a weight that the others scale."""
         size = count_entries(label.size for label in self.labels_of_axes)
         return sum(factor.size >= size for factor in self.factors) <= 1
 
@@ -140,20 +145,20 @@ class Product:
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
 
     def sum(self, axes: Iterable[int]) -> "Product":
-        """This product summed over axes: along a label that no factor has, it is so many times itself."""
+        """This product summed over axes. A summed label of no factor gets a factor of ones, so that it counts."""
         summed = self.squeeze(axes)
         kept = self.labels.union(*summed.axes)
         gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), still=True) for label in gone)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in gone)
         return replace(summed, factors=(*self.factors, *ones))
 
-    def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
-        """This product broadcast to this shape, with its axes at ``places``."""
-        axis_at = dict(zip(places, self.axes, strict=True))
-        return replace(self, axes=tuple(axis_at.get(i) or axis_of(Label(n)) for i, n in enumerate(shape)))
+    def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
+        """This product broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become."""
+        axis_at = dict(zip(dimensions, self.axes, strict=True))
+        return replace(self, axes=tuple(axis_at.get(i) or axis_labels(Label(n)) for i, n in enumerate(shape)))
 
     def reshape(self, shape: Shape) -> "Product | None":
-        """This product in another shape; None if this would split an axis across its labels."""
+        """This product in another shape; None for one such as (6, 4) to (8, 3), or if two axes are on a diagonal."""
         labels = self.labels_of_axes
         if len(set(labels)) < len(labels):
             return None
@@ -167,17 +172,17 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """This product with several labels of these sizes instead of each."""
+        """This product with each label replaced by several labels of these sizes, unless there is only one size."""
         pairs = zip(labels, sizes, strict=True)
         parts = {label: tuple(map(Label, sizes_of_label)) for label, sizes_of_label in pairs if len(sizes_of_label) > 1}
         return self._change_labels(partial(_split_labels, parts=parts), parts)
 
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
-        """The entries at which the two axes of each pair have the same index: the pair shares its labels then.
+        """The entries of this product at which both axes of each pair have the same index; all others become zero.
 
-        Of an outer product of two vectors, they are the elementwise product, on a diagonal. Pairs with an axis of size
-        1 stay as they are. None if the axes of a pair are merged in different ways, or if a factor would have one label
-        twice.
+        Both axes get the same labels. For an outer product of two vectors, the result has their elementwise product on
+        its diagonal. Pairs with an axis of size 1 stay as they are. None if the axes of a pair are merged in different
+        ways, or if a factor would have one label twice.
         """
         product = self
         for i, j in pairs:
@@ -192,12 +197,12 @@ class Product:
         return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        """This product with other labels instead of some."""
+        """This product with some of its labels replaced by others."""
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
-    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, Merged]) -> "Product":
-        """This product with each factor changed, and with the parts of each label on its axes."""
+    def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
+        """This product with each factor changed, and each label of its axes replaced by its parts."""
         axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
@@ -208,10 +213,10 @@ class Sum:
 
     Attributes:
       products: The products.
-      shape: The shape of each, and of the array.
+      shape: The shape of each product, and of the array.
       dtype: The dtype of the array.
-      precision: The precision of its products.
-      maker: The equation that made it, before any transpose, cast or slice; before it those whose bodies contain it.
+      precision: The precision with which its factors are multiplied.
+      maker: Identifies what made it; transposes, casts and slices keep this. None if nothing has set it yet.
     """
 
     products: tuple[Product, ...]
@@ -231,7 +236,7 @@ class Sum:
 
 
 def all_or_none(items: Iterable[T | None]) -> list[T] | None:
-    """The items; None if one of them is None."""
+    """The items as a list; None if any of them is None."""
     results: list[T] = []
     for item in items:
         if item is None:
@@ -249,7 +254,7 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
-    """The elementwise product of two products; either may have axes of size 1."""
+    """The elementwise product of two products, which may have axes of size 1; None as in ``Product.where_equal``."""
     n = len(a.axes)
     entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
     if entries is None:
@@ -258,12 +263,15 @@ def multiply_entries(a: Product, b: Product) -> Product | None:
 
 
 def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
-    """The product of matrices that an equation computes; rows are in groups of these sizes if there are any."""
+    """What an equation, a product of matrices, computes from two products; ``sizes`` are the groups of a RaggedDot.
+
+    None as in ``Product.where_equal``, or if a label that the equation sums over is on no factor.
+    """
     contraction = contraction_of(view)
     assert contraction is not None
     lhs, rhs = contraction.operands[:2]
     if isinstance(view, RaggedDot):
-        rows_in_groups = _in_groups(view, a, sizes)
+        rows_in_groups = _with_group_axis(view, a, sizes)
         if rows_in_groups is None:
             return None
         a = rows_in_groups
@@ -275,12 +283,12 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
     axis_of = dict(zip((*lhs, *rhs), entries.axes, strict=True))
     summed = [label for index in lhs if index not in contraction.output for label in axis_of[index]]
     if not entries.labels.issuperset(summed):
-        return None  # no factor has this summed label
+        return None
     return replace(entries, axes=tuple(axis_of[index] for index in contraction.output))
 
 
 def _outer(a: Product, b: Product) -> Product:
-    """The outer product, with the axes of both: each entry of ``a`` times each of ``b``."""
+    """The outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then those of ``b``."""
     b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
     return Product(a.factors + b.factors, a.axes + b.axes)
 
@@ -288,23 +296,26 @@ def _outer(a: Product, b: Product) -> Product:
 def contract_with_data(
     view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
 ) -> list[Product] | None:
-    """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
+    """What an equation, a product of matrices, computes from data and each of several weights; None if it cannot.
+
+    ``data`` is the operand other than ``weight_operand`` (0 or 1), and the group sizes of a RaggedDot.
+    """
     x, *sizes = data
-    pairs = [(Product.of(x, still=False), product) for product in weights]
+    pairs = [(Product.of(x, fixed=False), product) for product in weights]
     return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
-def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
-    """Rows with a last axis of their groups, along which they are zero but for the group of each."""
+def _with_group_axis(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
+    """The left operand with a last axis for groups, along which each row is zero but for its own group."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
-    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
-    axis_at = dict(zip((*view.before, view.ragged, len(a.axes)), segments.axes, strict=True))
+    segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
+    axis_at = dict(zip((*view.axes_of_sizes, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
-def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
-    """A factor with the parts of its labels, and reshaped alike."""
+def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
+    """The factor with its labels replaced by their parts, and its array reshaped to match."""
     if not any(label in parts for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in parts.get(label, (label,)))
@@ -312,15 +323,15 @@ def _split_labels(factor: Factor, parts: dict[Label, Merged]) -> Factor:
 
 
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Two lists of sizes above 1, with each size split into the factors of their common refinement.
+    """Two shapes without sizes of 1, with each size split so that both have the same sizes; None if there are none.
 
-    That of (6, 4) and (2, 12) is (2, 3, 4): ((2, 3), (4,)) and ((2,), (3, 4)). None if there is no such.
+    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]].
     """
     if a == b and any(map(jax.export.is_symbolic_dim, a)):
         return [[n] for n in a], [[n] for n in b]
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
-    # How many entries there are up to the end of each axis, of both lists: the refinement ends an axis at each.
+    # The number of entries up to the end of each axis of either shape. Both are split at all of these.
     ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
     if any(end % start for start, end in pairwise(ends)):
         return None
@@ -332,13 +343,13 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     return factors(a), factors(b)
 
 
-# ---- factors that are stored as fewer numbers
+# ---- factors that are stored in fewer numbers
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Circle:
-    """Matrices with the entries ``numbers[..., (i - j) % n]``."""
+class Circulant:
+    """Circulant matrices, with the entries ``numbers[..., (i - j) % n]``."""
 
     numbers: Any
 
@@ -355,26 +366,26 @@ class Circle:
         """How many numbers are stored."""
         return self.numbers.size
 
-    def astype(self, dtype: Any) -> "Circle":
-        return Circle(self.numbers.astype(dtype))
+    def astype(self, dtype: Any) -> "Circulant":
+        return Circulant(self.numbers.astype(dtype))
 
     def todense(self) -> Any:
-        """The matrices."""
+        """The matrices as an array."""
         return circulant(self.numbers)
 
     def spectrum(self, *, transposed: bool) -> Any:
-        """The Fourier transform of the first column, or of the first row."""
+        """The Fourier transform of the first column, or of the first row if ``transposed``."""
         numbers = widened(self.numbers)
         return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
 
 
 def _fourier(x: Any) -> Any:
-    """The Fourier transform along the last axis; for real numbers, its first half, which gives the other."""
+    """The Fourier transform along the last axis; for real numbers only its first half, which determines the other."""
     return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
 
 
 def fourier_transform(x: Any) -> Any:
-    """The Fourier transform along the last axis."""
+    """The Fourier transform along the last axis, in at least float32."""
     return _fourier(widened(x))
 
 
@@ -392,9 +403,10 @@ def fourier_cost(n: int) -> float:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Matrices of zeros and ones, ``(..., rows, groups)``: the first rows are in the first group, and so on.
+    """Matrices of shape ``(..., rows, groups)`` that have a one where a row is in a group, and zeros elsewhere.
 
-    Rows beyond all groups are zero.
+    The first ``sizes[0]`` rows are in the first group, the next ``sizes[1]`` in the second, and so on. Rows beyond all
+    groups are zero.
     """
 
     sizes: Any
@@ -415,18 +427,18 @@ class Segments:
         return replace(self, dtype=dtype)
 
     def group_of_row(self) -> Any:
-        """The number of the group of each row, ``(..., rows)``; that of no group for rows beyond."""
+        """The index of the group of each row, of shape ``(..., rows)``; beyond all groups, the number of groups."""
         ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
         rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
         return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
 
     def todense(self) -> Any:
-        """The matrices."""
+        """The matrices as an array."""
         groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
         return (self.group_of_row()[..., None] == groups).astype(self.dtype)
 
-    def inside(self) -> Any:
-        """Ones for rows in a group, and zeros, ``(..., rows)``."""
+    def row_mask(self) -> Any:
+        """Ones for rows that are in a group and zeros for the others, of shape ``(..., rows)``."""
         return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
 
 
@@ -434,17 +446,17 @@ class Segments:
 
 
 def has_range(dtype: Any) -> bool:
-    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
+    """Whether a dtype has the range of float32. With less, factors may overflow although their product does not."""
     return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
 
 
 def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
+    """Whether a weight of a dtype may be kept as a product of arrays: it has the range of float32 and of each array."""
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
 def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
+    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype."""
     if not jnp.issubdtype(other_dtype, jnp.inexact):
         return holds_exactly(dtype, other_dtype)
     if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -454,7 +466,7 @@ def covers(dtype: Any, other_dtype: Any) -> bool:
 
 
 def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype."""
+    """Whether a floating dtype holds each number of another dtype exactly."""
     digits = jnp.finfo(dtype).nmant + 1
     if jnp.issubdtype(other_dtype, jnp.inexact):
         return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
@@ -463,28 +475,28 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
     return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
 
-def narrows(dtype: Any, new_dtype: Any) -> bool:
+def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
     """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
 
 def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
+    """The dtype of intermediate products of operands of one dtype with a result of another: it holds both exactly."""
     candidates = (result, dtype, jnp.float32, jnp.complex64)
     return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
-    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
+    """The array of a factor in the dtype of its weight. Integers that this holds exactly are cast when multiplied."""
     is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:
-    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
+    """Whether products at this precision keep the range of float32, as they do except with some dot algorithms."""
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True
-    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
+    types = getattr(precision, "supported_lhs_types", None)  # the types of both operands
     return types is not None and all(map(has_range, types))

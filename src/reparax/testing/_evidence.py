@@ -19,11 +19,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import all_leaves
 
 from reparax.core.chain import Chain, Mean, Parametrization
+from reparax.core.initialization import initialize
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import Stages, plan, run_steps
 from reparax.core.raw import flatten, nest
-from reparax.core.start import start
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
@@ -38,7 +38,7 @@ def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
 
 def init_stage(stage: Parametrization, tree: PyTree, key: Array) -> PyTree:
     """The raw tree of one stage."""
-    return nest(start((stage,), flatten(tree), key))
+    return nest(initialize((stage,), flatten(tree), key))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:

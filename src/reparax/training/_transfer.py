@@ -16,41 +16,42 @@ from jax.core import Tracer
 
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
+from reparax.core.initialization import initialize_sites, with_boxes
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for, run_steps
 from reparax.core.raw import Flat, first_marker, kind_of, nest, parameter_path, places_of
 from reparax.core.site import Site
-from reparax.core.start import start_at, with_boxes
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
-SHOWN = 3  # arrays that an error names
+SHOWN = 3  # the number of arrays that an error lists by name
 
 
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
-    If ``new`` cannot start at the current weights, as ``Orthogonal`` cannot at others, this is an error, unless you
-    pass ``nearest=True``: then it starts where ``new.init(old.fold(raw))`` does. The weights are compared where stages
-    of ``new`` compute new values. Under ``jax.jit`` and ``jax.eval_shape`` nobody can compare them, so new values are
-    an error there without ``nearest=True``.
+    If ``new`` cannot represent the current weights, as when ``new`` is ``Orthogonal`` and they are not, an error is
+    raised. With ``nearest=True``, the new chain starts where ``new.init(old.fold(raw))`` does instead. Weights are
+    compared only where stages of ``new`` compute new values. Under ``jax.jit`` and ``jax.eval_shape`` they cannot be
+    compared, so new values need ``nearest=True`` there.
 
-    A :class:`LoRA` of another rank, ``alpha``, ``use_rslora`` or ``init_weights`` keeps the base and the adapter: ``b``
-    is multiplied by the ratio of both scales, and a larger rank adds fresh columns to ``a`` and zeros to ``b``. A
-    smaller rank is the nearest one (by singular values), so it needs ``nearest=True`` if the weights change. An adapter
-    that would become a part of the base of another one needs it too.
+    A :class:`LoRA` whose rank, ``alpha``, ``use_rslora`` or ``init_weights`` changes keeps its base and its adapter:
+    ``b`` is multiplied by the ratio of the two scales, and a larger rank adds newly initialized columns to ``a`` and
+    zeros to ``b``. A smaller rank truncates the adapter by singular values, so it needs ``nearest=True`` if this
+    changes the weights. So does merging an adapter into the base of another one.
 
-    A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
-    are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it; and the base under a new adapter, such as codes of :class:`Quantized`; and a LoRA under a
-    new ``WeightNorm(detach=True)``, which is DoRA. All other values are computed by ``init`` from the current weights.
-    Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw), key)``. In an
-    optimizer's state, counters and the moments of kept values are kept, and of a LoRA of another rank those of ``a``,
-    and of ``b`` if the scale is the same; all other moments start at zero.
+    A raw value is kept if the same stage made it at the same path (its ``where`` may differ) and all stages around it
+    are the same. Also kept are arrays that are only changed in place, such as the float32 weight under :class:`Cast`,
+    if the same stages change them; the base under a new adapter, such as the codes of :class:`Quantized`; and a LoRA
+    under a new ``WeightNorm(detach=True)``, which makes it DoRA. All other values are computed by ``init`` from the
+    current weights. Random initial values use ``jax.random.key(0)``; for another key, call
+    ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values are kept. For a
+    LoRA of another rank, the moments of ``a`` are kept, and those of ``b`` if the scale is the same. All other moments
+    start at zero.
 
-    A state may have moments for only some of the trainable values, as under ``optax.masked``. Then new values are an
+    A state may have moments for only some of the trainable values, as under ``optax.masked``. New values then raise an
     error, because the state does not show which of them need moments.
 
     ``transfer(p, p, raw)`` converts raw trees of older versions, in which markers were numbered over the whole tree.
@@ -59,16 +60,16 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
       old: The chain that made the raw tree.
       new: The chain to convert it to.
       raw: The raw tree, or the state of an optimizer, which contains trees like the raw tree.
-      like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
-        :func:`optimizer`, or has no class of optax in it; if ``old`` leaves no markers, which identify moments; or if
-        the raw tree is a tuple, as a state is. What has the structure of ``like`` is a raw tree.
-      nearest: Whether the weights may change if ``new`` cannot start at them, and adapters may be merged into a base.
+      like: A raw tree of ``old``, to recognize raw trees by their structure. Required if ``raw`` is a state without
+        entries for fixed values, such as that of :func:`optimizer`, or contains no class of optax; if ``old`` leaves no
+        markers, by which moments are recognized; or if the raw tree is a tuple, as optimizer states are.
+      nearest: Whether the weights may change if ``new`` cannot represent them, and adapters may be merged into a base.
 
     Raises:
       TypeError: If ``old`` or ``new`` is not a parametrization.
-      ValueError: If ``old`` did not make ``raw``, if weights would change or an adapter be merged, if a tuple may be a
-        raw tree or a state, if a part of a state does not fit the raw tree, or if the state does not show which moments
-        to start.
+      ValueError: If ``old`` did not make ``raw``, if weights would change or an adapter would be merged, if a tuple
+        could be either a raw tree or a state, if a part of a state does not fit the raw tree, or if the state does not
+        show which new values need moments.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -92,15 +93,15 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
 
 @dataclass(frozen=True)
 class _Converted:
-    """A raw tree of the new chain.
+    """The result of converting a raw tree.
 
     Attributes:
-      raw: The raw tree.
-      kept: For the path of each raw value that is one of the old tree, the path there.
-      grown: The same for values that begin with one of the old tree.
-      fresh: The paths of parameters for which new stages compute values.
-      merges: Which adapters became a part of the base of others, in words.
-      effective: The weights that the old chain made.
+      raw: The raw tree of the new chain.
+      kept: Maps the path of each kept raw value in the new tree to its path in the old one.
+      grown: The same for values that contain an old value as their first entries, as in a LoRA of a larger rank.
+      fresh: The paths of parameters for which stages of the new chain computed values.
+      merges: For each adapter that was merged into the base of another, what happened, as the middle of an error text.
+      effective: The effective tree of the old chain.
     """
 
     raw: PyTree
@@ -112,32 +113,36 @@ class _Converted:
 
 
 def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
-    """Requires that the new chain starts at the weights that the old one made, up to rounding."""
-    advice = "pass `nearest=True` to start as near as it can."
+    """Raises an error if the weights of the new chain differ from those of the old one by more than rounding."""
+    advice = "pass `nearest=True` to start as close as possible."
     if not has_numbers((converted.raw, converted.effective)):
         raise ValueError(
-            f"transfer cannot compare traced weights with those that {new!r} starts at: it computes new values of "
-            f"{_listed([repr(path) for path in converted.fresh])}. Call it outside of `jax.jit`, or {advice}"
+            f"transfer cannot compare traced weights with the initial weights of {new!r}, which it needs to do because "
+            f"it computes new values for {_listed([repr(path) for path in converted.fresh])}. Call it outside "
+            f"`jax.jit`, or {advice}"
         )
     changes = distances(new.fold(converted.raw), converted.effective)
     if changes:
         largest_first = sorted(changes, key=lambda path: -changes[path])
         listed_changes = _listed([f"{path!r} by {changes[path]:.2g}" for path in largest_first])
         raise ValueError(
-            f"transfer would change the model: {new!r} cannot start at the weights before. In units of the largest "
-            f"entry of each array it would change {listed_changes}. Leave these arrays out with `where`, take stages "
+            f"transfer would change the model: {new!r} cannot represent its current weights. Relative to the largest "
+            f"entry of each array, it would change {listed_changes}. Leave these arrays out with `where`, use stages "
             f"that can represent them, or {advice}"
         )
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """The first of some texts, and how many there are besides."""
+    """The first few texts, separated by commas, and the number of those left out."""
     rest = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join([*texts[:SHOWN], *rest])
 
 
 def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
-    """The raw tree with the values of the new chain, of which the last stage is opened first."""
+    """Converts a raw tree, by going through the new chain backwards, as ``init`` does.
+
+    Each stage of the new chain keeps the old values where the same stage made them, and computes new ones elsewhere.
+    """
     old_chain, key = _OldChain(old, raw), jax.random.key(0)
     tree, fresh, merges = old_chain.effective, list[str](), list[str]()
     for i, stage in reversed(list(enumerate(new))):
@@ -145,7 +150,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         kept = old_chain.kept_values(sites, tree)
         fresh += _fresh_parameters(stage, sites, tree, kept)
         new_sites = [site for site in sites if not kept.keys() >= {*site.arrays.values()}]
-        started = start_at(new_sites, tree, key)
+        started = initialize_sites(new_sites, tree, key)
         old_chain.follow_unchanged(new_sites, tree, started)
         for site, name, place in _places(new_sites):
             if (values := old_chain.converted_values(site, name, started)) is not None:
@@ -164,11 +169,11 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
 
 
 Kept = dict[Names, Mapping[Names, Array]]
-"""For the path of each array that needs no new values, the old ones that stand in its place, by their paths."""
+"""Maps the path of each array that needs no new values to the old values that replace it, by their paths."""
 
 
 def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
-    """The paths of parameters for which a stage computes new values, or that it is the first to change in place."""
+    """The paths of parameters for which a stage computes new values, or which it is the first to change in place."""
     acts = len(stage.deterministic) > 0
     for site, _, place in _places(sites):
         is_new_in_place = not site.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
@@ -177,12 +182,12 @@ def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat,
 
 
 def _places(sites: Sequence[Site]) -> list[tuple[Site, str, Names]]:
-    """Each binding with the name and the key path of each of its arrays."""
+    """Each site, once for each of its arrays, with the array's name and key path."""
     return [(site, name, place) for site in sites for name, place in site.arrays.items()]
 
 
 def _put_values(tree: Flat, values: Kept) -> Flat:
-    """The tree with these values in place of all that stands at, or below, each of these paths."""
+    """A tree in which each of these paths, with everything below it, is replaced by the given values."""
     old_paths: dict[Names, list[Names]] = {place: [] for place in values}
     for path in tree.arrays:
         for place in (path[:n] for n in range(len(path) + 1) if path[:n] in values):
@@ -192,9 +197,9 @@ def _put_values(tree: Flat, values: Kept) -> Flat:
 
 @dataclass(frozen=True)
 class _Node:
-    """An array that a stage made, and the raw values of which it made it, with their paths.
+    """An array produced by a stage, together with the raw values it was computed from and their paths.
 
-    The stage has the numbers and axes of the array; ``written`` is that of the chain.
+    ``written`` is the stage as it stands in the chain, and ``stage`` has the numbers and axes for this array.
     """
 
     written: Parametrization
@@ -205,16 +210,19 @@ class _Node:
 
 
 class _OldChain:
-    """What a chain makes of a raw tree, all that lies between, and where each of these arrays is in the new raw tree.
+    """A raw tree of the old chain with all that its stages compute, and how the new tree reuses these arrays.
+
+    While the new chain is initialized from its last stage to its first, this object maps places of the new tree to
+    arrays of the old one.
 
     Attributes:
       effective: The effective tree.
-      grown: For the place of each new value that begins with an old one, the path of that one.
+      grown: Maps the place of each new value that contains an old one as its first entries to the path of the old one.
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        """Applies each stage, and notes what it reads: of nodes their values, and arrays that it changes in place."""
-        plan = plan_for(p, raw, mean=True, otherwise="Pass the chain that made it as `old`.")
+        """Applies each stage, and records the raw values it reads, or the array it changes in place."""
+        plan = plan_for(p, raw, mean=True, advice="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
         arrays = dict(plan.raw.arrays)
@@ -231,15 +239,15 @@ class _OldChain:
         self.effective = plan.effective_of(arrays)
         self.grown: dict[Names, Names] = {}
         self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
-        self._opened = set[Names]()  # places of arrays that a new stage opened, and left unchanged as its value
+        self._opened = set[Names]()  # places of raw values of new stages that are the unchanged array itself
 
     def kept_paths(self, tree: Flat) -> dict[Names, Names]:
-        """For the place of each raw value that the old chain had too, the path there."""
+        """Maps the place of each raw value that is kept from the old tree to its path there."""
         kept = {place: path for place, path in self._paths.items() if place not in self._opened}
         return {place: path for place, path in kept.items() if place in tree.arrays}
 
     def kept_values(self, sites: Sequence[Site], tree: Flat) -> Kept:
-        """The old values of arrays on which the same stage of the new chain acts."""
+        """The old values of those arrays on which the same stage acted in the old chain."""
         kept = Kept()
         for site, name, place in _places(sites):
             node, array = self._node_at(place), tree.arrays[place]
@@ -250,7 +258,10 @@ class _OldChain:
         return kept
 
     def converted_values(self, site: Site, name: str, started: Flat) -> Mapping[Names, Array] | None:
-        """The values of a node that a new stage converts, from those at which it would start; None if it cannot."""
+        """The old values converted to those of the new stage, as for a LoRA of another rank; None if it cannot.
+
+        ``started`` has the values at which the new stage would start.
+        """
         node = self._node_at(site.arrays[name]) if site.nodes else None
         fields = site.stage._converts
         if node is None or not fields or not _act_alike(site.stage, node.stage, fields):
@@ -263,7 +274,7 @@ class _OldChain:
         return self._place_values(site, name, node, values)
 
     def adapter_at(self, site: Site, place: Names) -> Parametrization | None:
-        """The old adapter of an array that becomes the base of a new one."""
+        """The adapter that the old chain had for an array that becomes the base of a new adapter; None if none."""
         path = self._paths.get(place)
         if path is None or not _has_base(site.stage):
             return None
@@ -271,7 +282,7 @@ class _OldChain:
         return next(filter(_has_base, stages), None)
 
     def follow_unchanged(self, sites: Sequence[Site], tree: Flat, started: Flat) -> None:
-        """Notes which raw values of new stages are the arrays themselves."""
+        """Records which raw values of new stages are the arrays themselves, unchanged."""
         arrays = {(place, id(tree.arrays[place])) for _, _, place in _places(sites) if place in self._paths}
         for value_place, x in started.arrays.items():
             for place in (value_place[:n] for n in range(len(value_place))):
@@ -280,12 +291,12 @@ class _OldChain:
                     self._opened.add(value_place)
 
     def _node_at(self, place: Names) -> _Node | None:
-        """What was the node of the array at a place of the new tree."""
+        """What the old chain computed the array at a place of the new tree from; None if no stage made it."""
         path = self._paths.get(place)
         return None if path is None else self._nodes.get(path)
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
-        """The values of an array at their places, which are noted where they are the old ones."""
+        """The values of an array at their places; records which of them are old values."""
         placed = site.raw_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
@@ -294,25 +305,25 @@ class _OldChain:
         return placed
 
     def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
-        """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
+        """The input of the last stage that changed ``array`` in place if ``stage`` acts alike; otherwise ``array``."""
         changes = self._in_place.get(self._paths[place], [])
         return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 
 
 def _has_base(stage: Parametrization) -> bool:
-    """Whether a stage adapts an array that it keeps."""
+    """Whether a stage is an adapter: one of its raw values is the base."""
     return any(value.base for value in getattr(stage, "raw_values", {}).values())
 
 
 def _path_without_numbers(path: Names) -> Names:
-    """A path without the numbers of markers, which follow from how they are nested."""
+    """A path without the numbers of its markers, which only say how they are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
 def _act_alike(stage: Parametrization, other_stage: Parametrization, but: Collection[str] = ()) -> bool:
-    """Whether two stages act in the same way on an array that both select; those that hold arrays do not.
+    """Whether two stages compute the same from an array that both select. Stages that hold arrays never do.
 
-    Fields of these names may differ.
+    The fields named in ``but`` may differ.
     """
     names = [field.name for field in dataclasses.fields(stage) if field.name not in ("where", *but)]
     pairs = [(getattr(stage, name), getattr(other_stage, name, None)) for name in names]
@@ -342,7 +353,7 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
 
 
 def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
-    """Converts a part of a state that has the structure of ``raw``: moments of kept values, and zeros for new ones."""
+    """Converts a part of a state with the structure of ``raw``: keeps moments of kept values; new ones are zero."""
     kept, grown = dict[Names, Names](), dict[Names, Names]()
 
     def convert(raw: PyTree) -> PyTree:
@@ -375,13 +386,13 @@ class _Moments:
     """A part of a state that has the structure of a raw tree.
 
     Attributes:
-      arrays: The moments by their paths.
-      placeholder: What stands for a value without a moment.
+      arrays: The moments, by their paths.
+      placeholder: What the state has in place of a missing moment.
       holds_fixed: Whether fixed values have moments too.
     """
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
-        """Reads the moments, and for which raw values there are some."""
+        """Reads the moments, and finds out which raw values have one."""
         moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
         self.arrays = moments
         self.placeholder = next(filter(is_placeholder, jax.tree.leaves(tree, is_leaf=is_placeholder)), None)
@@ -392,9 +403,9 @@ class _Moments:
         """A new moment of a raw value, in the dtype of the others."""
         if not self._has_all:
             raise ValueError(
-                f"transfer cannot start a moment for {path_text(path)!r}: the state has none for some values that "
-                f"train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
-                f"`tx.init`."
+                f"transfer cannot create a moment for {path_text(path)!r}: some trainable values have no moment in the "
+                f"state, or one of another shape, so the state does not show what this one needs. Make a new state "
+                f"with `tx.init`."
             )
         dtype = next(iter(self.arrays.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
@@ -419,7 +430,7 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:
-    """Whether ``x`` is a raw tree, and not the state of an optimizer; a tuple that may be both is refused."""
+    """Whether ``x`` is a raw tree rather than an optimizer state. Raises an error for a tuple that could be either."""
     if _holds_state(x):
         return False
     if not isinstance(x, tuple):
@@ -439,7 +450,7 @@ def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
 
 
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
-    """Whether ``x`` may be a raw tree of ``old``, by its markers."""
+    """Whether ``old`` could have made ``x``, judging by its markers."""
     try:
         plan_for(old, x, mean=True)
     except ValueError:
@@ -448,20 +459,20 @@ def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
 
 
 def _holds_state(x: PyTree) -> bool:
-    """Whether a node of ``x`` is of a class of optax, of which only states are."""
+    """Whether any node of ``x`` is an instance of a class of optax, which only optimizer states contain."""
     return any(map(_is_of_optax, jax.tree.leaves(x, is_leaf=_is_of_optax)))
 
 
 def _is_of_optax(x: object) -> bool:
-    """Whether ``x`` is a node of a state of optax; its ``LookaheadParams`` are parameters."""
+    """Whether ``x`` is a state of optax. ``LookaheadParams`` is not: it holds parameters."""
     is_of_optax = isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
     return is_of_optax and type(x).__name__ != "LookaheadParams"
 
 
 def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
-    """The distance of each array from the expected one at its path, where it is more than rounding.
+    """Maps the path of each array that differs from the expected one by more than rounding to their distance.
 
-    Arrays whose shape changes have none, and keys are left out.
+    Keys, and arrays whose shape changed, are left out.
     """
     arrays = dict(items(actual))
     pairs = {
@@ -470,18 +481,18 @@ def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
         if arrays[path] is not w and is_numeric(w) and arrays[path].shape == w.shape
     }
     sizes = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
-    # NaN is not known to be small.
+    # `not <=` rather than `>`, so that NaN counts as different.
     return {path: float(sizes[path]) for path, pair in pairs.items() if not sizes[path] <= _rounding(*pair)}
 
 
 def has_numbers(tree: PyTree) -> bool:
-    """Whether the arrays of a tree are known, and not only their types."""
+    """Whether the arrays of a tree have known numbers, rather than being traced or only shapes and dtypes."""
     return not any(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in jax.tree.leaves(tree))
 
 
 @jax.jit
 def _distance(x: Array, w: Array) -> Array:
-    """The largest difference between two arrays, over the largest finite entry of ``w``; equal ones may be NaN."""
+    """The largest difference between two arrays, relative to the largest finite entry of ``w``; NaN equals NaN."""
     x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
     dtype = jnp.promote_types(x.dtype, w.dtype)
     x, w = x.astype(dtype), w.astype(dtype)
@@ -491,7 +502,7 @@ def _distance(x: Array, w: Array) -> Array:
 
 
 def _rounding(*arrays: Array) -> float:
-    """What rounding can make of a distance: four units in the last place, and 64 of those of the computation."""
+    """The largest distance that rounding may cause: 4 units in the last place of the arrays, 64 of the computation."""
     dtypes = [x.dtype for x in arrays if is_inexact(x)]
     units = [(4 * jnp.finfo(dtype).eps, 64 * min(jnp.finfo(dtype).eps, jnp.finfo(jnp.float32).eps)) for dtype in dtypes]
     return max((float(unit) for pair in units for unit in pair), default=0.0)

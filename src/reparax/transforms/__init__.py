@@ -1,9 +1,9 @@
 """Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do.
 
-``_remat``, with three files beside it, ``_factored`` and ``_local`` each say at the start how they work; ``_explain``
-and ``_saved_residuals`` are the reports. A new one checks its argument by ``check_call``, traces it by
-``Arguments.of(...).trace()``, and follows weights by a class of ``Rules`` for the ``Interpreter``; ``_factored`` is the
-pattern. ``check_call`` says what may wrap what.
+``_remat`` (with three files of its own), ``_factored`` and ``_local`` are the transforms, and say at the start how they
+work. ``_explain`` and ``_saved_residuals`` are the reports. To write a new transform, follow ``_factored``: check the
+function by ``check_call``, which also refuses a function that ``remat`` returned, trace it by
+``Arguments.of(...).trace()``, and follow weights by a class of ``Rules`` for the ``Interpreter``.
 """
 
 from reparax.transforms._explain import explain as explain

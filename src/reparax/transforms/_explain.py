@@ -1,4 +1,4 @@
-"""The report of a transform: which weights a loss never forms, or which noisy weights draw for each row."""
+"""The report ``explain``: which weights ``factored`` never forms, or which noisy weights draw for each row."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from reparax.transforms._factored import explain_sums
 def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
-    For ``rpx.transforms.local_reparametrization(loss)`` it says which noisy weights draw for each row of how many, and
-    where and why one draw is for all.
+    For ``rpx.transforms.local_reparametrization(loss)``, it says which noisy weights have a draw for each row, and of
+    how many rows; and where and why all rows share one draw.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The result of :func:`factored` or :func:`local_reparametrization`, also under ``jax.jit``; or a loss, of
+      fun: The result of :func:`factored` or :func:`local_reparametrization`, also under ``jax.jit``; or a loss, for
         which the report says what :func:`factored` would do.
       args: Its arguments, or their shapes and dtypes.
       argnums: For a loss, as for :func:`factored`.
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, which prints as a table. Its ``weights`` each have a ``path``; a ``type``, with the shape; whether
-      products with it are transformed, ``is_transformed``; and the ``reason``.
+      A report, which prints as a table. Each of its ``weights`` has a ``path``, a ``type`` with the shape, a flag
+      ``is_transformed`` that says whether all products with it are transformed, and the ``reason``.
 
     Raises:
       TypeError: If ``fun`` is not a function, and as :func:`factored`.
@@ -47,7 +47,7 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    who = check_call("explain", fun, argnums, follows_weights=True, among_its_own=given_options(argnums=argnums))
+    who = check_call("explain", fun, argnums, follows_weights=True, own_options=given_options(argnums=argnums))
     for function in (fun, getattr(fun, "__wrapped__", None)):  # the second is what `jax.jit` wraps
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)

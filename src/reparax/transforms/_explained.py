@@ -1,4 +1,4 @@
-"""What a transform does to each weight, as a table."""
+"""The report of a transform, which prints what happens to each weight as a table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from reparax.core.reports import fold_lines
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight.
+    """One weight of a report.
 
     Attributes:
       path: The path of the parameter from which it is computed, or the common path of several.
       type: Its dtype and shape.
-      is_transformed: Whether all products with it are: they multiply by its factors, or draw for each row.
-      reason: Why, and where.
+      is_transformed: Whether all products with it are transformed: they multiply by its factors, or draw for each row.
+      reason: Why it is transformed or not, and where.
     """
 
     path: str
@@ -30,8 +30,8 @@ class Explained:
 
     Attributes:
       weights: The weights that have factors, or those with Gaussian noise.
-      head: What happens to transformed weights, after their number.
-      titles: What is said of transformed weights, and of others.
+      head: The first line, with ``{}`` in place of the number of transformed weights, such as "1 of 2".
+      titles: The title of the transformed weights, and the title of the others.
     """
 
     weights: tuple[Weight, ...]

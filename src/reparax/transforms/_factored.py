@@ -1,8 +1,8 @@
-"""Adapters without materializing the weight: losses whose products multiply by factors of weights.
+"""Adapters without materializing the weight: losses whose products multiply by the factors of weights.
 
 If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
 gradient costs its full size. This is not necessary. A product is linear in the weight, so it can multiply by one factor
-after the other, in the cheapest order. You need not rewrite the network: the jaxpr of the loss shows which
+after the other, in the cheapest order. You need not rewrite the network, because the jaxpr of the loss shows which
 arrays are multiplied.
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -17,11 +17,15 @@ arrays are multiplied.
 >>> operations(rpx.factored(loss)) < 0.6 * operations(loss)
 True
 
-A weight is a sum of products of smaller arrays. It starts where arrays of named arguments are multiplied, or where a
-stage declares its terms (``declared_sum``). Transposes, casts and slices of it act on its factors. Products with data
-multiply by one factor after the other (``weight_use``). ``Factoring`` has the rules of the interpreter, which reads the
-program twice: first by types alone, to record what reads each weight, so that ``SumPlan`` can choose the cheaper way;
-then to compute.
+How it works. While a program is interpreted, a weight is a :class:`reparax.programs.sums.Sum`: a sum of products of
+smaller arrays, its factors. An equation creates a sum by multiplying arrays of named arguments, or because a stage
+declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the factors. Products with data
+multiply by one factor after the other (``weight_use``). To form a sum is to compute its array.
+
+``Factoring`` holds these rules for the interpreter, which goes through the program twice. The first time, it evaluates
+types only, and ``SumPlan`` records what reads each sum and what this costs in factors and with the array. The plan then
+decides which sums are cheaper to form, and the second time, the program is computed that way. The ``maker`` of a sum,
+which identifies the equation that created it, is its key in the plan.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ from reparax.core.paths import describe, type_of
 from reparax.numerics.terms import Spec, specs_of
 from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
-from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
+from reparax.programs.dependence import FACTS_OF_CONSTANT, AllFacts, Analysis, Facts, facts_of_inputs, facts_of_outputs
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
-from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies, stand_in
+from reparax.programs.multiply import ENTRY, Numerics, array_of_products, array_of_sum, cost
 from reparax.programs.rules import cost_to_form, look_up, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
+from reparax.programs.sums import AxisLabels, Circulant, Factor, Label, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -59,14 +63,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SumRead:
-    """One read of a sum.
+    """One read of a sum by an equation.
 
     Attributes:
-      eqn: The equation that reads; None for the result of a program or of a body.
-      times: How often it runs.
-      in_formula: Whether it is part of a parametrization, not of the network.
-      cost_in_factors: The cost of a product with the factors; None if the read needs the array.
-      cost_as_array: The cost of a product with the array.
+      eqn: The equation; None if the sum is the result of a program or of a body.
+      times: How often the equation runs.
+      in_formula: Whether it is part of a parametrization rather than of the network.
+      cost_in_factors: The cost of the read if it multiplies by the factors; None if it needs the array.
+      cost_as_array: The cost of the read if it multiplies by the array.
     """
 
     eqn: JaxprEqn | None
@@ -77,7 +81,7 @@ class SumRead:
 
     @property
     def needs_array(self) -> bool:
-        """Whether factors are of no use to it."""
+        """Whether the equation cannot use the factors."""
         return self.cost_in_factors is None
 
 
@@ -86,15 +90,15 @@ class Record:
     """What a plan records about a sum.
 
     Attributes:
-      eqn: The equation that made it.
+      eqn: The equation that creates it.
       type: Its shape and dtype.
-      origins: The arguments on which it depends.
-      parents: The sums from which it is made.
+      origins: The numbers of the arguments on which it depends.
+      parents: The makers of the sums from which it is computed.
       cost_to_form: The cost to form it and its parents.
-      times: How often it is made.
-      reads: What reads it, except other sums made from it.
-      is_formed: Whether it is formed where it is made.
-      read_if_formed: How it reads its parents where it is formed; None if it needs their arrays.
+      times: How often it is created.
+      reads: What reads it, except other sums that are computed from it.
+      is_formed: Whether it is formed where it is created.
+      read_if_formed: How it reads its parents if it is formed; None if it then needs their arrays.
     """
 
     eqn: JaxprEqn
@@ -110,7 +114,7 @@ class Record:
     @property
     def costs(self) -> tuple[float, float]:
         """The cost of all reads of the sum if it stays in factors, and if it is formed."""
-        # In factors, the array is formed where it is read, which may be more often than the sum is made.
+        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
@@ -121,25 +125,28 @@ class SumPlan:
     """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
 
     Attributes:
-      records: The record of each sum, by the equation that made it.
-      is_decided: Whether the decision is made. Nothing is recorded after that.
+      records: The record of each sum, by its maker, in the order of the program.
+      is_decided: Whether :meth:`decide` has been called. Nothing is recorded after that.
     """
 
     def __init__(self) -> None:
         self.records: dict[Hashable, Record] = {}
         self.is_decided = False
 
-    def reads(self, x: Sum, read: SumRead) -> None:
-        """Records a read of a sum."""
+    def record_read(self, x: Sum, read: SumRead) -> None:
+        """Records a read of a sum, unless the plan is decided."""
         if not self.is_decided:
             self.records[x.maker].reads.append(read)
 
     def forms(self, maker: Hashable) -> bool:
-        """Whether a sum is formed where it is made; unrecorded sums, which only formed ones produce, are formed too."""
+        """Whether a sum is formed where it is created.
+
+        A sum without a record is formed too: it arises only in the second evaluation, from sums that are formed.
+        """
         return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
-        """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
+        """Decides which sums are formed, the last first, because a sum in factors needs its parents in factors too."""
         needed_in_factors = set[Hashable]()
         for maker, record in reversed(self.records.items()):
             record.is_formed = maker not in needed_in_factors and self._is_cheaper_formed(record)
@@ -152,15 +159,15 @@ class SumPlan:
         self.is_decided = True
 
     def _is_cheaper_formed(self, record: Record) -> bool:
-        """Whether a sum costs less if it is formed, or no more and something needs the array."""
+        """Whether a sum costs less if it is formed, or the same and something needs the array."""
         cost_in_factors, cost_formed = record.costs
         is_array_needed = any(read.needs_array for read in record.reads)
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-        """Each sum that the network reads, and the last of each parameter of which formulas alone read sums.
+        """The entries of the report: each sum that the network reads, with the reason why it is formed or not.
 
-        Each with the reason why it is formed or not.
+        If only formulas of the parametrization read the sums of a parameter, the last of these is listed.
         """
         listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
         listed = [(record, reads) for record, reads in listed if reads]
@@ -174,7 +181,7 @@ class SumPlan:
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-    """The share of the operations with factors, if some of the reads are products, and what needs the array."""
+    """The parts of a reason: how many products use the factors, at what share of the cost, and what needs the array."""
     n_products = sum(not read.needs_array for read in reads)
     if n_products:
         cost_in_factors, cost_formed = record.costs
@@ -188,16 +195,19 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
 
 
 def declares_terms(eqn: JaxprEqn) -> bool:
-    """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
+    """Whether an equation is a call of ``record_terms``, which declares the terms of its first output.
+
+    The other outputs are the arrays of the terms, and an integer that the derivative of the call does not have.
+    """
     view = view_of(eqn)
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
 def declared_sum(operation: Operation) -> Sum | None:
-    """The sum whose terms an equation declares; None if it declares none, or if it depends on data.
+    """The sum whose terms an equation declares.
 
-    Also None if more than the array is read, or if a derivative added outputs, or several nested batches, which cannot
-    be told apart.
+    None if it declares none, depends on data or is a derivative; if other outputs than the array are read; if factors
+    may overflow in its dtype; or if an array of the terms has only some of several batch axes, which are not known.
     """
     if not (operation.out_facts.known and operation.only_first_read and declares_terms(operation.eqn)):
         return None
@@ -216,23 +226,23 @@ def declared_sum(operation: Operation) -> Sum | None:
 
 
 def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
-    """The arrays of the terms that an equation declares, as factors without labels."""
+    """The arrays of the terms that an equation declares, as factors whose labels are still missing."""
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = list(itertools.compress([*consts, *operation.args], is_read))
-    facts = list(itertools.compress([*(NUMBER for _ in consts), *operation.facts], is_read))
+    facts = list(itertools.compress([*(FACTS_OF_CONSTANT for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
-    out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    return [Factor(interpreter.array(x, eqn), (), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
+    out_facts = facts_of_outputs(program, facts, interpreter.rules.analysis)
+    return [Factor(interpreter.array(x, eqn), (), fact.fixed) for x, fact in zip(outs, out_facts, strict=True)]
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
-    """The product that a term declares of its factors; None if one has only some axes of a batch."""
+    """The product of a term, from its factors without labels; None if one of them has only some of the batch axes."""
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
-    arrays = [Circle(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+    arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circulant_flags, strict=True)]
 
     def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
@@ -240,7 +250,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
             return None
         sizes = zip(letters, array.shape[n_batch:], strict=True)
         labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-        return Factor(array, (*batch[:n_batch], *labels), factor.still)
+        return Factor(array, (*batch[:n_batch], *labels), factor.fixed)
 
     labelled_factors = sums.all_or_none(map(labelled, factors, arrays, spec.letters))
     if labelled_factors is None:
@@ -251,7 +261,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
 
 
 def _is_sentinel(v: Any) -> bool:
-    """Whether it is the output that no derivative has."""
+    """Whether an output has the type of the integer by which ``record_terms`` marks its calls."""
     output = jaxprs.type_of(v)
     return output.shape == () and jnp.issubdtype(output.dtype, jnp.integer)
 
@@ -261,21 +271,21 @@ def _is_sentinel(v: Any) -> bool:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A product of data and a weight.
+    """A product of data and a weight in factors.
 
     Attributes:
-      weight: The sum.
-      costs: Computes the cost with the factors, including all gradients, and that with the weight as one array.
-      array: Computes the product with the factors.
+      weight: The weight.
+      costs: Returns the cost with the factors, and the cost with the weight as one array, both including gradients.
+      compute: Computes the product with the factors.
     """
 
     weight: Sum
     costs: Callable[[], tuple[float, float]]
-    array: Callable[[], Any]
+    compute: Callable[[], Any]
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
-    """The product of data and one sum that an equation computes, if it can use the factors; else None."""
+    """The product of data and one sum that an equation computes; None if it needs the array of the weight."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
     if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.has_sharding:
@@ -283,115 +293,137 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     return rule(view, args)
 
 
-def _is_still(x: Sum) -> bool:
-    """Whether no factor of a sum gets a gradient."""
-    return all(factor.still for product in x.products for factor in product.factors)
+def _is_fixed(x: Sum) -> bool:
+    """Whether none of the factors of a sum gets a gradient."""
+    return all(factor.fixed for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
-    """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(type_of(x), still=_is_still(x))
+    """A product with one factor of the shape and dtype of a sum, to compute the costs of its array."""
+    return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
-# ---- products of matrices
+# ---- matrix products
 
 
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight in a product of matrices, also of rows in groups; None if it leaves groups out."""
+    """The use of a weight in a matrix product, or in one for each group of rows (``ragged_dot``).
+
+    None if the operands have different dtypes, if the product may overflow in factors, if it does not compute all
+    groups, or if the factors cannot be contracted along its axes.
+    """
     x, y, *group_sizes = args
     if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(group_sizes[0], Sum)):
         return None
-    # JAX rounds neither operand to the dtype of the other.
+    # With different dtypes, JAX would round neither operand to the dtype of the other.
     if x.dtype != y.dtype or not _multiplies_in_range(view):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
     data = (args[1 - operand], *group_sizes)
     products = sums.contract_with_data(view, operand, data, weight.products)
-    products_of_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
-    if products is None or products_of_array is None:
+    products_with_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
+    if products is None or products_with_array is None:
         return None
     output = view.type
-    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
+    numerics = Numerics(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
     return WeightUse(
         weight,
-        costs=lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))),
-        array=lambda: array_of_products(products, output.shape, how).astype(output.dtype),
+        costs=lambda: (sum(map(cost, products)), sum(map(cost, products_with_array))),
+        compute=lambda: array_of_products(products, output.shape, numerics).astype(output.dtype),
     )
 
 
 def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
-    """Whether a product is of floating numbers, and its precision keeps the range of their dtype."""
+    """Whether an equation multiplies floating-point numbers, with a precision that keeps the range of their dtype."""
     return jnp.issubdtype(view.type.dtype, jnp.inexact) and sums.keeps_range(view.precision)
 
 
-# ---- what an index chooses: matrices of experts, and rows of tables
+# ---- look-ups: matrices of experts, and rows of tables
 
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
-    """The cost to take the factors of the chosen matrices; to form these from them; and to take the matrices."""
+    """Three costs of looking up matrices ``rows`` of a stacked weight.
+
+    The cost to look up the factors only, to form the matrices from these factors, and to look up the matrices in the
+    array of the weight.
+    """
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
-    chosen = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
-    cost_of_factors = sum((1 if factor.still else 2) * ENTRY * factor.size for factor in chosen)
-    return cost_of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
+    looked_up = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
+    cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in looked_up)
+    return cost_of_factors, *_costs_of_rows(weight, rows)
 
 
-def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
-    """The cost to take entries of a weight by its factors, and from its array."""
-    cost_of_writing = ENTRY * sums.count_entries(shape)
-    table = 0.0 if _is_still(weight) else ENTRY * sums.count_entries(weight.shape)
-    return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
+def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
+    """The cost to compute rows of a weight from their factors, and to look them up in the array of the weight."""
+    cost_of_writing = ENTRY * sums.count_entries(rows.shape)
+    cost_of_gradient = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
+    return cost_of_writing + sum(map(cost, rows.products)), cost_of_writing + cost_of_gradient
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
-    weight, places = args
-    if not isinstance(weight, Sum) or isinstance(places, Sum) or view.axis is None or view.mode not in _MODES:
+    """The use of a weight as a table whose rows are looked up along one axis; None for other look-ups."""
+    weight, indices = args
+    if not isinstance(weight, Sum) or isinstance(indices, Sum) or view.axis is None or view.mode not in _MODES:
         return None
-    places = places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
-    rows, size = look_up(view, weight, [places], nearest=True), weight.shape[view.axis]
+    indices = indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
+    rows, size = look_up(view, weight, [indices], nearest=True), weight.shape[view.axis]
     if rows is None:
         return None
 
-    def array() -> Any:
-        how = How(weight.dtype, view.type.dtype, weight.precision)
-        return _treat_missing(view, array_of_products(rows.products, rows.shape, how), places, size)
+    def product() -> Any:
+        numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
+        return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, rows.shape, rows.products), array)
+    return WeightUse(weight, lambda: _costs_of_rows(weight, rows), product)
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
 
 
-def _treat_missing(view: Gather, rows: Any, places: Any, size: int) -> Any:
-    """The rows of a table of ``size`` rows at places, where those beyond it are filled, or get no gradient."""
+def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
+    """``rows``, looked up at the nearest indices of a table of ``size`` rows, treated as the mode of the look-up says.
+
+    If an index is out of bounds, its row keeps its values, gets the fill value, or gets no gradient.
+    """
     if view.mode == lax.GatherScatterMode.CLIP:
         return rows
     offset = view.dimension_numbers.offset_dims
-    is_inside = ((places >= 0) & (places < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
+    is_inside = ((indices >= 0) & (indices < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
     if view.mode != lax.GatherScatterMode.FILL_OR_DROP:
-        return _stop_gradient_beyond(rows, is_inside)
+        return _stop_gradient_outside(rows, is_inside)
     return jnp.where(is_inside, rows, math.nan if view.fill_value is None else view.fill_value)
 
 
 @jax.custom_jvp
-def _stop_gradient_beyond(x: Any, inside: Any) -> Any:
-    """``x``, of which rows beyond the array get no gradient: JAX clips indices that it reads, and drops these."""
-    del inside
-    return x
+def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
+    """``rows``, without gradients where the index was out of bounds.
+
+    JAX clips such indices when it reads, but drops their updates when it adds gradients.
+    """
+    del is_inside
+    return rows
 
 
-@_stop_gradient_beyond.defjvp
-def _stop_gradient_beyond_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The derivative: zero in rows beyond the array."""
-    return _stop_gradient_beyond(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
+@_stop_gradient_outside.defjvp
+def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The derivative: zero where the index was out of bounds."""
+    return _stop_gradient_outside(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
 # ---- convolutions
 
 
-class _ChannelSplit(NamedTuple):
-    """A kernel of few output channels, their number, and what makes all channels from them, if they are not all."""
+class _SplitKernel(NamedTuple):
+    """A kernel as a smaller one, followed by a mixing of its channels.
+
+    A kernel of low rank is an example: a convolution with ``rank`` channels, then a matrix from these to all channels.
+
+    Attributes:
+      kernel: The smaller kernel.
+      n_channels: Its number of output channels.
+      mixing: The matrix from these channels to all output channels; None if the kernel is the whole one.
+    """
 
     kernel: Product
     n_channels: int
@@ -399,41 +431,44 @@ class _ChannelSplit(NamedTuple):
 
 
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight as a kernel, of which one factor may mix channels after the others; None for groups."""
+    """The use of a weight as the kernel of a convolution without groups.
+
+    None for other convolutions, and for a kernel that is a diagonal along its output channels and another axis.
+    """
     data, weight = args
     if not isinstance(weight, Sum) or not _multiplies_in_range(view):
         return None
     if view.feature_group_count != 1 or view.batch_group_count != 1:
         return None
     channel_axis = view.dimension_numbers.rhs_spec[0]
-    splits = sums.all_or_none(_split_channels(product, channel_axis) for product in weight.products)
-    if splits is None:
+    kernels = sums.all_or_none(_split_kernel(product, channel_axis) for product in weight.products)
+    if kernels is None:
         return None
     convolution = _Convolution(view, data, weight)
-    whole = _ChannelSplit(_as_one_factor(weight), weight.shape[channel_axis])
+    whole = _SplitKernel(_as_one_factor(weight), weight.shape[channel_axis])
     return WeightUse(
         weight,
-        costs=lambda: (sum(map(convolution.cost, splits)), convolution.cost(whole)),
-        array=lambda: functools.reduce(jnp.add, map(convolution.output, splits)).astype(view.type.dtype),
+        costs=lambda: (sum(map(convolution.cost, kernels)), convolution.cost(whole)),
+        compute=lambda: functools.reduce(jnp.add, map(convolution.output, kernels)).astype(view.type.dtype),
     )
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of data with kernels from which a weight is made."""
+    """A convolution of data with a weight, computed for each product of the weight as its kernel."""
 
     view: Conv
     data: Any
     weight: Sum
 
     def kernel_shape(self, n_channels: int) -> list[int]:
-        """The shape of a kernel with so many output channels."""
+        """The shape of the weight, with another number of output channels."""
         channel_axis = self.view.dimension_numbers.rhs_spec[0]
         return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
 
-    def cost(self, split: _ChannelSplit) -> float:
-        """The cost of the convolution with a kernel, and of mixing its channels, including gradients."""
-        n_passes = 2 if all(factor.still for factor in split.kernel.factors) else 3
+    def cost(self, split: _SplitKernel) -> float:
+        """The cost of the convolution with a kernel and of mixing its channels, including gradients."""
+        n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
         window_size = sums.count_entries(self.kernel_shape(1))
@@ -444,12 +479,12 @@ class _Convolution:
         mix = functools.partial(_mix_channels, channel_axis=1, mixing=split.mixing)
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
-    def output(self, split: _ChannelSplit) -> Any:
-        """The output of the convolution with a kernel whose channels are mixed."""
+    def output(self, split: _SplitKernel) -> Any:
+        """The output of the convolution with a kernel, with its channels mixed."""
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
-        how = How(dtype, dtype, self.weight.precision)
-        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), how)
+        numerics = Numerics(dtype, dtype, self.weight.precision)
+        kernel = array_of_products([split.kernel], self.kernel_shape(split.n_channels), numerics)
         channels = lax.conv_general_dilated(
             self.data,
             kernel,
@@ -463,24 +498,25 @@ class _Convolution:
         channel_axis = view.dimension_numbers.out_spec[1]
         product = _mix_channels(channels, channel_axis, split.mixing)
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
-        mixed = array_of_products([product], shape, How(dtype, result_dtype, view.precision))
+        mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
-    """Output channels computed from fewer channels, as the last axis."""
+    """The product that computes all output channels, as the last axis, from the fewer channels of ``x``."""
     few, many = mixing.axes
-    other_axes: list[Merged] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
+    other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
-    data = Factor(x.reshape([label.size for label in labels]), labels, still=False)
+    data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
     return Product((data, *mixing.factors), tuple(axes))
 
 
-def _split_channels(product: Product, channel_axis: int) -> _ChannelSplit | None:
-    """A kernel of few channels, and what makes the others from them, if any factors do.
+def _split_kernel(product: Product, channel_axis: int) -> _SplitKernel | None:
+    """Splits a kernel into the factors with axes of the window, and those that mix channels after them.
 
-    None if the channels are not separate from the rest.
+    If no factor only mixes channels, the kernel stays whole. None if the output channels share a label with another
+    axis, as on a diagonal.
     """
     channels = product.axes[channel_axis]
     window = {label for i, axis in enumerate(product.axes) if i != channel_axis for label in axis}
@@ -490,11 +526,11 @@ def _split_channels(product: Product, channel_axis: int) -> _ChannelSplit | None
     kernel = tuple(x for x in product.factors if not x.labels or not window.isdisjoint(x.labels))
     kernel_labels = {label for factor in kernel for label in factor.labels}
     if not mixing or not kernel or kernel_labels.intersection(channels):
-        return _ChannelSplit(product, math.prod(label.size for label in channels))
+        return _SplitKernel(product, math.prod(label.size for label in channels))
     between = tuple(dict.fromkeys(label for x in mixing for label in x.labels if label in kernel_labels))
     axes = tuple(between if i == channel_axis else axis for i, axis in enumerate(product.axes))
     n_channels = math.prod(label.size for label in between)
-    return _ChannelSplit(Product(kernel, axes), n_channels, Product(mixing, (between, channels)))
+    return _SplitKernel(Product(kernel, axes), n_channels, Product(mixing, (between, channels)))
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
@@ -503,17 +539,18 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
+"""What finds the use of a weight in each kind of equation, from the view of the equation and its operands."""
 
 
 # ---- the rules, and the transform
 
 
 class Factoring:
-    """Follows weights, and forms those that the plan says.
+    """Rules of the interpreter that keep weights in factors, except those that a plan forms.
 
     Attributes:
-      plan: The plan. Until it is decided, it is told what reads each weight.
-      analysis: What is known of values.
+      plan: The plan. Until it is decided, reads of weights are recorded in it.
+      analysis: The analysis that finds which values depend on named arguments only, and which get gradients.
     """
 
     counts_steps = False
@@ -522,55 +559,58 @@ class Factoring:
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation of known operands, or its body, may make a sum."""
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        """Whether an equation without sums among its operands may create one, itself or in its body."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
         return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs, in factors or computed by factors; None if the equation needs arrays.
+        """The outputs as sums, or as arrays that are computed from factors; None if the equation needs arrays.
 
-        Declarations come first, because they are calls with a body; views before new sums, because they cost nothing;
-        and products last, because only those with data are left.
+        Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
+        slices, come before new sums, because they cost nothing. Products come last, when only those with data are left.
         """
         eqn = operation.eqn
         declared = declared_sum(operation)
         if declared is not None:
-            return self._start_sum(operation, declared)
+            return self._create_sum(operation, declared)
         if has_body(eqn):
-            return enter(operation)
-        views = move_sum(eqn, operation.args)  # such as transposes and slices
-        if views is not None:
-            return self._look_up(operation, views[0]) if view_class_of(eqn) is Gather else views
+            return interpret_bodies(operation)
+        moved = move_sum(eqn, operation.args)
+        if moved is not None:
+            return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
         known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
-        return self._multiply(operation) if known_sum is None else self._start_sum(operation, known_sum)
+        return self._multiply(operation) if known_sum is None else self._create_sum(operation, known_sum)
 
     def _multiply(self, operation: Operation) -> Outs:
-        """The product of data with a weight; None if the equation is no such product."""
+        """The product of data with a weight in factors; None if the equation needs the array of the weight.
+
+        Until the plan is decided, the product is only recorded, and a stand-in of its type is returned.
+        """
         eqn, interpreter = operation.eqn, operation.interpreter
-        use = weight_use(eqn, _with_chosen_as_data(operation))
+        use = weight_use(eqn, _with_data_formed(operation))
         if use is None:
             return None
         if self.plan.is_decided:
-            return [use.array()]
-        self.plan.reads(use.weight, SumRead(eqn, interpreter.times, interpreter.in_formula, *use.costs()))
+            return [use.compute()]
+        self.plan.record_read(use.weight, SumRead(eqn, interpreter.times, interpreter.in_formula, *use.costs()))
         return [stand_in(eqn.outvars[0])]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum, which the plan is told."""
-        self.plan.reads(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
+        """The array of a sum. The read is recorded in the plan."""
+        self.plan.record_read(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
+        """Matrices that are looked up in a stacked weight: in factors, or formed from their factors by the plan."""
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
             self.plan.records[matrices.maker] = self._record_of_lookup(operation, matrices)
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
     def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
-        """The record of chosen matrices, which are formed from their factors or taken from the array of the weight."""
+        """The record of looked-up matrices, which can be formed from their factors or taken from the weight's array."""
         eqn, weight, interpreter = operation.eqn, operation.args[0], operation.interpreter
         times, origins = interpreter.times, operation.facts[0].origins
         cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
@@ -581,15 +621,15 @@ class Factoring:
         record.read_if_formed = SumRead(eqn, times, interpreter.in_formula, cost_from_factors, cost_from_array)
         return record
 
-    def _start_sum(self, operation: Operation, weight: Sum) -> Outs:
-        """A new sum, as the first output; None if the plan forms it."""
+    def _create_sum(self, operation: Operation, weight: Sum) -> Outs:
+        """The outputs of an equation that creates a sum, its first output; None if the plan forms it."""
         weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
             self.plan.records[weight.maker] = self._record_of_sum(operation, weight)
         return None if self.plan.forms(weight.maker) else [weight, *(None for _ in operation.eqn.outvars[1:])]
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
-        """The record of a sum that an equation makes of others, or of arrays."""
+        """The record of a sum that an equation creates from arrays or other sums."""
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
@@ -598,8 +638,8 @@ class Factoring:
         return Record(eqn, type_of(weight), origins, parents=parents, cost_to_form=cost, times=times)
 
 
-def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:
-    """The operands; of several weights, those that data chose are formed, because they are data."""
+def _with_data_formed(operation: Operation) -> Sequence[Any]:
+    """The operands. If several are sums, those that depend on data, such as looked-up matrices, are formed."""
     args, eqn = operation.args, operation.eqn
     if sum(isinstance(x, Sum) for x in args) <= 1:
         return args
@@ -608,12 +648,12 @@ def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
-    """Whether a body of an equation may make a sum."""
-    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
+    """Whether an equation may create a sum in its body, or declares one."""
+    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:
-    """Whether an equation of a program, or of one inside it, may make a sum."""
+    """Whether an equation of a program, or of a program inside it, may create a sum."""
     return any(may_make_sum(eqn) or _may_make_sum_inside(eqn) for eqn in jaxpr.eqns)
 
 
@@ -628,11 +668,11 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
-    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For all other operations the array is formed
-    once; also in float16 and float8 and before a cast to a dtype of less range, where factors may overflow although
-    their product does not; before a cast to more digits, which keeps an earlier rounding; and if the factors cost more
-    operations than the array, including all gradients. :func:`explain` says which weights are formed, where and why.
-    Values and gradients are those of ``fun`` up to rounding.
+    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For all other operations, the array is formed
+    once. It is also formed in float16 and float8 and before a cast to a dtype of less range, where factors may overflow
+    although their product does not; before a cast to more digits, which keeps an earlier rounding; and if the factors
+    cost more operations than the array, including all gradients. :func:`explain` says which weights are formed, where
+    and why. Values and gradients are those of ``fun`` up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
     ``jax.vmap``, ``jax.jit`` and other transformations outside of it. Gradients taken inside ``fun``, as in
@@ -675,7 +715,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
 
 def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> Explained:
-    """What happens to each weight for these arguments, or for their types."""
+    """The report of ``factored`` for these arguments, or for their shapes and dtypes."""
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     call = arguments.trace()
@@ -686,12 +726,12 @@ def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequ
 
 @functools.cache
 def check_this_jax() -> None:
-    """Raises an error if this JAX writes jaxprs in an unknown way: no product would be found."""
+    """Raises an error if the jaxprs of the installed JAX differ so much that products with weights are not found."""
     jaxprs.check_this_jax(_is_compatible)
 
 
 def _is_compatible() -> bool:
-    """Whether all three products of a small network with the one weight use its factors."""
+    """Whether all three products with the one weight of a small network use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
     plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
@@ -700,7 +740,7 @@ def _is_compatible() -> bool:
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
-    """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
+    """The plan for a program with inputs of these types, and the facts about the inputs that it is based on."""
     plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)

@@ -1,9 +1,12 @@
 """Losses in which each example has noise of its own, drawn for the results of products instead of the weights.
 
-A noisy weight is a sum with draws among its factors. ``Drawing`` has the rules of the interpreter, which follows it
-through the program to its products. There, ``Noisy`` tells its mean from its deviations, and ``mean_and_noise`` gives
-the mean and the noise of the product. Some draws must be the same for all rows, which only the whole program shows: it
-is rewritten until all of these are found (``_draws_to_share``).
+How it works. While a program is interpreted, a noisy weight is a :class:`reparax.programs.sums.Sum` of which some
+factors are draws: arrays of independent normal numbers. ``Drawing`` holds the rules by which the interpreter follows
+these weights to their products with data. There, ``NoisyWeight`` separates the mean of a weight from its standard
+deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each of its rows.
+
+Some reads need the array of a weight, so all rows of all its products must share one draw. Only the whole program shows
+which draws these are, so it is rewritten until no more are found (``_draws_to_share``).
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.contractions import contraction_of
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
-from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
-from reparax.programs.multiply import How, array_of_products, with_numbers
+from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies
+from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.programs.sums import Draw, Factor, Label, Product, Sum, contract_with_data, is_narrowing_cast
 from reparax.transforms._explained import Explained, Weight
 from reparax.transforms._factored import check_this_jax
 from reparax.transforms._remat import remat
@@ -46,14 +49,14 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Noisy:
-    r"""A weight :math:`m + \sum_k s_k \varepsilon_k` with independent draws of independent normal numbers.
+class NoisyWeight:
+    r"""A weight :math:`m + \sum_k s_k \varepsilon_k` with independent draws :math:`\varepsilon_k`.
 
     Attributes:
-      mean: The mean; a sum of no products if it is zero.
-      std: The standard deviations, one product for each draw.
-      key: The key of the first draw, or its keys.
-      entries_may_repeat: Whether several entries may be equal.
+      mean: The mean :math:`m`; without any products if it is zero.
+      std: The standard deviations, with one product :math:`s_k` for each draw.
+      key: The random key, or keys, of the first draw.
+      entries_may_repeat: Whether several entries may have the same noise.
     """
 
     mean: Sum
@@ -62,36 +65,39 @@ class Noisy:
     entries_may_repeat: bool
 
     @classmethod
-    def of(cls, x: Sum) -> Noisy | None:
-        """The parts of a sum; None if its entries are not independent."""
-        if not is_independent(x):
+    def of(cls, x: Sum) -> NoisyWeight | None:
+        """A sum as mean and standard deviations; None if its entries do not have independent noise."""
+        if not has_independent_noise(x):
             return None
-        noise, dtype = list(_noise_of(x)), _wide(x.dtype)
+        noise, dtype = list(_noise_of(x)), _dtype_to_compute_in(x.dtype)
         mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
         std = replace(
-            x, products=tuple(_without_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
+            x, products=tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
         )
         may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in noise)
         return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
 
 
 def _noise_of(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """Each draw in a sum, with its factor and the product of this."""
+    """For each draw in a sum, the product and the factor that it is in, and the draw."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
-def is_independent(x: Sum) -> bool:
-    """Whether the noise of a sum has independent entries, but for those that are repeated."""
+def has_independent_noise(x: Sum) -> bool:
+    """Whether a sum has noise that is independent between its entries, except where entries are repeated.
+
+    Each draw must come from another source, and be in another product.
+    """
     noise = list(_noise_of(x))
-    n_apart = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
-    return 0 < len(noise) == n_apart and all(_is_entrywise(product, factor) for product, factor, _ in noise)
+    n_different = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
+    return 0 < len(noise) == n_different and all(_is_entrywise(product, factor) for product, factor, _ in noise)
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
-    """Whether each entry of a product reads numbers of a draw that no other does, but for entries that are repeated.
+    """Whether no two entries of a product read the same numbers of a draw, except entries that are repeated.
 
-    It may be a sum of several, each with one number of every other factor.
+    An entry may sum over several numbers of the draw, but over no label that the draw lacks.
     """
     flat = product.labels_of_axes
     return len(set(flat)) == len(flat) and _long_labels(product.labels) <= {*flat, *draw.labels}
@@ -102,23 +108,30 @@ def _long_labels(labels: Iterable[Label]) -> set[Label]:
     return {label for label in labels if label.size != 1}
 
 
-def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
-    """A product without its draw, for one number of it in place of each."""
+def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
+    """The standard deviation that a product multiplies its draw by: the product of its other factors.
+
+    Labels that only the draw has, and that are summed over, get a factor of ones, so that the variance counts each
+    number of the draw.
+    """
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
-    left = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
-    summed = tuple(label for label in draw.labels if label not in left and label.size != 1)
-    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, still=True)
+    remaining = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
+    summed = tuple(label for label in draw.labels if label not in remaining and label.size != 1)
+    ones = Factor(jnp.ones([label.size for label in summed], dtype), summed, fixed=True)
     return replace(product, factors=tuple(others if others and not summed else [*others, ones]))
 
 
 # ---- the mean and the noise of a product
 
 Noise = Callable[[Any, Array], Array]
-"""Adds noise to the mean of a result, drawn with a key."""
+"""A function of a random key and the mean of a result, which returns the result with noise."""
 
 
-def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> tuple[Array, Noise] | None:
-    """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
+def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeight) -> tuple[Array, Noise] | None:
+    """The mean of a product of data and a noisy weight, and the function that adds the noise of each row.
+
+    None if the equation is not linear in the weight, or if its rows do not have independent noise.
+    """
     view, operands = operation.view, list(operation.args)
     is_sum = isinstance(view, equations.Add | equations.Subtract)
     data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
@@ -129,20 +142,20 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> 
 
 
 def _numbered(std: Sum) -> Sum:
-    """Deviations with labels by number, so that those of equal sizes are equal to JAX."""
+    """Standard deviations with numbered labels, so that JAX takes those of equal sizes to be equal and traces once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
     """The array of a sum, computed in float32 or wider, and rounded once."""
-    wide = _wide(x.dtype)
+    wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
-    return array_of_products(x.products, x.shape, How(wide, wide, x.precision)).astype(x.dtype)
+    return array_of_products(x.products, x.shape, Numerics(wide, wide, x.precision)).astype(x.dtype)
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype to compute in."""
+def _dtype_to_compute_in(dtype: Any) -> Any:
+    """The dtype in which arrays of a floating dtype are computed: float32, or itself if it is wider."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -155,47 +168,51 @@ def _square_factors(x: Sum) -> Sum:
 def _add_noise(
     view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
 ) -> Any:
-    """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key.
+    """The mean with noise. The backward pass computes the noise again from the data, ``std`` and the key.
 
-    Without an equation the noise is that of the weight itself. JAX traces it once for equal equations and types.
+    If ``view`` is None, it is the noise of the weight itself. JAX traces this function once for equal equations and
+    types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
         squares = _variance(view, weight_operand, data, _square_factors(std))
-        # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
+        # The cotangent holds the draw. Unless deviations are scalars, their gradients and those of the data read it.
         squares = pull_back_once(squares) if any(product.labels for product in std.products) else squares
         return _scale_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
-    # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
+    # Not ``jax.checkpoint``: on a CPU, XLA would merge the recomputed values with those of the forward pass.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
 
 
 @jax.custom_jvp
 def _scale_noise(variance: Array, noise: Array) -> Array:
-    """Noise of this variance; the slope at zero is zero."""
+    """Standard normal noise, scaled to a variance. The derivative where the variance is zero is zero."""
     return jnp.sqrt(variance) * noise
 
 
 @_scale_noise.defjvp
 def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The derivative of ``_scale_noise``, which is zero where the variance is."""
+    """The derivative of ``_scale_noise``, which is zero where the variance is zero."""
     (variance, noise), (variance_dot, _) = primals, tangents  # noise is drawn from a key, so it has no tangent
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
     return _scale_noise(variance, noise), slope * variance_dot
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
+    """The precision for squares of the operands. A ``DotAlgorithm`` is left out, as squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
 def _square(x: Any) -> Array:
-    """The squares of data."""
+    """The squares of data, in float32 or wider."""
     return jnp.square(widened(x))
 
 
-def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: Noisy) -> bool:
-    """Whether an equation is linear in a weight, and each entry of it meets the rows of data in its own way."""
+def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: NoisyWeight) -> bool:
+    """Whether an equation is linear in a weight, and its outputs have independent noise in each row.
+
+    A product sums over entries of the weight, so these may not repeat.
+    """
     match view:
         case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
@@ -216,16 +233,19 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 
 
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
-    """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
+    """The variance of the output of an equation, from data and the squared standard deviations of a weight.
+
+    If ``view`` is None, it is the variance of the weight itself.
+    """
     match view:
         case equations.Dot() | equations.RaggedDot():
             data = (_square(data[0]), *data[1:])
-            how = How(squares.dtype, squares.dtype, _precision(view))
+            numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, how)
+            return array_of_products(products or [], view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
-        case equations.Gather():  # where there is no row, there is no noise
+        case equations.Gather():  # rows that are out of bounds have no noise
             new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
             return view.bind(array_of(squares), data[0], **new_params)
         case equations.Multiply():
@@ -237,27 +257,27 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
 
 
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
-    """The variance of a convolution, for one channel if all are alike."""
+    """The variance of a convolution. If it is equal for all channels of a group, one is computed and repeated."""
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
-    is_same_for_channels = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
+    are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if is_same_for_channels else n_channels
+    n_different = view.feature_group_count if are_channels_equal else n_channels
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
 
 
-# ---- what is known of weights and of their reads
+# ---- records of weights and of their reads
 
 
 @dataclass(frozen=True)
-class Made:
-    """What made a weight.
+class WeightRecord:
+    """What is known of a weight. Sums of noisy weights have such a record as their ``maker``.
 
     Attributes:
-      facts: What is known of it.
-      type: Its type, before it was moved or summed.
-      steps: The scans around it in whose steps data changes it, but not its noise.
+      facts: The facts about the output of the equation that computed it.
+      type: Its type before it was moved or contracted, for reports.
+      steps: The scans around it, by their depth, in whose steps data changes the weight but not its noise.
     """
 
     facts: Facts
@@ -266,7 +286,7 @@ class Made:
 
 
 Sides = tuple[frozenset[int], frozenset[int]]
-"""Which axes of a draw a product sums over, and which it keeps; the last axis is 1, the one before it 2."""
+"""The axes of a draw that a product sums over, and those that it keeps, counted from the back: the last axis is 1."""
 
 
 @dataclass(frozen=True)
@@ -274,40 +294,43 @@ class NoisyRead:
     """One read of a noisy weight.
 
     Attributes:
-      eqn: The equation that reads; None for the result of a program or of a body.
-      weight: What made the weight.
-      sides: For each draw of the weight, what the equation does with its axes.
+      eqn: The equation that reads it; None if the weight is the result of a program or of a body.
+      weight: The record of the weight.
+      sides: For each draw of the weight, which of its axes the equation sums over and keeps.
       rows: How many rows of the result have a draw of their own; None if all share one.
     """
 
     eqn: JaxprEqn | None
-    weight: Made
+    weight: WeightRecord
     sides: Mapping[Hashable, Sides]
     rows: Any = None
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""For each draw of which all rows share one, the equations that need this, and what they do."""
+"""The draws that all rows share, each with the equations that need this, and what these do."""
 
 
-A_DRAW = -1
-"""Stands among the arguments on which a value depends, if it depends on a draw."""
+DRAW_ORIGIN = -1
+"""The origin of values that depend on a draw, beside the numbers of the arguments on which they depend."""
 
 
 class _FactsOfDraws(AllFacts):
-    """Facts about values, also whether they depend on a draw, and by which formula keys and integers are computed."""
+    """Facts about values, with two more: whether they depend on a draw, and the formulas of keys and integers.
+
+    Values with the same formula are equal, so draws with keys of one formula are the same draw.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._formulas = dict[Hashable, int]()
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """What is known of the outputs of an equation."""
+        """The facts about the outputs of an equation."""
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
-        return replace(facts, origins=facts.origins | {A_DRAW}) if is_draw(eqn) else facts
+        return replace(facts, origins=facts.origins | {DRAW_ORIGIN}) if is_draw(eqn) else facts
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
-        """The number of the formula of the output of an equation; None if it is not of keys and integers alone."""
+        """The number of the formula that computes an output; None if anything but keys and integers is involved."""
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
@@ -327,13 +350,13 @@ class _FactsOfDraws(AllFacts):
 
 
 class Drawing:
-    """Follows noisy weights: they start where normal numbers are drawn, and products with data draw for each row.
+    """Rules of the interpreter that follow noisy weights from their draws to products with data, which draw per row.
 
     Attributes:
-      shared: The draws of which all rows share one.
-      reads: What reads weights, by the place in the program.
-      takes_gradients: Whether the program computes something again for a gradient.
-      analysis: What is known of values.
+      shared: The draws that all rows share.
+      reads: The reads of weights, by their place in the program.
+      takes_gradients: Whether the program recomputes something for a gradient, as ``jax.checkpoint`` does.
+      analysis: The analysis that finds the facts about values.
     """
 
     counts_steps = True
@@ -343,82 +366,88 @@ class Drawing:
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation draws, or its body does."""
+    def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        """Whether an equation draws normal numbers, itself or in its body."""
         del facts, out_facts
-        return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
+        return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs, with noisy weights as sums, or with noise for each row; None if the equation needs arrays.
+        """The outputs: noisy weights as sums, or arrays with noise for each row; None if the equation needs arrays.
 
-        Draws come first, because they are calls with a body; casts before other views, which would cast each factor;
-        and rows last, because what has none is a weight.
+        Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
+        factor. Products with data come last; without any rows, the output is still a weight.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
         if has_body(eqn):
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
-            return enter(operation)
+            return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _parts_of_draws(operation) or move_sum(eqn, args)
         if moved_sums is not None:
-            return [replace(x, maker=_made(operation, args[0].maker.type)) for x in moved_sums]
+            return [replace(x, maker=_record_of_output(operation, args[0].maker.type)) for x in moved_sums]
         if not isinstance(operation.view, LINEAR):
             return None
-        rows = _rows(operation)
+        rows = _row_sizes(operation)
         if rows:
             return self._draw_rows(operation, rows)
         x = _combined_sum(operation)
         return None if x is None else [x]
 
     def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
-        """A product of data with a noisy weight, in which each row of the result draws; None if it is not linear."""
+        """A product of data with a noisy weight, in which each of the ``rows`` draws noise of its own.
+
+        None if there are several weights, if no operand is data, or if rows cannot draw independently.
+        """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
             return None
-        noisy = self._noisy(weight)
+        noisy = self._noisy_unless_shared(weight)
         parts = None if noisy is None else mean_and_noise(operation, operand, noisy)
         if noisy is None or parts is None:
             return None
-        interpreter, made = operation.interpreter, _made(operation, weight.maker.type)
-        shards = [operation.view.type.sharding.mesh.shape[i] for i in made.facts.differs - weight.maker.facts.differs]
-        n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in made.steps)])
+        interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
+        shards = [operation.view.type.sharding.mesh.shape[i] for i in record.facts.differs - weight.maker.facts.differs]
+        n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
         read = NoisyRead(operation.eqn, weight.maker, _sides(operation.view, operand, weight), n_rows)
         result = self._with_noise(interpreter, read, noisy, operation.out_facts, *parts)
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
-    def _noisy(self, x: Sum) -> Noisy | None:
-        """The parts of a weight, if rows may draw."""
-        return Noisy.of(x) if all(draw.source not in self.shared for *_, draw in _noise_of(x)) else None
+    def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
+        """The mean and deviations of a weight; None if rows share one of its draws, or its noise is not independent."""
+        return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _noise_of(x)) else None
 
     def _with_noise(
-        self, interpreter: Interpreter, read: NoisyRead, weight: Noisy, facts: Facts, mean: Array, add_noise: Noise
+        self, interpreter: Interpreter, read: NoisyRead, noisy: NoisyWeight, facts: Facts, mean: Array, add_noise: Noise
     ) -> Array | None:
-        """The mean with noise that a read draws; None where types do not tell over which mesh axes it varies."""
-        number = self._record(interpreter, read)
-        key = key_of_use(weight.key, jnp.uint32(number), sorted(facts.differs))
+        """The mean with noise that is drawn for a read.
+
+        None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
+        """
+        number = self._record_read(interpreter, read)
+        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.differs))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
-        return result if jaxprs.tells_shards(jax.typeof(result)) else None
+        return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
-    def _record(self, interpreter: Interpreter, read: NoisyRead) -> int:
-        """The number of a read, which is recorded in place of another one there."""
+    def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
+        """Records a read, in place of an earlier one at the same place in the program, and returns its number."""
         place = (*interpreter.path, id(read.eqn), *read.sides)
         self.reads[place] = read
         return list(self.reads).index(place)
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a weight, which all rows share; if data made it in a loop, each step is a row."""
-        made: Made = x.maker
-        read = NoisyRead(eqn, made, _sides(None, 0, x))
-        noisy = self._noisy(x) if made.steps else None
+        """The array of a weight, which all rows share. If data changes it in a scan, each step draws its own."""
+        record: WeightRecord = x.maker
+        read = NoisyRead(eqn, record, _sides(None, 0, x))
+        noisy = self._noisy_unless_shared(x) if record.steps else None
         if noisy is not None:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _numbered(noisy.std))
-            read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in made.steps]))
-            result = self._with_noise(interpreter, read_of_rows, noisy, made.facts, mean, add_noise)
+            read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
+            result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
             if result is not None:
                 return result.astype(x.dtype)
-        self._record(interpreter, read)
+        self._record_read(interpreter, read)
         return array_of(x)
 
 
@@ -426,14 +455,14 @@ LINEAR = (
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
     *(equations.Dot, equations.RaggedDot, equations.Conv, equations.Gather),
 )
-"""The equations that may give noisy weights, or rows with noise of their own."""
+"""The equations whose outputs may be noisy weights, or may have noise for each row."""
 
 
-def _rows(operation: Operation) -> list[Any]:
-    """The sizes of the axes of an output for whose indices no weight has noise of its own, and so each may draw.
+def _row_sizes(operation: Operation) -> list[Any]:
+    """The sizes of the axes of an output along which no weight has noise of its own, so that each index may draw.
 
-    Of ``x @ w`` with data of the shape (8, 3), it is 8: the noise of ``w`` tells inputs and outputs apart, not
-    examples.
+    For ``x @ w`` with data of the shape (8, 3), it is [8]: the noise of ``w`` differs along outputs, not along
+    examples. If data looked up the weight, the number of look-ups is one of the sizes.
     """
     view, weights = operation.view, [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
     contraction = contraction_of(view)
@@ -441,45 +470,46 @@ def _rows(operation: Operation) -> list[Any]:
     def is_row(axis: int) -> bool:
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
-        return not any(place is not None and x.ndim and _has_noise_along(x, place) for x, place in pairs)
+        return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
 
-    chosen = {draw.source: draw.rows for _, x in weights for *_, draw in _noise_of(x)}
-    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *chosen.values()]
+    looked_up = {draw.source: draw.rows for _, x in weights for *_, draw in _noise_of(x)}
+    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up.values()]
     return [n for n in sizes if n != 1]
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Whether a draw of a weight has numbers of its own at each index of an axis."""
+    """Whether a draw of a weight has other numbers at each index of an axis."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _noise_of(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
 
-def _made(operation: Operation, type: Any) -> Made:
-    """What made the output of an equation, which belongs to a weight of this type.
+def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
+    """The record of the output of an equation, which is a weight of this type.
 
     In a scan, data may change a weight in each step, as a mask does, while its noise is drawn before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
     weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
-    # A weight differs in more steps than data account for, if its noise is drawn in them.
+    # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
     steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
-    return Made(operation.out_facts, type, steps_of_data - steps_of_noise)
+    return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
 def _drawn_sum(operation: Operation) -> Sum:
-    """Normal numbers that an equation draws, as a sum with one factor."""
+    """The normal numbers that an equation draws, as a sum with one factor."""
     (array,) = operation.view.bind(*operation.args)
-    product = Product.of(array, still=True)
+    product = Product.of(array, fixed=True)
     (factor,) = product.factors
+    # Draws with keys of the same formula are equal, so they have the same source.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
-    return Sum((product,), array.shape, array.dtype, None, Made(operation.out_facts, type_of(array)))
+    return Sum((product,), array.shape, array.dtype, None, WeightRecord(operation.out_facts, type_of(array)))
 
 
 def _parts_of_draws(operation: Operation) -> list[Sum] | None:
-    """Draws of which each has a key, and which were drawn together; None for all but the equation that splits them."""
+    """Separate draws from a batch of draws with a key each, which an equation splits; None for other equations."""
     view, (x, *_) = operation.view, operation.args
     if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
         return None
@@ -494,18 +524,19 @@ def _parts_of_draws(operation: Operation) -> list[Sum] | None:
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
-    """A weight cast to fewer digits: the whole is rounded, not each factor; None for all other equations."""
+    """A weight that an equation casts to fewer digits; None for other equations. Only the whole weight is rounded."""
     view = operation.view
     if not isinstance(view, equations.ConvertType):
         return None
     (x,) = operation.args
-    return [replace(x, dtype=view.new_dtype)] if isinstance(x, Sum) and narrows(x.dtype, view.new_dtype) else None
+    is_kept = isinstance(x, Sum) and is_narrowing_cast(x.dtype, view.new_dtype)
+    return [replace(x, dtype=view.new_dtype)] if is_kept else None
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
-    """The weight that an equation makes of others, and of arrays; None if its entries are not independent."""
-    # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-    if any(A_DRAW in facts.origins for facts in _facts_of_arrays(operation)):
+    """The weight that an equation computes from weights and arrays; None if its noise would not be independent."""
+    # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
+    if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
     weight = next(each for each in args if isinstance(each, Sum))
@@ -517,75 +548,77 @@ def _combined_sum(operation: Operation) -> Sum | None:
         case _:
             x = make_sum(operation.eqn, args, operation.facts)
     type = weight.maker.type if isinstance(view, equations.Dot | equations.Gather) else type_of(view.type)
-    return None if x is None or not is_independent(x) else replace(x, maker=_made(operation, type))
+    return None if x is None or not has_independent_noise(x) else replace(x, maker=_record_of_output(operation, type))
 
 
 def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, Sides]:
-    """For each draw of a weight, the axes of the draw that a product sums over, and those that it keeps.
+    """For each draw of a weight, the axes of the draw that an equation sums over, and those that it keeps.
 
-    A gradient by the data multiplies along the other side. A gain has one side only, so all of its axes are on both;
-    sums and look-ups have none, as gradients do not read these weights.
+    ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its gradient with respect to the
+    data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both directions, so its axes are on both
+    sides. Sums and look-ups have no sides, as their gradients do not read the weight.
     """
     if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
         return {draw.source: (frozenset(), frozenset()) for *_, draw in _noise_of(x)}
     contraction = view and contraction_of(view)
-    kept_axes = contraction.kept(operand) if contraction else range(x.ndim)
-    batch_axes = contraction.batch(operand) if contraction else ()
+    axes_kept = contraction.kept(operand) if contraction else range(x.ndim)
+    axes_of_batch = contraction.batch(operand) if contraction else ()
 
     def sides(product: Product, factor: Factor) -> Sides:
-        kept, batch = ({x for axis in axes for x in product.axes[axis]} for axes in (kept_axes, batch_axes))
-        places = {label: len(factor.labels) - i for i, label in enumerate(factor.labels) if label.size != 1}
-        summed = frozenset(i for label, i in places.items() if label not in {*kept, *batch})
-        kept_places = frozenset(i for label, i in places.items() if label in kept)
-        return (kept_places if isinstance(view, equations.Multiply | equations.Divide) else summed), kept_places
+        kept, batch = ({x for axis in axes for x in product.axes[axis]} for axes in (axes_kept, axes_of_batch))
+        axes = {label: len(factor.labels) - i for i, label in enumerate(factor.labels) if label.size != 1}
+        summed_axes = frozenset(axis for label, axis in axes.items() if label not in {*kept, *batch})
+        kept_axes = frozenset(axis for label, axis in axes.items() if label in kept)
+        return (kept_axes if isinstance(view, equations.Multiply | equations.Divide) else summed_axes), kept_axes
 
     return {draw.source: sides(product, factor) for product, factor, draw in _noise_of(x)}
 
 
 def _facts_of_arrays(operation: Operation) -> list[Facts]:
-    """What is known of the operands that are no weights."""
+    """The facts about the operands that are not weights."""
     return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
-    """Whether the output of an equation is an array of independent normal numbers."""
+    """Whether an equation draws an array of independent normal numbers, as a call with the name of our function."""
     view = equations.view_of(eqn)
     has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
-def _holds_draw(eqn: JaxprEqn) -> bool:
-    """Whether a body of an equation draws."""
-    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+def _has_draw_inside(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws in a body, or in a body inside that."""
+    return any(is_draw(x) or _has_draw_inside(x) for program in jaxprs.inner_programs(eqn) for x in program.eqns)
 
 
 # ---- draws that all rows share
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """The draws of which all rows must share one, beside those that do already.
+    """The draws that all rows must share, beyond those that are shared already.
 
-    Those of which something needs the array; and if a product sums over an axis that another keeps, as a gradient does
-    inside of the loss, all that are read more than once, so that value and gradient see the same weights.
+    All rows share a draw if something needs the array of its weight. A gradient that the loss itself takes must also
+    see the same weights as the value. So if a product sums over an axis that another one keeps, as such a gradient
+    does, all rows share each draw that is read more than once.
     """
     reads_of = dict[Hashable, list[NoisyRead]]()
     for read in rules.reads.values():
         for draw in read.sides.keys() - rules.shared.keys():
             reads_of.setdefault(draw, []).append(read)
-    found: Shared = {
+    shared: Shared = {
         draw: [(read.eqn, "takes one draw for all") for read in reads if read.rows is None]
         for draw, reads in reads_of.items()
     }
-    across = {draw: list(_reads_across(draw, reads)) for draw, reads in reads_of.items()}
-    if any(across.values()) or rules.takes_gradients:
+    conflicting = {draw: list(_conflicting_reads(draw, reads)) for draw, reads in reads_of.items()}
+    if any(conflicting.values()) or rules.takes_gradients:
         for draw, reads in reads_of.items():
-            how = "along the other side, as a gradient does" if across[draw] else "again, beside a gradient"
-            found[draw] += [(read.eqn, f"reads it {how}") for read in across[draw] or reads[1:]]
-    return {draw: reasons for draw, reasons in found.items() if reasons}
+            how = "along the other side, as a gradient does" if conflicting[draw] else "again, beside a gradient"
+            shared[draw] += [(read.eqn, f"reads it {how}") for read in conflicting[draw] or reads[1:]]
+    return {draw: reasons for draw, reasons in shared.items() if reasons}
 
 
-def _reads_across(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """The reads of rows that sum over an axis of a draw that one before them keeps, or keep one that it sums over."""
+def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
+    """The reads by rows that sum over an axis of a draw that an earlier one keeps, or keep one that it sums over."""
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
         if summed & kept_before or kept & summed_before:
@@ -601,44 +634,45 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     r"""``fun`` with separate noise for each row of data, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
-    batch, so their gradients err together. In a product :math:`x w`, each row of x sees a Gaussian vector with the mean
-    :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This draws it instead: numbers for the result,
-    not for the weight, and new ones for each row. The network's code does not change.
+    batch, so the errors of their gradients are correlated. In a product :math:`x w`, each row of the result is a
+    Gaussian vector with the mean :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This function
+    draws that vector instead: numbers for the result, not for the weight, and new ones for each row. The network's code
+    does not change.
 
     It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
-    whatever leaves entries independent: sums, multiples, choices and contractions with other arrays, such as the masks
-    of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along axes, one row of a
-    table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``. What
-    has no row is still a weight. Each row gets its own draw in
+    all operations that leave entries independent: sums, multiples, selections and contractions with other arrays, such
+    as the masks of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along axes,
+    one row of a table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and
+    ``vmap``. A result without rows is still a weight. Each row gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
     - rows of tables.
 
-    A row is whatever the noise does not index: an example, a position in a sentence or an image, a look-up in a table,
-    or the step of a loop. So are the rows of ``A`` in ``A @ w``, as nothing tells ``A`` from a batch. Two rows of one
-    example get different draws, while a weight drawn for the example would be the same in both; the mean and the
+    A row is anything that the noise does not index: an example, a position in a sentence or an image, a look-up in a
+    table, or the step of a loop. The rows of ``A`` in ``A @ w`` are rows too, as ``A`` looks like a batch. Two rows of
+    one example get different draws, while a weight drawn for the example would be the same in both; the mean and the
     variance of each entry of the result are those of such weights. Each use of a weight draws independently: both uses
     of a tied table, and each step of a loop over time. So the mean of the gradient stays the same for a loss that is
-    linear in the products of each weight, or sums functions of one product each; its variance falls with the number of
-    examples.
+    linear in the products of each weight, or a sum of functions of one product each; its variance falls with the number
+    of examples.
 
-    Everything else reads one draw for all rows, the one that ``fun`` itself makes from the key: factorized noise,
+    In all other cases, all rows share one draw, the one that ``fun`` itself computes from the key: factorized noise,
     :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
     mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
-    arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``. If
-    one read of a weight needs this, all of its reads take the same draw.
+    arguments; any other read, such as the square of a weight; and a ``shard_map`` with ``check_vma=False``. If one read
+    of a weight needs this, all of its reads take the same draw.
 
-    A gradient that ``fun`` itself takes, as for forces, gradient penalties and meta-learning, sees the weights of the
-    value: if a weight is read along both sides, as ``x @ w`` and ``g @ w.T``, or something is computed again for a
-    gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not recognized,
-    nor is a gradient that multiplies by no noisy weight: there, value and derivative draw independently.
-    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
-    where and why others share one draw.
+    A gradient that ``fun`` itself takes, as for forces, gradient penalties and meta-learning, sees the same weights as
+    the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is recomputed for
+    a gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not
+    recognized, nor is a gradient that does not multiply by a noisy weight: there, value and derivative draw
+    independently. ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how
+    many rows, and where and why others share one draw.
 
-    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
-    variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
-    ``jax.vmap`` outside of it with a single key gives every example the same draws: map inside, or over keys too.
+    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass through both; the backward pass
+    computes variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of
+    it. ``jax.vmap`` outside of it with a single key gives every example the same draws: map inside, or over keys too.
     ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
 
     Args:
@@ -674,15 +708,15 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
-        _, call, program, consts = _rewritten(Arguments.of(who, fun, argnums, args, kwargs))
+        _, call, program, consts = _rewrite(Arguments.of(who, fun, argnums, args, kwargs))
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """What happens to each noisy weight for these arguments, or for their types."""
+        """The report for these arguments, or for their shapes and dtypes."""
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
-        rules, call, *_ = _rewritten(arguments)
+        rules, call, *_ = _rewrite(arguments)
         weights = tuple(_noisy_weights(rules, paths_of(arguments, call), lines_by_origin(call.program)))
         return Explained(weights, "{} noisy weights draw for each row", ("for each row", "one draw for all"))
 
@@ -691,24 +725,32 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
 
 def _noisy_weights(rules: Drawing, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    """For each path, its noisy weight: how many rows draw in how many uses, or why all take one draw."""
+    """The entries of the report of ``explain``, one for each path: a weight draws for each row if no draw is shared."""
     reads_of_path = dict[str, list[NoisyRead]]()
     for read in rules.reads.values():
         reads_of_path.setdefault(common_path(read.weight.facts.origins, paths), []).append(read)
     for path, reads in reads_of_path.items():
         draws = dict.fromkeys(draw for read in reads for draw in read.sides)
-        rows = [read.rows for read in reads if read.rows is not None]
-        sizes = " and ".join(dict.fromkeys(map(str, rows)))
-        notes = [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
         reasons = [reason for draw in draws for reason in rules.shared.get(draw, ())]
-        notes += dict.fromkeys(describe_read(*reason, lines) for reason in reasons)
+        notes = [*_notes_on_rows(reads), *dict.fromkeys(describe_read(*reason, lines) for reason in reasons)]
         yield Weight(path, describe(reads[0].weight.type), is_transformed=not reasons, reason="; ".join(notes))
 
 
-def _rewritten(arguments: Arguments) -> tuple[Drawing, Traced, Jaxpr, list[Any]]:
-    """What drew, the program, the one in which rows draw, and the constants that are the first inputs of this."""
+def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
+    """How many rows draw in how many uses, such as "2 uses, 3 and 8 rows"; empty if no rows do."""
+    rows = [read.rows for read in reads if read.rows is not None]
+    sizes = " and ".join(dict.fromkeys(map(str, rows)))
+    return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
+
+
+def _rewrite(arguments: Arguments) -> tuple[Drawing, Traced, Jaxpr, list[Any]]:
+    """Traces a function and rewrites its program so that rows draw.
+
+    Returns the rules of the last rewriting, the traced call, the new program, and its constants, which are its first
+    inputs.
+    """
     call = arguments.trace()
-    program = jaxprs.without_dead_code(call.program)  # what nothing reads says nothing of its weights
+    program = jaxprs.without_dead_code(call.program)  # dead equations must not count as reads of weights
     closed_over = len(call.inputs) - len(arguments.arrays)
     facts = facts_of_inputs(program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
     facts = [replace(each, formula=-1 - i) for i, each in enumerate(facts)]

@@ -18,13 +18,13 @@ memory anyway. So it finds two programs in the loss:
 [512, 0]
 
 The loss is linearized. Residuals that depend on ``x`` are stored as without ``remat``: here ``x`` and what ``tanh``
-needs. The other residuals are values of the early half, here ``noisy.T``. They are not stored: the backward pass runs
-the early half again. No product of ``late`` runs twice.
+needs. The other residuals are values of the early half, here ``noisy.T``. They are not stored, because the backward
+pass runs the early half again. No product of ``late`` runs twice.
 
 In both passes, each output of the early half is computed just before the late half uses it.
 
-``_remat_derivative`` has the derivative, and the primitives that hold a program; ``_remat_rewrites`` changes the
-program before; ``_remat_order`` orders the equations of a program, and says which must wait.
+``_remat_rewrites`` rewrites the program before it is differentiated, ``_remat_derivative`` has the derivative and the
+primitives that hold a program, and ``_remat_order`` orders the equations and decides which values must wait.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
     a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
     ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.linear_transpose``,
     ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside; and outside
-    with ``jax.experimental.jet``, as far as it supports what ``fun`` does. It has no rules for ``scan``,
+    with ``jax.experimental.jet``, as far as ``jet`` supports what ``fun`` does. It has no rules for ``scan``,
     ``jax.checkpoint`` and ``jax.custom_jvp``, and so none for ``apply`` without ``remat``, nor for most norms.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
@@ -60,18 +60,18 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
     apply ``remat`` outermost.
 
     Args:
-      fun: A loss, or any pure function of arrays. What it writes into an argument, as nnx modules write their
-        statistics, is lost. Leaves of its arguments that are not arrays are constants; such leaves of its result are
-        returned unchanged.
+      fun: A loss, or any pure function of arrays. Writes to an argument, such as the statistics of nnx modules, are
+        lost. Leaves of its arguments that are not arrays are constants; such leaves of its result are returned
+        unchanged.
       argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and those that hold only PRNG keys (or uint32 arrays whose last
         axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from which they
         are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun`` closes over
         count as data.
       keep: ``"masks"`` stores the random masks of dropout for the backward pass, instead of drawing them again: one bit
-        for each entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn once. This
-        holds for any array of bools that is made from a key, has 1024 entries or more, and has an axis whose size is a
-        multiple of 8 and that is not sharded by its type. Noise is drawn again, as it has no such bits.
+        for each entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn once. A mask
+        is any boolean array that is computed from a key, has 1024 entries or more, and has an axis whose size is a
+        multiple of 8 and that is not sharded by its type. Noise is still drawn again, as it cannot be stored in bits.
 
     Raises:
       TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
@@ -108,5 +108,5 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
         recomputing = recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")
         return call.restore(recomputing(*call.inputs))
 
-    vars(function)["hides_weights"] = True  # from transforms that look for them
+    vars(function)["hides_weights"] = True  # so that transforms that follow weights refuse this function
     return function

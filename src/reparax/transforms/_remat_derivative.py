@@ -1,7 +1,9 @@
-"""A program whose derivative does not store what known inputs determine: parameters and keys.
+"""The derivative of a program that recomputes values of known inputs, parameters and keys, instead of storing them.
 
-The derivative linearizes the program. Of its residuals it stores those that depend on other inputs too. All others are
-recomputed in the backward pass, each just before it is used.
+Our own primitives hold a program in one equation, a :class:`RematCall`, so that JAX asks us for its derivative.
+``recomputed_call`` is a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals that depend
+on other inputs too are stored. ``linear`` is the rest: a program that recomputes the other residuals, each just before
+it is used, and is linear in the tangents, its last inputs.
 """
 
 import functools
@@ -29,13 +31,13 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RematCall:
-    """A program without constants.
+    """What an equation of our own primitives holds.
 
     Attributes:
-      program: The program.
+      program: A program without constants.
       known_inputs: Which inputs are known: parameters and keys, from which weights are computed.
-      n_tangents: How many inputs, the last, are tangents.
-      keeps_masks: Whether the backward pass reads masks in bits instead of drawing them again.
+      n_tangents: The number of inputs that are tangents; they are the last inputs.
+      keeps_masks: Whether the backward pass reads stored masks instead of drawing them again.
     """
 
     program: Jaxpr
@@ -45,23 +47,23 @@ class RematCall:
 
     @property
     def n_fixed(self) -> int:
-        """How many inputs are not tangents."""
+        """The number of inputs that are not tangents."""
         return len(self.known_inputs) - self.n_tangents
 
 
 class CallPrimitive:
-    """A primitive whose equations hold calls, with the rules that depend on their programs only.
+    """A primitive whose equations hold a :class:`RematCall`; its rules read nothing else.
 
     Args:
-      name: Its name.
-      run: The outputs of a call, from the call and its inputs.
-      jvp: The outputs and their tangents, from the call, its inputs and their tangents.
-      transpose: If a call is linear in some inputs: the cotangents of all inputs, from the call, the cotangents of
-        its outputs, and the inputs.
+      name: The name of the primitive.
+      run: Takes a call and its inputs, and returns the outputs.
+      jvp: Takes a call, its inputs and their tangents, and returns the outputs and their tangents.
+      transpose: Takes a call, the cotangents of its outputs, and its inputs, and returns the cotangents of all inputs.
+        It is used only for calls that are linear in some inputs.
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        """Registers the rules with JAX."""
+        """Creates the primitive and registers its rules with JAX."""
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
@@ -81,31 +83,31 @@ class CallPrimitive:
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """The outputs of a call, as one equation."""
+        """The outputs of a call, which becomes one equation."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
         """The outputs of a call on a batch, and their batch axes."""
         call = call_of(params)
-        program, consts, places = jaxprs.batch_program(call.program, args, dims, axis)
+        program, consts, out_dims = jaxprs.batch_program(call.program, args, dims, axis)
         known_inputs = [True for _ in consts] + call.known_inputs
-        return self(replace(call, program=program, known_inputs=known_inputs), [*consts, *args]), places
+        return self(replace(call, program=program, known_inputs=known_inputs), [*consts, *args]), out_dims
 
 
 class _Primitive(Primitive):
-    """A primitive whose program JAX may replace by a function, as ``checkify`` does, which adds inputs and outputs."""
+    """A primitive whose program JAX may replace by a function with more inputs and outputs, as ``checkify`` does."""
 
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
-        """The outputs of a call, which is one equation, but under ``jax.experimental.jet`` and for tangents."""
-        if has_series(args):
+        """The outputs of a call, which becomes one equation, except where no rule of ours would hold."""
+        if has_series(args):  # jax.experimental.jet, which has no rule for our primitives
             return jaxprs.evaluate(call_of(params).program, args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
-        # JAX gives a function in place of the program, whose first inputs are those that it has added.
-        function, operands = jaxprs.replacement(args, params)
-        if params["n_tangents"]:  # what is added need not be linear
+        # JAX passes a function instead of the program. Its first inputs are those that JAX has added.
+        function, operands = jaxprs.function_and_operands(args, params)
+        if params["n_tangents"]:  # the outputs that JAX has added need not be linear
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         n_added = len(operands) - len(params["known_inputs"])
@@ -115,7 +117,7 @@ class _Primitive(Primitive):
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
-    """The rule of dead code: which operands of a call are read, and its equation with the outputs that are used."""
+    """The rule for dead code: which operands are needed for the used outputs, and the equation for these alone."""
     if not any(used_outputs) and not eqn.effects:
         return [False for _ in eqn.invars], None
     call = call_of(jaxprs.params_of_our_equation(eqn))
@@ -128,7 +130,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(call: RematCall) -> dict[str, Any]:
-    """The parameters of an equation, which JAX requires to be hashable."""
+    """A call as the parameters of an equation, which JAX requires to be hashable."""
     return {
         jaxprs.PROGRAM: call.program,
         "known_inputs": tuple(call.known_inputs),
@@ -138,7 +140,7 @@ def _params(call: RematCall) -> dict[str, Any]:
 
 
 def call_of(params: Any) -> RematCall:
-    """The call that parameters of an equation hold."""
+    """The call in the parameters of an equation."""
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
@@ -146,9 +148,9 @@ def call_of(params: Any) -> RematCall:
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function whose backward pass recomputes what depends on known inputs only, in place of storing it.
+    """``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
 
-    Known are the ``known_inputs``, and what each ``apply`` reads. With ``keeps_masks``, masks are stored in bits.
+    The inputs of each ``apply`` are known too. With ``keeps_masks``, masks are stored in bits.
     """
     known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
@@ -156,7 +158,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
     def function(*args: Any) -> list[Any]:
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
-        for rewrite in rewrites:  # the constants of what it returns are known, and are the first inputs
+        for rewrite in rewrites:  # constants become the first inputs, and are known
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
@@ -165,30 +167,30 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """How equations of a call with bodies are run, so that the bodies recompute too."""
+    """A rule that runs equations with bodies, so that the bodies recompute too."""
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
 
 def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a call; weights are computed where they are read."""
+    """The outputs of a call, with each weight computed just before it is read."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The outputs of a call and their tangents, which JAX asks for where it differentiates.
+    """The outputs of a call and their tangents: its rule for derivatives.
 
-    The call is linearized, which gives residuals and a linear program. A forward call computes the outputs, and those
-    residuals that it must store. A linear call reads these, and computes the other residuals itself.
+    Linearizing the call gives residuals and a linear program. A forward call computes the outputs and the residuals
+    that must be stored. A linear call reads these, and recomputes the other residuals.
     """
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     if not any(map(dependence.has_tangent, outvars)):
-        outs = _run_beside(tangent_of.values(), call, primals)
+        outs = _run_for_derivative(tangent_of.values(), call, primals)
         return outs, list(map(_zero_tangent, outs))
     try:
         program, consts, linear_program = _linearize(call, primals, list(tangent_of))
-    except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
+    except ValueError:  # some functions have forward derivatives only; if it is another error, JAX raises it again here
         return _jvp_without_linearization(call, primals, tangent_of)
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
@@ -196,7 +198,7 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     forward_outvars = [*program.outvars[:n_outputs], *residuals.stored]
     forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, forward_outvars))
     forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
-    values = _run_beside(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    values = _run_for_derivative(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
     outs, stored_values = values[:n_outputs], values[n_outputs:]
     operands = [*jaxprs.values(inputs, residuals.read), *stored_values, *tangent_of.values()]
     dots = iter(linear(residuals.linear_call(linear_program, is_known), operands))
@@ -206,51 +208,55 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _zero_tangent(x: Any) -> Any:
-    """The tangent of a value that none of the inputs moves."""
+    """The tangent of a value that does not depend on any tangents."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 @dataclass(frozen=True)
 class _Residuals:
-    """The values that a linear part needs, and where it has them from.
+    """The residuals of a linearized program, and how the backward pass gets them.
 
     Attributes:
-      names: All of them.
-      early: The program that recomputes known ones from inputs and stored ones.
-      read: The inputs that are read.
-      stored: What the forward pass stores: those that depend on unknown inputs.
+      atoms: The residuals, as variables and literals of the program.
+      recompute: The program that recomputes the known residuals, from inputs and stored values.
+      read: The inputs that the backward pass reads.
+      stored: The other values that it reads, which the forward pass stores.
     """
 
-    names: Sequence[Any]
-    early: Jaxpr
+    atoms: Sequence[Any]
+    recompute: Jaxpr
     read: Sequence[Var]
     stored: Sequence[Var]
 
     @classmethod
-    def of(cls, program: Jaxpr, names: Sequence[Any], is_known: Known) -> "_Residuals":
-        """These residuals of a program."""
+    def of(cls, program: Jaxpr, atoms: Sequence[Any], is_known: Known) -> "_Residuals":
+        """Divides the residuals of a program into recomputed, read and stored ones."""
         inputs = set(program.invars)
-        recomputed = [v for v in jaxprs.variables(names) if is_known[v] and v not in inputs]
-        early = dependence.recomputing_program(program, recomputed, is_known)
-        needed = jaxprs.variables([*names, *early.invars])
-        available = inputs.union(early.outvars)
+        recomputed = [v for v in jaxprs.variables(atoms) if is_known[v] and v not in inputs]
+        recompute = dependence.recomputing_program(program, recomputed, is_known)
+        needed = jaxprs.variables([*atoms, *recompute.invars])
+        available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
-        return cls(names, early, read=[v for v in needed if v in inputs], stored=stored)
+        return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
 
     def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
-        """A linear program as a call whose inputs are those that are read, the stored ones, and the tangents."""
-        late = jaxprs.substitute_inputs(program, dict(zip(program.invars, self.names, strict=False)))
+        """A call that recomputes residuals and runs a linear program on them.
+
+        Its inputs are the inputs that are read, the stored values and the tangents.
+        """
+        late = jaxprs.substitute_inputs(program, dict(zip(program.invars, self.atoms, strict=False)))
         inputs = [*self.read, *self.stored]
         known_inputs = [is_known[v] for v in inputs] + [False for _ in late.invars]
-        joined = jaxprs.join_parts([self.early, late], [*inputs, *late.invars])
+        joined = jaxprs.join_parts([self.recompute, late], [*inputs, *late.invars])
         return RematCall(joined, known_inputs, n_tangents=len(late.invars))
 
 
 def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> tuple[Jaxpr, list[Any], Jaxpr]:
-    """A program of the outputs and residuals of a call, traced but not yet run, its constants, and a linear program.
+    """Linearizes a call with respect to its ``moving`` inputs, without computing anything.
 
-    The inputs of this are the residuals and the tangents of the ``moving`` inputs; it gives the tangents of all outputs
-    that can have any.
+    Returns a program of the outputs and the residuals, its constants, which are its first inputs, and a linear program.
+    That takes the residuals and the tangents of the ``moving`` inputs, and returns the tangents of all outputs that can
+    have any.
     """
     linear_programs = list[Jaxpr]()
 
@@ -273,7 +279,7 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
 
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
-    """The outputs and their tangents, computed together."""
+    """The outputs of a call and their tangents, computed together by forward derivatives."""
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
@@ -285,12 +291,12 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """The cotangents of the inputs of a call that is linear in some of them, which need not be the last."""
-    dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-    order = [*(i for i in range(len(args)) if i not in dots), *dots]
+    """The cotangents of the inputs of a call that is linear in some of them, which need not be its last inputs."""
+    linear_inputs = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    order = [*(i for i in range(len(args)) if i not in linear_inputs), *linear_inputs]
     invars = [call.program.invars[i] for i in order]
     known_inputs = [call.known_inputs[i] for i in order]
-    reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
+    reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(linear_inputs))
     cotangents = dict(zip(order, _transpose_linear(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
 
@@ -298,60 +304,66 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
 # ---- the linear part
 #
 # ``jax.checkpoint`` would put everything that the backward pass reads, activations too, behind one barrier, and compute
-# all weights at once. Here only known values get a barrier, and each weight is computed just before it is used.
+# all weights at once. Here, only known values get a barrier, and each weight is computed just before it is used.
 
 
 def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a call; weights are computed where they are read."""
+    """The outputs of a linear call, with each weight computed just before it is read."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
+    """The outputs of a linear call and their tangents.
+
+    If only the linear inputs have tangents, the tangents of the outputs are the same call on these.
+    """
     n = call.n_fixed
-    out_dots = [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
+    linear_dots = [ad.instantiate_zeros(dot) for dot in tangents[n:]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
-        return linear(call, primals), linear(call, [*primals[:n], *out_dots])
+        return linear(call, primals), linear(call, [*primals[:n], *linear_dots])
 
     def function(values: list[Any], dots: list[Any]) -> list[Any]:
         moving_values = dict(zip(moving, values, strict=True))
         return jaxprs.evaluate(call.program, [*(moving_values.get(i, x) for i, x in enumerate(primals[:n])), *dots])
 
     points, slopes = [primals[i] for i in moving], [tangents[i] for i in moving]
-    return jax.jvp(function, (points, list(primals[n:])), (slopes, out_dots))
+    return jax.jvp(function, (points, list(primals[n:])), (slopes, linear_dots))
 
 
 def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
+    """The cotangents of the inputs of a linear call, from those of its outputs; None for inputs that are not tangents.
+
+    The early half of the program, which recomputes residuals, stays as it is. Only the linear half is transposed.
+    """
     n = call.n_fixed
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
     used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
-    slopes = [cts[i] for i in used_outputs]
-    # Only what is linear is traced again.
+    out_cts = [cts[i] for i in used_outputs]
     late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
     backward, consts = jaxprs.transpose(late, call.program.invars[n:])
-    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
-    program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
-    known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
+    const_vars, ct_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
+    program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *ct_vars])
+    known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in out_cts]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
-    copied = read_as_more_than_views(call.program, call.known_inputs)
+    recomputed_from = read_as_more_than_views(call.program, call.known_inputs)
     pairs = zip(args[:n], call.program.invars, strict=False)
-    weights = [lax.optimization_barrier(x) if v in copied else x for x, v in pairs]
-    return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
+    fixed = [lax.optimization_barrier(x) if v in recomputed_from else x for x, v in pairs]
+    return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *fixed, *out_cts], known_inputs)
 
 
-def _run_beside(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a call, in a rule for derivatives.
+def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a call, where JAX differentiates with these tangents.
 
-    Where tangents are unknown yet, JAX would look for what depends on them in each equation, and split loops for it.
+    If tangents are not known yet, the call must stay one equation: JAX would search each equation of its program for
+    values that depend on them, and split loops to separate these.
     """
     is_partial = any(isinstance(dot, partial_eval.JaxprTracer) for dot in tangents)
     return (linear if is_partial else _run_linear)(call, args)
 
 
-def _run_known(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """The outputs of an equation beside unknown tangents: those of its program, if that reads nothing unknown."""
+def _partially_evaluate_linear(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """The outputs of a linear call under partial evaluation: computed if all inputs are known, else an equation."""
     values = [x.pval.get_known() for x in tracers]
     if any(x is None for x in values):
         return trace.default_process_primitive(linear.primitive, tracers, params)
@@ -359,5 +371,5 @@ def _run_known(trace: Any, *tracers: Any, **params: Any) -> Any:
 
 
 linear = CallPrimitive("reparax_linear", _run_linear, _jvp_of_linear, _transpose_linear)
-partial_eval.custom_partial_eval_rules[linear.primitive] = _run_known
+partial_eval.custom_partial_eval_rules[linear.primitive] = _partially_evaluate_linear
 recomputed_call = CallPrimitive("reparax_split", _run_call, _jvp_of_call, _transpose_call)

@@ -1,6 +1,9 @@
-"""The order of a program: a value that depends on known inputs only is delayed until just before its first use.
+"""The order of a program: values that depend on known inputs only are computed just before their first use.
 
-So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
+So only one layer's weights are in memory at a time, in the forward pass and in the backward pass. The equations that
+compute them are delayed (``reorder``). As compilers choose an order of their own, delayed equations are also made to
+depend on data that their reader needs too (``_evaluate_after``). Only the smallest values that are enough for this are
+changed (``barrier_inputs``).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +22,7 @@ from reparax.programs.jaxprs import Env, values, variables
 def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
-    """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
+    """Evaluates a program without constants like ``dependence.run``, but known values as late as possible."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def run_batch(batch: Batch, program: Jaxpr, env: Env) -> Sequence[Any]:
@@ -32,34 +35,35 @@ def run_delayed(
 
 
 def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
-    """The equations of a program, with known ones just before their first reader, if they have no effects."""
+    """The equations of a program, with those of known operands and without effects just before their first reader."""
     can_wait = [all(dependence.are_known(is_known, eqn.invars)) and not jaxprs.has_effects(eqn) for eqn in jaxpr.eqns]
-    makers = {v: i for i, eqn in enumerate(jaxpr.eqns) if can_wait[i] for v in eqn.outvars}
+    delayed = {v: i for i, eqn in enumerate(jaxpr.eqns) if can_wait[i] for v in eqn.outvars}
     batches = list[Batch]()
 
-    def add_makers(atoms: Sequence[Any], reads_beside: Sequence[Any]) -> None:
-        stack, numbers = variables(atoms), set[int]()
+    def add_delayed(needed: Sequence[Any], reads_beside: Sequence[Any]) -> None:
+        """Adds a batch of the delayed equations that compute these values, directly or indirectly."""
+        stack, numbers = variables(needed), set[int]()
         while stack:
-            number = makers.get(stack.pop())
+            number = delayed.get(stack.pop())
             if number is not None and number not in numbers:
                 numbers.add(number)
                 stack += variables(jaxpr.eqns[number].invars)
         for v in (v for number in numbers for v in jaxpr.eqns[number].outvars):
-            del makers[v]
+            del delayed[v]
         if numbers:
             batches.append(Batch([jaxpr.eqns[i] for i in sorted(numbers)], reads_beside=reads_beside))
 
     for eqn, waits in zip(jaxpr.eqns, can_wait, strict=True):
         if waits:
             continue
-        add_makers(eqn.invars, eqn.invars)
+        add_delayed(eqn.invars, eqn.invars)
         dependence.add_to_batches(batches, eqn, rule)
-    add_makers(jaxpr.outvars, ())
+    add_delayed(jaxpr.outvars, ())
     return batches
 
 
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program that compilers cannot compute before ``barrier``."""
+    """The outputs of a program, computed so that compilers cannot move it before ``barrier``."""
     waiting = barrier_inputs(program)
 
     def wait(v: Var, x: Any) -> Any:
@@ -67,51 +71,58 @@ def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[A
 
     outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
     # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
-    whole = costly(program)
+    costly = costly_outputs(program)
     pairs = zip(program.outvars, outs, strict=True)
-    return [store_whole(x) if dependence.has_tangent(v) and v in whole else x for v, x in pairs]
+    return [store_whole(x) if dependence.has_tangent(v) and v in costly else x for v, x in pairs]
 
 
 def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any], Any]) -> EquationRule:
-    """How to run equations of which some outputs are changed: as they are, and then ``change`` of each output."""
+    """A rule that runs equations with an output in ``changed`` as they are, then applies ``change`` to each output."""
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
         if changed.isdisjoint(eqn.outvars):
             return None
         program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
-        places = [eqn.invars.index(v) for v in program.invars]
-        return lambda *args: list(map(change, eqn.outvars, jaxprs.evaluate(program, [args[i] for i in places])))
+        positions = [eqn.invars.index(v) for v in program.invars]
+        return lambda *args: list(map(change, eqn.outvars, jaxprs.evaluate(program, [args[i] for i in positions])))
 
     return rule
 
 
 # ---- what must wait
 #
-# So that a program cannot run early, the smallest values from which all that costs is made must wait. A value that
-# waits is data with a zero added, and a whole weight would be a copy of it. But noise waits if its key does, and a
-# normalized weight waits if its lengths do. A transposed parameter need not wait: compilers read it in place.
+# A program cannot run early if all its large or costly values depend on values that wait. A value waits if a zero that
+# is computed from the barrier is added to it, which copies it. So only the smallest values wait that are enough: noise
+# waits if its key does, and a normalized weight waits if its lengths do. A transposed parameter need not wait, because
+# compilers read it in place.
 
 SMALL = 4
-"""A value is small if it is this many times smaller than what the program makes."""
+"""A value is small if it is this many times smaller than the largest value that the program computes."""
 FEW = 32
-"""So many cheap operations on each entry cost no more than to store it and to read it."""
+"""This many cheap operations per entry cost no more than to store the entry and read it again."""
 
 _IN_PLACE: set[type[View]] = {
     *(equations.Transpose, equations.Reshape, equations.Squeeze, equations.Copy, equations.StopGradient),
     *(equations.Vary, equations.ReadInStep),
 }
-# Compilers compute these again for each reader, instead of storing them.
+"""Equations whose output compilers read in the memory of the operand."""
+
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Negate, equations.Arithmetic),
     *(equations.Select, equations.ConvertType, equations.Bitcast, equations.Broadcast, equations.Iota, equations.Slice),
 }
-# They read their operands as arrays, however cheap these are.
+"""Equations that compilers compute again for each reader, instead of storing their output."""
+
 _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv}
+"""Equations whose operands compilers store as arrays, however cheap these are."""
 
 
 def barrier_inputs(program: Jaxpr) -> set[Var]:
-    """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
+    """The inputs and values of a program that must wait, as small as possible, so that its large or costly values wait.
+
+    Small inputs always wait.
+    """
     views = _views(program)
     operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
     targets = [v for v in jaxprs.variables([*program.outvars, *operands_of_products]) if v not in views]
@@ -132,7 +143,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
         for v in eqn.outvars:
             if not waiting.isdisjoint(operands):
                 waiting.add(v)
-            elif _bytes_of(v) > size and not _is(eqn, _CHEAP):
+            elif _bytes_of(v) > size and not _is_of(_CHEAP, eqn):
                 add_barrier(v)
     for v in targets:
         add_barrier(v)
@@ -140,7 +151,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
 
 
 def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
-    """For each value that has operands, the smallest on a way to it from the inputs, or itself."""
+    """For each value that depends on an input, the smallest value on a path from the inputs to it, perhaps itself."""
     smallest = {v: v for v in program.invars}
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
@@ -151,29 +162,29 @@ def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
 
 
 def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
-    """The known inputs from which a program computes more than views of them."""
+    """The known inputs from which a program computes other known values than views of them."""
     is_known = dependence.known_variables(program, known_inputs)
     views = _views(program)
-    copied = set[Var]()
+    needed = set[Var]()
     for eqn in reversed(program.eqns):
-        if all(dependence.are_known(is_known, eqn.invars)) and any(v not in views or v in copied for v in eqn.outvars):
-            copied.update(jaxprs.variables(eqn.invars))
-    return copied.intersection(program.invars)
+        if all(dependence.are_known(is_known, eqn.invars)) and any(v not in views or v in needed for v in eqn.outvars):
+            needed.update(jaxprs.variables(eqn.invars))
+    return needed.intersection(program.invars)
 
 
-def costly(program: Jaxpr) -> set[Var]:
-    """The outputs that take many operations for each entry, or one that is not cheap."""
-    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+def costly_outputs(program: Jaxpr) -> set[Var]:
+    """The outputs that take more than ``FEW`` cheap operations per entry, or one that is not cheap."""
+    eqn_of = {v: eqn for eqn in program.eqns for v in eqn.outvars}
 
     def cost(output: Var) -> int:
         stack = [output]
         counted = set[int]()
         total = 0
         while stack:
-            eqn = makers.get(stack.pop())
+            eqn = eqn_of.get(stack.pop())
             if eqn is not None and id(eqn) not in counted:
                 counted.add(id(eqn))
-                total += _count(eqn) if _is(eqn, _CHEAP) else FEW + 1
+                total += _count_equations(eqn) if _is_of(_CHEAP, eqn) else FEW + 1
                 stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
         return total
 
@@ -181,7 +192,7 @@ def costly(program: Jaxpr) -> set[Var]:
 
 
 def _views(program: Jaxpr) -> set[Var]:
-    """What compilers read in place, or compute from nothing."""
+    """The values that compilers read in the memory of an input, or compute from constants alone."""
     views = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
@@ -191,27 +202,27 @@ def _views(program: Jaxpr) -> set[Var]:
 
 
 def _is_view(eqn: JaxprEqn) -> bool:
-    """Whether compilers read an output in place of the operand. A broadcast to as many entries adds axes of size 1."""
-    if view_class_of(eqn) is equations.Broadcast:
+    """Whether compilers read the output of an equation in the memory of its operand."""
+    if view_class_of(eqn) is equations.Broadcast:  # to as many entries, it only adds axes of size 1
         return _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
-    return _is(eqn, _IN_PLACE)
+    return _is_of(_IN_PLACE, eqn)
 
 
-def _count(eqn: JaxprEqn) -> int:
-    """How many equations there are in an equation, or one."""
-    return sum(map(_count, _inside(eqn))) if jaxprs.is_call(eqn) else 1
+def _count_equations(eqn: JaxprEqn) -> int:
+    """The number of equations inside a call; one for any other equation."""
+    return sum(map(_count_equations, _inside(eqn))) if jaxprs.is_call(eqn) else 1
 
 
-def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
-    """Whether an equation is of one of these kinds, or a call of such equations alone."""
-    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(inner, kinds) for inner in _inside(eqn)))
+def _is_of(kinds: set[type[View]], eqn: JaxprEqn) -> bool:
+    """Whether an equation is of one of these kinds, or a call with only such equations inside."""
+    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is_of(kinds, each) for each in _inside(eqn)))
 
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of the programs in an equation."""
-    return [inner for program in jaxprs.inner(eqn) for inner in program.eqns]
+    """The equations of the programs inside an equation."""
+    return [inner for program in jaxprs.inner_programs(eqn) for inner in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:
-    """How many bytes a variable takes."""
+    """The size of a variable in bytes."""
     return size_in_bytes(v.aval)

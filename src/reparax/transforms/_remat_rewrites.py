@@ -1,7 +1,9 @@
-"""How a program is changed before it is differentiated.
+"""How ``remat`` rewrites a program before it is differentiated.
 
-``apply`` is inlined, and bodies of loops and calls are split like the whole program. Stacked weights that a scan reads
-step by step are computed step by step, in its body. Random masks are stored in bits.
+A value is known if it depends on known inputs only: parameters and keys. Every ``apply`` is inlined, so that its known
+values are visible. Bodies of loops and calls that mix known and other values recompute the known ones too. If a scan
+reads one layer of a stacked weight in each step, the weight is computed in the body, layer by layer. With
+``keep="masks"``, random masks are stored in bits.
 """
 
 import functools
@@ -24,29 +26,30 @@ from reparax.programs.steps import LARGE
 from reparax.transforms._remat_order import change_outputs, read_as_more_than_views
 
 FunctionOfBody = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
+"""Returns a function that runs a body and recomputes in its backward pass, from the body and its known inputs."""
 
 
 def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """The program with every ``apply`` inlined and constants as its first inputs, and these constants.
 
-    A ``jit`` that contains one is inlined too, so that all readers share its values.
+    A ``jit`` that contains an ``apply`` is inlined too, so that all readers share its values.
     """
-    applies = functools.cache(contains_apply)  # many equations hold one program
+    has_apply = functools.cache(contains_apply)  # many equations hold the same program
 
-    def is_opened(eqn: JaxprEqn) -> bool:
-        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
+    def is_inlined(eqn: JaxprEqn) -> bool:
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(has_apply, jaxprs.inner_programs(eqn))))
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-        if not is_opened(eqn):
+        if not is_inlined(eqn):
             return None
         inner_jaxpr, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
+    return jaxprs.inline_calls(jaxpr, is_inlined) or dependence.rewrite(jaxpr, args, rule)
 
 
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
-    """How to run the equations of a program: bodies that mix known values with others recompute too."""
+    """A rule that runs equations whose bodies mix known and other values, so that these bodies recompute too."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
@@ -54,40 +57,43 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
         known_operands = dependence.are_known(is_known, eqn.invars)
         if run_with_body is None or all(known_operands) or not any(known_operands):
             return None
-        body, consts, known = _body_with_known(eqn, known_operands)
-        if not _mixes(body, known):
+        body, consts, known = _body_with_known_inputs(eqn, known_operands)
+        if not _may_recompute(body, known):
             return None
         return functools.partial(run_with_body, functools.partial(function_of_body(body, known), *consts))
 
     return rule
 
 
-def _body_with_known(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr, Sequence[Any], Flags]:
-    """The body of an equation, its constants, which are its first inputs, and which inputs are known in every step."""
+def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr, Sequence[Any], Flags]:
+    """The body of an equation, its constants, which are its first inputs, and which inputs are known.
+
+    An input of a scan's body is known only if it is known in every step.
+    """
     body, consts = jaxprs.body(eqn)
     if not jaxprs.is_scan(eqn):
         return body, consts, with_inputs_of_apply(body, [True for _ in consts] + known_operands)
     known_operands = dependence.steady_inputs(eqn, known_operands, dependence.IsKnown())
     known = with_inputs_of_apply(body, [True for _ in consts] + known_operands)
-    body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
+    body, new_consts = _mark_reads_in_step(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
     return body, [*new_consts, *consts], [True for _ in new_consts] + known
 
 
-def _mixes(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
-    """Whether there is anything to recompute, here or in an inner program."""
+def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
+    """Whether a program computes known values, itself or perhaps in a body."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
     known_operands = ((eqn, dependence.are_known(is_known, eqn.invars)) for eqn in jaxpr.eqns)
     return any(all(known) or (any(known) and jaxprs.runner_of(eqn) is not None) for eqn, known in known_operands)
 
 
-def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
-    """The body of a scan, in which weights are marked that a step reads as they are, and constants, its first inputs.
+def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
+    """The body of a scan with large weights marked by ``read_in_step``, and its constants, which are its first inputs.
 
-    The inputs from ``start`` on are one step's slices.
+    Only weights that the body reads in place are marked. The inputs from ``start`` on are the slices of one step.
     """
-    copied = read_as_more_than_views(jaxpr, known_inputs)
+    not_in_place = read_as_more_than_views(jaxpr, known_inputs)
     slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
-    weights = {v for v, is_known in slices if is_known and v not in copied and _is_large_float(jaxprs.type_of(v))}
+    weights = {v for v, is_known in slices if is_known and v not in not_in_place and _is_large_float32(v)}
     if not weights:
         return jaxpr, []
 
@@ -98,19 +104,22 @@ def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr
     return jaxprs.consts_first(jax.make_jaxpr(with_marks)(*(v.aval for v in jaxpr.invars)))
 
 
-def _is_large_float(x: Any) -> bool:
-    """Whether an array in float32 has more than ``LARGE`` bytes."""
-    return x.dtype == jnp.float32 and size_in_bytes(x) > LARGE
+def _is_large_float32(v: Var) -> bool:
+    """Whether a variable is an array in float32 of more than ``LARGE`` bytes."""
+    return jaxprs.type_of(v).dtype == jnp.float32 and size_in_bytes(v.aval) > LARGE
 
 
 # ---- stacked weights
 #
-# A stacked weight is followed back from the scan to values that are in memory anyway: raw arrays, keys, lengths. The
-# scan reads these instead, and its body computes one step's weight, as if ``apply`` stood in the body.
+# A stacked weight is followed back from the scan to values that are in memory anyway, such as raw arrays, keys and
+# lengths. The scan reads these instead, and its body computes the weight of one step, as if it called ``apply`` itself.
 
 
 def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
-    """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
+    """The program with stacked weights computed inside the scans that read them, and its constants.
+
+    The constants are the first inputs of the program.
+    """
     if not any(map(jaxprs.is_scan, jaxpr.eqns)):
         return jaxpr, []
     is_known = dependence.known_variables(jaxpr, known_inputs)
@@ -124,7 +133,8 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
         plan = steps.plan(jaxpr, [(v, 0) for v in weights])
         other_operands = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
         new_eqn = eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)])
-        functions[id(new_eqn)] = functools.partial(_run_with_weights, eqn, plan)
+        n = len(other_operands)
+        functions[id(new_eqn)] = lambda *args: _run_scan_with_weights_inside(eqn, plan, args[:n], args[n:])
         return new_eqn
 
     program = jaxpr.replace(eqns=list(map(without_weights, jaxpr.eqns)))
@@ -134,18 +144,23 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
     return jaxprs.without_dead_code(flat), consts
 
 
-def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequence[Any]:
-    """The outputs of a scan whose body computes weights, from its other operands and what the plan reads."""
+def _run_scan_with_weights_inside(
+    eqn: JaxprEqn, plan: steps.StepPlan, operands: Sequence[Any], sources: Sequence[Any]
+) -> Sequence[Any]:
+    """The outputs of a scan that computes its slices of some weights in each step, instead of reading them stacked.
+
+    ``operands`` are its other operands, and ``sources`` are the values from which the plan computes the weights.
+    """
     jaxpr, consts = jaxprs.body(eqn)
-    start, n_operands = sum(jaxprs.scan_counts(eqn)), len(args) - len(plan.parts)
-    operands = args[:n_operands]
-    parts = list(zip(args[n_operands:], [axis for _, axis in plan.parts], strict=True))
+    start, n_operands = sum(jaxprs.scan_counts(eqn)), len(operands)
+    parts = list(zip(sources, [axis for _, axis in plan.parts], strict=True))
     sliced = [jnp.moveaxis(x, axis, 0) for x, axis in parts if axis is not None]
 
     def body(*inputs: Any) -> list[Any]:
-        """One step of the scan: its operands, then the number of the step, and its slices of what the plan reads."""
+        """One step: the inputs are those of the scan, the number of the step, and the slices of the sources."""
         consts_and_carry, other_slices, step = inputs[:start], iter(inputs[start:n_operands]), inputs[n_operands]
         slices = iter(inputs[n_operands + 1 :])
+        # In a plan, a part keeps the axis along which it is one step, with size 1. A slice of a scan has no such axis.
         values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
         outputs = zip(plan.outputs, plan.run(step, values), strict=True)
         weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in outputs}
@@ -158,9 +173,11 @@ def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequen
 
 
 def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
-    """Whether one step's part of a value is computed from inputs and small values, and large arrays are involved.
+    """Whether a stacked value should be computed inside a scan, step by step, instead of before it.
 
-    The cotangents of what it is computed from are large too, if that is large.
+    It should if this saves memory: the value, or a stacked array that it is computed from, has more than ``LARGE``
+    bytes, and what must be stored for the scan besides the inputs of the program has at most half of this size. A
+    stacked array counts because its cotangent is as large.
     """
     if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
         return False
@@ -172,16 +189,17 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
 
 # ---- random masks
 #
-# A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing
-# else reads. Eight of its entries are one byte, which has a name in the program, so ``recomputing_program`` stores it.
+# A mask is a boolean array that is computed from a key, such as that of dropout, and whose random numbers nothing else
+# reads. Eight of its entries are packed into one byte. The bytes have a name in the program (``STORED``), by which
+# ``recomputing_program`` knows that they are stored.
 
 SMALLEST_MASK = 1024
-"""Masks of fewer entries are drawn again: to store them saves no time."""
+"""Masks of fewer entries are drawn again, because storing them saves no time."""
 
 
 def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
-    """The program whose masks are read from bits, with constants as its first inputs, and these."""
-    masks = _masks(jaxpr, known_inputs)
+    """The program with its masks read from stored bits and constants as its first inputs, and these constants."""
+    masks = _masks_to_store(jaxpr, known_inputs)
     if not masks:
         return jaxpr, []
 
@@ -191,12 +209,12 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
     return dependence.rewrite(jaxpr, args, change_outputs(jaxpr, masks, change))
 
 
-def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
-    """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
+def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
+    """The masks computed from known inputs. Random numbers are drawn only for these masks."""
     random_arrays = _random_arrays_by_mask(jaxpr, dependence.known_variables(jaxpr, known_inputs))
     masks = set(random_arrays)
     while True:
-        needed = _needed_beside(jaxpr, masks)
+        needed = _needed_if_stored(jaxpr, masks)
         remaining_masks = {v for v in masks if random_arrays[v].isdisjoint(needed)}
         if remaining_masks == masks:
             return masks
@@ -204,16 +222,19 @@ def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
 
 
 def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var, set[Var]]:
-    """For each mask that is made from known inputs, what is drawn for it, in as many entries or more."""
+    """For each large mask computed from known inputs, the random arrays behind it of at least as many entries.
+
+    A random array is any array that is computed from a key and is not boolean.
+    """
     key_type = jax.dtypes.prng_key
-    sources = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
+    arrays_behind = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
     random_arrays = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
-        operand_sources = [sources[v] for v in jaxprs.variables(eqn.invars) if v in sources]
-        if not operand_sources:
+        arrays_behind_operands = [arrays_behind[v] for v in jaxprs.variables(eqn.invars) if v in arrays_behind]
+        if not arrays_behind_operands:
             continue
-        arrays = set[Var]().union(*operand_sources)
-        sources.update((v, arrays if _is_bool(v) else {*arrays, v}) for v in eqn.outvars)
+        arrays = set[Var]().union(*arrays_behind_operands)
+        arrays_behind.update((v, arrays if _is_bool(v) else {*arrays, v}) for v in eqn.outvars)
         if not all(map(_is_bool, eqn.invars)):
             masks = [v for v in eqn.outvars if _is_bool(v) and is_known[v] and _packed_axis(v.aval) is not None]
             random_arrays.update(
@@ -222,8 +243,8 @@ def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var
     return random_arrays
 
 
-def _needed_beside(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
-    """What a program computes if these masks are read from memory."""
+def _needed_if_stored(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
+    """The values that a program still needs if these masks are stored."""
     needed = set(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
         if any(v in needed and v not in masks for v in eqn.outvars):
@@ -232,12 +253,15 @@ def _needed_beside(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
 
 
 def _is_bool(v: Any) -> bool:
-    """Whether a variable is of truth values."""
+    """Whether a variable is a boolean array."""
     return v.aval.dtype == jnp.bool_
 
 
 def _packed_axis(type_: Any) -> int | None:
-    """The first axis whose entries can be packed by eights on the device where they lie; None for small arrays."""
+    """The first axis whose entries can be packed into bytes: not sharded by its type, its size a multiple of 8.
+
+    None if there is no such axis, or if the array is small or its shape is symbolic.
+    """
     if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < SMALLEST_MASK:
         return None
     sizes = zip(type_.shape, type_.sharding.spec, strict=True)
@@ -245,7 +269,7 @@ def _packed_axis(type_: Any) -> int | None:
 
 
 def _read_from_bits(mask: Array) -> Array:
-    """A mask, read from its bits, of which eight along an axis are one byte."""
+    """A mask, packed into bytes along an axis and unpacked again; the bytes have the name ``STORED``."""
     axis = _packed_axis(jax.typeof(mask))
     assert axis is not None
     groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)

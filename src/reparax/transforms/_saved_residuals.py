@@ -29,11 +29,11 @@ class Kept:
     """One array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for an array computed from named arguments only,
+      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed from these only,
         ``"activations"`` for all others.
       type: Its dtype and shape.
       bytes: Its size.
-      origin: The path of the argument, or the line of source that made it.
+      origin: The path of the argument, or the line of source that computed it.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class SavedResiduals:
     kept: tuple[Kept, ...]
 
     def bytes(self, kind: str | None = None) -> int:
-        """The total size, or that of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
+        """The total size, or the size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
 
         Raises:
           ValueError: If ``kind`` is none of these.
@@ -73,9 +73,10 @@ class SavedResiduals:
         return "\n".join(lines)
 
     def _lines(self, kind: str) -> list[str]:
-        """A line for each array of a kind, or for several that are alike, the largest first."""
+        """The lines for the arrays of a kind, the largest first; similar arrays share a line."""
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
-        folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)  # a line of source is no path
+        # Only parameters have paths, which can be folded into one if they differ in a number.
+        folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)
         largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
         types = [f"{line.times}{line.value[0]}" for line in largest_first]
         width = max([20, *map(len, types)])
@@ -95,15 +96,15 @@ def saved_residuals(
     Args:
       fun: The loss.
       args: Its arguments, or their shapes and dtypes.
-      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are taken of their
-        floating-point arrays.
+      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are taken with respect to
+        their floating-point arrays.
       has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, whose repr is a table. ``report.kept`` holds arrays, with their ``kind``, ``type``, ``bytes`` and
-      ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")``, ``"weights"`` or
-      ``"activations"`` that of one kind.
+      A report, whose repr is a table. ``report.kept`` holds the arrays, with their ``kind``, ``type``, ``bytes`` and
+      ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")`` is the size of one kind, and so
+      are ``"weights"`` and ``"activations"``.
 
     Raises:
       TypeError: If no named argument holds a floating-point array, or ``argnums`` is wrong as for :func:`remat`.
@@ -128,20 +129,20 @@ def saved_residuals(
       0
     """
     options = given_options(argnums=argnums, has_aux=has_aux)
-    who = check_call("saved_residuals", fun, argnums, among_its_own=options)
+    who = check_call("saved_residuals", fun, argnums, own_options=options)
     check_this_jax()
     return _report(who, fun, argnums, args, kwargs)
 
 
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
-    """What is stored for the gradient of a function, on a JAX whose jaxprs can be read."""
+    """What is stored for the gradient of a function, without a check of the installed JAX."""
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
     operands = [i for i, flags in enumerate(zip(is_floating, arguments.is_chosen, strict=True)) if all(flags)]
     if not operands:
         raise TypeError(
-            f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
-            f"Pass the parameters first, or name them by argnums."
+            f"{who} found no floating-point array among the arguments that are parameters, so there is no gradient to "
+            f"take. Pass the parameters first, or name them by argnums."
         )
     traced_loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
     loss, constants = jaxprs.consts_first(traced_loss)
@@ -163,7 +164,10 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
 
 
 def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *arrays: Any) -> list[Any]:
-    """What is stored for the gradients of the first output of a program with respect to some arrays."""
+    """The values stored for the gradient of the first output of a program with respect to the ``operands``.
+
+    These are numbers of ``arrays``, which are the inputs of the program after its constants.
+    """
 
     def first_output(*values: Any) -> Any:
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
@@ -177,29 +181,33 @@ def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *
 
 @functools.cache
 def check_this_jax() -> None:
-    """Raises an error if this JAX writes jaxprs in an unknown way: in small programs nothing would be recomputed."""
+    """Raises an error if the jaxprs of the installed JAX differ so much that nothing would be recomputed."""
     jaxprs.check_this_jax(_is_compatible)
 
 
 def _is_compatible() -> bool:
-    """Whether weights are told from data through all calls, and a network stores them without ``remat`` alone."""
+    """Whether small programs are read correctly.
+
+    Weights must be distinguished from data through each kind of call, and a network must store its weights without
+    ``remat`` but not with it.
+    """
     args = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
     program, consts = jaxprs.consts_first(jax.make_jaxpr(_weight_and_data)(*args))
     is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
 
     def recomputed(w: Array, x: Array) -> Array:
         network, consts = jaxprs.consts_first(jax.make_jaxpr(_network)(w, x))
-        # No input is known: apply alone marks the weights.
+        # No input is declared as known, so only the mark of ``apply`` shows which values are weights.
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
 
     kinds, new_kinds = ([array.kind for array in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
-    tells_weights = dependence.are_known(is_known, program.outvars) == [True, False]
+    finds_weights = dependence.are_known(is_known, program.outvars) == [True, False]
     recomputes = WEIGHTS in kinds and WEIGHTS not in new_kinds
-    return tells_weights and recomputes and kinds.count(ACTIVATIONS) == new_kinds.count(ACTIVATIONS)
+    return finds_weights and recomputes and kinds.count(ACTIVATIONS) == new_kinds.count(ACTIVATIONS)
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """A value that depends on weights only, and one that does not, through each kind of call."""
+    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call."""
 
     def pair(w: Array, x: Array) -> tuple[Array, Array]:
         return jnp.sin(w), x @ w
@@ -213,5 +221,5 @@ def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """A small network with the weight of an ``apply``."""
+    """A small network whose weight is computed in the way of ``apply``."""
     return jaxprs.small_network(recompute(lambda w, _: jnp.sin(w), w, None), x)

@@ -204,7 +204,7 @@ def test_what_stores_takes_the_base_by_the_path_of_the_array():
 
 def test_a_stage_that_takes_bases_cannot_select_what_is_added():
     p = rpx.Quantized("int8", where="dense/kernel/a") >> rpx.LoRA(2)
-    with pytest.raises(ValueError, match="no path matches 'dense/kernel/a' as a whole"):
+    with pytest.raises(ValueError, match="no whole path matches 'dense/kernel/a'"):
         init(p, model(), jax.random.key(0))
 
 

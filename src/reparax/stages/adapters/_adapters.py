@@ -19,17 +19,17 @@ from reparax.core.roles import INPUTS
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import (
     check_flag,
+    check_integer,
     check_known_number,
     check_number,
-    check_positive_whole,
-    check_whole,
-    is_whole,
+    check_positive_integer,
+    is_integer,
     number_that,
     one_of,
     optional,
 )
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.linalg import adjoint, product, rank_error, why_not_divisible
+from reparax.numerics.linalg import adjoint, not_divisible_error, product, rank_error
 from reparax.numerics.threefry import bits
 
 _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a finite number that is not negative.")
@@ -168,7 +168,7 @@ class Gain(Reparametrization):
 
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
     """At least one whole number from 0 on, all different."""
-    if not isinstance(value, tuple | list) or not all(is_whole(item) and item >= 0 for item in value):
+    if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes whole numbers from 0 on as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
         raise ValueError(f"{who} got {name}={value}, but takes different numbers, at least one.")
@@ -260,14 +260,14 @@ class Rotated(RowsAndColumns):
       Finetuning*, 2023.
     """
 
-    num_blocks: int = field(check_positive_whole)
+    num_blocks: int = field(check_positive_integer)
     block_share: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
     any_matrix: ClassVar[bool] = False
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.num_blocks, 1), w)
+        return not_divisible_error((self.num_blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         eye = jnp.eye(w.shape[0] // self.num_blocks, dtype=w.dtype)
@@ -386,7 +386,7 @@ class LoRA(RowsAndColumns):
       2023.
     """
 
-    rank: int = field(check_positive_whole)
+    rank: int = field(check_positive_integer)
     alpha: FieldOf[OneNumber | None] = field(by_array(optional(check_number)), default=None)
     use_rslora: bool = field(check_flag, default=False, kw_only=True)
     init_weights: Start = field(one_of(Start), default="kaiming", kw_only=True)
@@ -505,9 +505,9 @@ class VeRA(RowsAndColumns):
       Kopiczko, Blankevoort and Asano, *VeRA: Vector-based Random Matrix Adaptation*, 2024.
     """
 
-    rank: int = field(check_positive_whole)
+    rank: int = field(check_positive_integer)
     d_initial: float = field(check_known_number, default=0.1)
-    seed: int = field(check_whole, default=0, kw_only=True)
+    seed: int = field(check_integer, default=0, kw_only=True)
 
     kind: ClassVar[str] = "vera"
     raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}

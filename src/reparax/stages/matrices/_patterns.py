@@ -18,17 +18,17 @@ from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, main
-from reparax.numerics.arguments import check_function, check_positive_whole, check_whole, one_of, optional
+from reparax.numerics.arguments import check_function, check_integer, check_positive_integer, one_of, optional
 from reparax.numerics.arithmetic import softplus_inverse, widened
 from reparax.numerics.linalg import (
     adjoint,
     as_blocks,
     identity,
+    not_divisible_error,
     not_square_error,
     product,
     rank_error,
     resolution,
-    why_not_divisible,
 )
 from reparax.numerics.terms import Term
 
@@ -305,12 +305,12 @@ class BlockDiagonal(RowsAndColumns, Constraint):
              [0., 0., 1., 1.]], dtype=float32)
     """
 
-    num_blocks: int = field(check_positive_whole)
+    num_blocks: int = field(check_positive_integer)
 
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.num_blocks, self.num_blocks), w)
+        return not_divisible_error((self.num_blocks, self.num_blocks), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         diagonal = jnp.diagonal(as_blocks(w, self.num_blocks, self.num_blocks), axis1=-4, axis2=-2)
@@ -530,7 +530,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
       programming algorithm for solving semidefinite programs via low-rank factorization*, 2003.
     """
 
-    rank: int | None = field(optional(check_whole), default=None)
+    rank: int | None = field(optional(check_integer), default=None)
 
     raw_values: ClassVar[Values] = {"x": main(axes=("rows", "rank"))}
     square: ClassVar[bool] = True

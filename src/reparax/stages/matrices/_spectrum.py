@@ -15,19 +15,19 @@ from reparax.core.constraint import Constraint, is_near
 from reparax.core.fields import field
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_positive_whole, check_two, check_whole, number_that
+from reparax.numerics.arguments import check_integer, check_positive_integer, check_two, number_that
 from reparax.numerics.arithmetic import inlined, softplus_inverse, widened
 from reparax.numerics.linalg import (
     adjoint,
     as_blocks,
     is_zero,
+    not_divisible_error,
     not_square_error,
     polar,
     product,
     rank_error,
     resolution,
     unit,
-    why_not_divisible,
     without_reflection,
 )
 from reparax.stages.matrices._orthogonal import cayley
@@ -73,7 +73,7 @@ class LowRank(RowsAndColumns, Constraint):
       Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
     """
 
-    rank: int = field(check_positive_whole)
+    rank: int = field(check_positive_integer)
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
     transposes: ClassVar[bool] = True
@@ -144,7 +144,7 @@ class Kronecker(RowsAndColumns, Constraint):
     random_init: ClassVar[Any] = False  # only rows of zeros are drawn
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible(self.shape, w)
+        return not_divisible_error(self.shape, w)
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w), key))
@@ -279,7 +279,7 @@ class FixedRank(_BoundedBelow):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    rank: int = field(check_whole)
+    rank: int = field(check_integer)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w)

@@ -17,7 +17,7 @@ from reparax.core.roles import OUTPUTS, VECTORS
 from reparax.core.values import Values, aux, main
 from reparax.numerics.arguments import check_flag
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.linalg import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
+from reparax.numerics.linalg import is_zero, max_abs, norm, scale_near_one, unit, with_length, with_length_detached
 
 
 class _OfChannels(Reparametrization):
@@ -165,7 +165,7 @@ class WeightStandardization(_OfChannels, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         x, axes = widened(v), other_axes(self.axis, v)
-        x = x / scale(x, axes).astype(x.dtype)
+        x = x / max_abs(x, axes).astype(x.dtype)
         deviation = x - jnp.mean(x, axis=axes, keepdims=True)
         return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)
 

@@ -16,7 +16,7 @@ from reparax.core.constraint import Constraint
 from reparax.core.fields import field
 from reparax.core.matrices import MatrixAxes, merge_axes
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_positive_whole, is_whole, optional
+from reparax.numerics.arguments import check_positive_integer, is_integer, optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import inverse, unit
 
@@ -29,16 +29,16 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
     """The shape of an image, without empty axes."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if not sizes or not all(is_whole(size) and size > 0 for size in sizes):
+    if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
     return tuple(map(int, sizes))
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
     """An integer of at least 1, or one for each axis of an image."""
-    if is_whole(value) and value > 0:
+    if is_integer(value) and value > 0:
         return int(value)
-    if isinstance(value, tuple | list) and value and all(is_whole(size) and size > 0 for size in value):
+    if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
         return tuple(map(int, value))
     raise TypeError(f"{who} takes an integer of at least 1 as {name}, or one for each axis, but got {value!r}.")
 
@@ -47,7 +47,7 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
     """A word, a number of zeros on each side, or a pair of such numbers for each axis."""
     if type(value) is str and value in _PADDINGS:
         return value
-    if is_whole(value) and int(value) >= 0:
+    if is_integer(value) and int(value) >= 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
         return tuple((int(low), int(high)) for low, high in value)
@@ -59,7 +59,7 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
 
 def _is_pair(value: Any) -> bool:
     """Whether a value is two whole numbers, neither of them negative."""
-    return isinstance(value, tuple | list) and len(value) == 2 and all(is_whole(n) and n >= 0 for n in value)
+    return isinstance(value, tuple | list) and len(value) == 2 and all(is_integer(n) and n >= 0 for n in value)
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,12 @@ class SpectralNorm(MatrixAxes, Constraint):
       Continuity*, 2021.
     """
 
-    n_steps: int = field(check_positive_whole, default=1)
+    n_steps: int = field(check_positive_integer, default=1)
     input_shape: tuple[int, ...] | None = field(optional(check_input_shape), default=None, kw_only=True)
     strides: Sizes = field(check_sizes, default=1, kw_only=True)
     padding: Padding = field(check_padding, default="SAME", kw_only=True)
     kernel_dilation: Sizes = field(check_sizes, default=1, kw_only=True)
-    feature_group_count: int = field(check_positive_whole, default=1, kw_only=True)
+    feature_group_count: int = field(check_positive_integer, default=1, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True

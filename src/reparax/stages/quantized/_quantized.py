@@ -17,7 +17,7 @@ from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
-from reparax.numerics.arguments import check_flag, check_known_positive_number, check_positive_whole, one_of, optional
+from reparax.numerics.arguments import check_flag, check_known_positive_number, check_positive_integer, one_of, optional
 from reparax.numerics.arithmetic import inlined, widened
 from reparax.stages.quantized._formats import (
     FORMATS,
@@ -105,8 +105,8 @@ def faces_down(x: Array, blocks: Grid) -> Array:
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
     """The size of blocks: one whole number, or one for each axis."""
     if isinstance(value, tuple | list) and value:
-        return tuple(check_positive_whole(size, who, name) for size in value)
-    return check_positive_whole(value, who, name)
+        return tuple(check_positive_integer(size, who, name) for size in value)
+    return check_positive_integer(value, who, name)
 
 
 Calibration = Literal["absmax", "rms", "fixed"]

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from reparax.core.checks import locate_errors
 from reparax.core.config import as_python, register_class
 from reparax.core.paths import PyTree, describe, items, path_text
-from reparax.numerics.arguments import check_whole
+from reparax.numerics.arguments import check_integer
 from reparax.numerics.arithmetic import is_array
 
 Axis = tuple[str, ...]
@@ -55,7 +55,7 @@ class Concat:
         parts: Any = self.parts
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
             raise TypeError(f"Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got {parts!r}.")
-        if check_whole(self.axis, "Concat", "axis") < 0:
+        if check_integer(self.axis, "Concat", "axis") < 0:
             raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
             object.__setattr__(self, name, as_python(value))

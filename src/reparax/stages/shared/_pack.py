@@ -19,8 +19,8 @@ from reparax.core.paths import describe
 from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node
 from reparax.core.site import Site, site_of
 from reparax.core.values import OTHERS, RawValues, Values, main
-from reparax.core.where import matches, nearest
-from reparax.numerics.arguments import check_whole
+from reparax.core.where import match_paths, nearest
+from reparax.numerics.arguments import check_integer
 from reparax.stages.shared._cells import (
     Block,
     Concat,
@@ -98,7 +98,8 @@ class _Rearranged(Parametrization):
     def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
         """The cells that ``where`` selects, each with its arrays by their relative paths."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
-        selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
+        all_cells = [cell for cell, _, _ in candidates if cell is not None]
+        selected = {match[0] for match in match_paths(self.where, all_cells)}
         cells: dict[str, dict[str, Leaf]] = {}
         for cell, path, leaf in candidates:
             if cell not in selected:
@@ -199,7 +200,7 @@ def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
     """Sizes as pairs of names and numbers; raises an error for anything else."""
     if not isinstance(sizes, Mapping | tuple | list):
         raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
-    return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
+    return tuple(sorted((name, check_integer(size, who, name)) for name, size in dict(sizes).items()))
 
 
 def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
@@ -328,11 +329,11 @@ class CudnnLSTM(Reparametrization):
       Appleyard, Kociský and Blunsom, *Optimizing Performance of Recurrent Neural Networks on GPUs*, 2016.
     """
 
-    input_size: int = field(check_whole)
-    hidden_size: int = field(check_whole)
-    num_layers: int = field(check_whole, default=1, kw_only=True)
+    input_size: int = field(check_integer)
+    hidden_size: int = field(check_integer)
+    num_layers: int = field(check_integer, default=1, kw_only=True)
     bidirectional: bool = field(default=False, kw_only=True)
-    biases: int = field(check_whole, default=2, kw_only=True)
+    biases: int = field(check_integer, default=2, kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating

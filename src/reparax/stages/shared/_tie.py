@@ -21,7 +21,7 @@ from reparax.core.paths import Names, describe
 from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
-from reparax.core.where import decides_nothing, matches, nearest
+from reparax.core.where import match_paths, nearest, why_never_applies
 from reparax.numerics.arguments import one_of
 
 Transform = Callable[..., Array]
@@ -120,7 +120,7 @@ class Tie(Parametrization):
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
         """Raises an error if a target has no place in a raw tree with these paths."""
         for target, _, _ in self.ties:
-            if not matches(target, _alike(target, places)):
+            if not match_paths(target, _alike(target, places)):
                 raise ValueError(
                     f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
                     f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
@@ -173,11 +173,11 @@ class Tie(Parametrization):
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
         expression_of = dict[str, str]()  # the first that matches a path decides
         for target, source, transform in self.ties:
-            matched = matches(target, _alike(target, places))
+            matched = match_paths(target, _alike(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
             if matched and not new_matches:
                 path = matched[0][0]
-                raise ValueError(f"{who} got a source for {decides_nothing(target, path, expression_of[path])}")
+                raise ValueError(f"{who} got a source for {why_never_applies(target, path, expression_of[path])}")
             ties = [
                 (match[0], tuple(_expand_source(who, match, path, places) for path in _as_tuple(source)))
                 for match in new_matches

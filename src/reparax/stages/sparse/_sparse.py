@@ -24,10 +24,10 @@ from reparax.core.raw import Flat, Leaf, is_mark, kind_of
 from reparax.core.roles import CHANNELS
 from reparax.core.site import Site
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
+from reparax.numerics.arguments import check_integer, check_number, is_integer, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
-from reparax.numerics.linalg import scale
-from reparax.numerics.select import largest, largest_of_all
+from reparax.numerics.linalg import max_abs
+from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
 class Freeze(Reparametrization):
@@ -174,8 +174,8 @@ class NByM(_Masked, Constraint):
       Scratch*, 2021.
     """
 
-    n: int = field(check_whole)
-    m: int = field(check_whole)
+    n: int = field(check_integer)
+    m: int = field(check_integer)
     along: Axis = field(axes.check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": CHANNELS}
@@ -198,7 +198,7 @@ class NByM(_Masked, Constraint):
         axis = axes.position(self.along, w)
         rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
-        keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
+        keep = jnp.vectorize(lambda group: mask_largest(group, self.n), signature="(m)->(m)")(groups)
         return mask_values(w, jnp.moveaxis(keep.reshape(rows.shape), -1, axis))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
@@ -214,7 +214,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 def _check_share(value: Any, who: str, name: str) -> Any:
     """A share of the weights; an error for numbers that may mean a count: 1, and a traced integer."""
-    if is_whole(value) and value == 1:
+    if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
             f"`{who}(count=1)`."
@@ -235,7 +235,7 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 
 def check_count(value: Any, who: str, name: str) -> int:
     """A number of weights."""
-    if check_whole(value, who, name) < 0:
+    if check_integer(value, who, name) < 0:
         raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
     return int(value)
 
@@ -311,7 +311,7 @@ class _Prune(_Masked, Constraint):
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
-        return mask_values(w, largest(scores, count_left(self, scores.size)))
+        return mask_values(w, mask_largest(scores, count_left(self, scores.size)))
 
 
 _ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greater than 0.", known=True)
@@ -437,7 +437,7 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
         return x
     if order == math.inf:
         return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
-    x = x / scale(x, axes.count_from_front(None, x))
+    x = x / max_abs(x, axes.count_from_front(None, x))
     return jnp.sum(x**order, axis=axes.other_axes(axis, w), keepdims=True)
 
 
@@ -466,7 +466,7 @@ class _Regrow(_Masked, Constraint):
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
-        mask = largest(scores, count_left(self, w.size))
+        mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
@@ -480,8 +480,8 @@ class _Regrow(_Masked, Constraint):
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
-        survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
-        grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
+        survivors = mask_largest(jnp.where(active, size, hidden), count - n_dropped)
+        grown = mask_largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
         mask = (survivors | grown).astype(values["mask"].dtype)
         return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
 
@@ -628,5 +628,5 @@ class GlobalMagnitudePruning(Joint):
         if (wrong := count_error(self, size)) is not None:
             raise ValueError(wrong)
         scores = [jnp.abs(widened(masked["w"])).astype(float) for masked in values.values()]
-        kept = zip(values.items(), largest_of_all(scores, count_left(self, size)), strict=True)
+        kept = zip(values.items(), mask_largest_of_all(scores, count_left(self, size)), strict=True)
         return {place: {"mask": keep.astype(masked["mask"].dtype)} for (place, masked), keep in kept}

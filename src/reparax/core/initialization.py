@@ -1,0 +1,200 @@
+"""``init``: the stages of a chain, from the last to the first, replace arrays by their initial raw values.
+
+:func:`initialize` does so for all stages, and :func:`initialize_sites` for the sites of one stage. :func:`follow_axes`
+does the same with types alone, and finds which axis of a parameter each axis of a raw value follows: in ``g`` of shape
+(1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings, axis names in flax
+boxes and the roles of axes are passed on to raw values in this way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from reparax.core.boxes import axis_entries, boxes_of_values
+from reparax.core.checks import locate_errors
+from reparax.core.config import is_of_package
+from reparax.core.origins import Origins, compose, keep_origins, probe_origins
+from reparax.core.paths import types_of_result
+from reparax.core.random import keys_of_draws
+from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
+from reparax.core.site import Site, Stages, stage_key
+from reparax.core.values import RawValues, value_of
+from reparax.numerics.arithmetic import is_inexact
+
+
+def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
+    """The raw tree of a model's parameters."""
+    tree = params
+    for i, stage in reversed(list(enumerate(stages))):
+        tree = initialize_sites(stage.sites("init", tree.before(stages[i + 1 :])), tree, key)
+    return tree
+
+
+def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
+    """The tree with the arrays at the sites of one stage replaced by raw values.
+
+    What ``init`` returns is checked once for each group of sites with equal stages and types.
+    """
+    with_markers = [site for site in sites if site.nodes]
+    init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
+    for i, site in enumerate(with_markers):
+        if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
+            raise TypeError(
+                f"{site.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
+            )
+        arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in site.arrays.items()}
+        with locate_errors(site.who):
+            values = site.stage._init_at(site, arrays, init_keys.get(i))
+            if (group := (stage_key(site.stage), *_types_of({"": arrays, **values}))) not in checked:
+                site.stage._check_init(values, arrays)
+                checked.add(group)
+                if not (is_of_package(type(site.stage)) or site.stage.starts_elsewhere or site.stage.changes_type):
+                    _warn_if_no_inverse(site, values, arrays, init_keys.get(i))
+        swaps += _swaps(site, values)
+    return tree.swap(swaps)
+
+
+def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
+    """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
+
+    It tries the array of the initial ``values`` and, unless ``init`` takes a key, that of slightly perturbed ones.
+    """
+    if any(isinstance(x, Tracer) for x in arrays.values()):
+        return
+    stage, rng, error = site.stage, np.random.default_rng(0), 0.0
+
+    def apply(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return apply(stage._init_at(site, arrays, key))
+
+    def perturb(value: str, x: Array) -> Array:
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
+        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
+        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
+
+    with suppress(Exception):  # A user's formula may raise any error on values that training never reaches.
+        candidates = [apply(values)]
+        if key is None:
+            perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
+            candidates.append(apply(perturbed))
+            if any(declared.fixed for declared in stage.raw_values.values()):  # these fit the initial values only
+                candidates[1] = apply_after_init(candidates[1])
+        pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
+        error = max(_relative_error(x, w) for w, x in pairs)
+    if error > 0:
+        init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
+        method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
+        warnings.warn(
+            f"{site.who}: {init} does not invert {method}: for an array w that {method} has computed, "
+            f"{method}({init}(w)) differs by {error:.2g} of the largest entry, so training may not start at your "
+            f"weights. Correct one of the two, or set `starts_elsewhere = True` in the class if this is intended.",
+            stacklevel=2,
+        )
+
+
+def _relative_error(x: Array, w: Array) -> float:
+    """The largest difference between two arrays, divided by the largest magnitude in ``w``.
+
+    It is 0 if the difference may be rounding, or if ``w`` is not finite.
+    """
+    tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
+    x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
+    largest = float(jnp.max(jnp.abs(w), initial=0))
+    difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf))
+    return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
+
+
+def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
+    """The key for each site of a stage with a random ``init``, by the index of the site; empty for other stages.
+
+    Without a ``key``, each of them is None.
+    """
+    drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
+    if not drawing:
+        return {}
+    draws = [(next_number(site.arrays["w"], site.stage.kind), str(site.draw_path)) for site in drawing.values()]
+    return dict(zip(drawing, keys_of_draws(key, sites[0].stage.kind, draws), strict=True))
+
+
+def _types_of(arrays: RawValues) -> list[Any]:
+    """The names and types of arrays, as hashable tuples."""
+    return [(name, value, x.shape, x.dtype) for name, of_one in arrays.items() for value, x in of_one.items()]
+
+
+def _swaps(site: Site, values: RawValues) -> list[Swap]:
+    """The swaps that replace the arrays of a site by raw values."""
+    return [([place], site.raw_values(name, values[name])) for name, place in site.arrays.items()]
+
+
+def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
+    """The raw tree with types in place of arrays, and the axis of a parameter that each of its axes follows.
+
+    If the axes of ``params`` follow those of other arrays themselves, ``origins`` says which. Sites with equal stages,
+    formulas and types are traced only once.
+    """
+    tree = params.types()
+    followed = keep_origins(tree.arrays) if origins is None else dict(origins)
+    for i, stage in reversed(list(enumerate(stages))):
+        swaps, found = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
+        for site in stage.sites("init", tree.before(stages[i + 1 :])):
+            if not site.nodes:
+                continue
+            types = {name: tree.arrays[place] for name, place in site.arrays.items()}
+            group = stage_key(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
+            if group not in found:
+                found[group] = _follow_axes_at(site, types)
+            values, origins_of_values = found[group]
+            swaps += _swaps(site, values)
+            followed |= _origins_at(site, values, origins_of_values, followed)
+        tree = tree.swap(swaps)
+    return tree, followed
+
+
+def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins]:
+    """The types of the raw values of a site, and the axes of the site's own arrays that their axes follow."""
+
+    def init(arrays: Mapping[str, Any]) -> RawValues:
+        values = site.stage._init_at(site, arrays, None)
+        if len(arrays) > 1:  # A probe that doubles only one of several equal lengths is to fail here.
+            site.stage._check_init(values, arrays)
+        return values
+
+    with locate_errors(site.who):
+        return types_of_result(init, types), probe_origins(init, types)
+
+
+def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origins) -> Origins:
+    """The parameter axes that the axes of a site's raw values follow, by the places of the values.
+
+    ``origins`` are those of the values with respect to the site's arrays, by name, and ``earlier`` those of the arrays.
+    """
+    found = Origins()
+    for name in site.arrays:
+        for place in site.raw_values(name, values[name]):
+            if (name, place[-1]) in origins:
+                (source,), axes = origins[name, place[-1]]
+                found[place] = compose(earlier[site.arrays[source]], axes)
+    return found
+
+
+def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
+    """The raw tree with a flax box around each raw value of a boxed parameter."""
+    boxes = params.frame.boxes
+    if not boxes:
+        return raw
+    kinds = {kind_of(name) for place in raw.arrays for name in place if is_mark(name)}
+    has_names = any(axis_entries(box) is not None for box in boxes.values())
+    origins = follow_axes([stage for stage in stages if stage.kind in kinds], params)[1] if has_names else Origins()
+    return replace(raw, boxes=boxes_of_values(boxes, params.arrays, raw.arrays, origins))
