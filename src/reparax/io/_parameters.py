@@ -144,6 +144,11 @@ class Entry:
     orthogonal_map: str | None = None
     style: str = "parametrizations"
 
+    @property
+    def has_other_order(self) -> bool:
+        """Whether the axes are in another order in torch; for a matrix, this means that it is transposed."""
+        return axis_order(self.layout, len(self.shape)) != tuple(range(len(self.shape)))
+
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
         """This entry, with a known layout if one of its tensors in torch shows that it is a convolution.
 
@@ -161,7 +166,7 @@ class Entry:
 
     def transposed(self) -> Self:
         """The entry of the transposed matrix, for the same tensor."""
-        layout = "kernel" if axis_order(self.layout, 2) == (0, 1) else "same"
+        layout = "same" if self.has_other_order else "kernel"
         return replace(self, shape=self.shape[::-1], layout=layout)
 
     def slice_of(self, x: Any) -> Any:

@@ -120,16 +120,16 @@ class AdaptedArray:
         """A value of the stage that produces this array, such as the ``v`` of a WeightNorm."""
         return replace(self, place=self.plan.producers[self.place][1][name])
 
-    def error_of_other_stages(self, name: str) -> ValueError:
-        """The error to raise if a value is produced by a stage that is not part of an adapter."""
+    def error_of_other_stage(self, name: str) -> ValueError:
+        """The error to raise if a value is produced by a stage that does not belong to an adapter."""
         return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
 
     def raw_array(self, place: str) -> Array:
-        """The raw array at a place such as ``@gain/g``. Raises an error if another stage produces it."""
+        """The raw array at a place below, such as ``@gain/g``. Raises an error if another stage produces it."""
         _, name, *below = place.split("/", 2)
         value = self.value(name)
         if (value.producer and f"@{value.producer.kind}") != (below[0].partition("/")[0] if below else None):
-            raise self.error_of_other_stages(name)
+            raise self.error_of_other_stage(name)
         return value.raw_array(below[0]) if below else self.target.slice_of(self.plan.raw.arrays[value.place])
 
     def tensors(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 Each method is a row of ``METHODS``. It groups its settings by kind, such as "flag" or "names"; a kind is a row of
 ``_KINDS``, which checks a value. The functions below :func:`read_config` tell what the settings mean for a module or a
-tensor, by PEFT's own rules: most of them match names from the configuration with the ends of the names of modules.
+tensor, by PEFT's own rules. Most of these rules match names in the configuration with the ends of module names.
 """
 
 import re
@@ -35,7 +35,7 @@ class Method:
 
     def suffix_of(self, name: str) -> str | None:
         """The suffix with which a name ends, or None."""
-        return next((end for end in self.suffixes if name.endswith(f".{end}")), None)
+        return next((suffix for suffix in self.suffixes if name.endswith(f".{suffix}")), None)
 
 
 METHODS: Mapping[str, Method] = {
@@ -222,7 +222,7 @@ def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple
     if is_saved(config, module):
         return {"modules_to_save": ("",)}
     adapted, tables, biases = is_adapted(config, module), config.get("trainable_token_indices"), config["bias"]
-    of_adapter = tuple(end for end in METHODS[config["peft_type"]].suffixes if end != TOKENS)
+    of_adapter = tuple(suffix for suffix in METHODS[config["peft_type"]].suffixes if suffix != TOKENS)
     rows = {
         "weight": (
             ("target_modules", adapted, of_adapter),
@@ -234,7 +234,7 @@ def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple
         ),
     }
     of_itself = ("target_parameters", matches_names(config.get("target_parameters", ()), tensor), of_adapter)
-    return {setting: ends for setting, is_named, ends in (*rows.get(name, ()), of_itself) if is_named}
+    return {setting: suffixes for setting, is_named, suffixes in (*rows.get(name, ()), of_itself) if is_named}
 
 
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:

@@ -206,7 +206,7 @@ def _names_of_other_trained(
 
 def _live_name_pattern(method: Method) -> str:
     """The regular expression for the names of adapters' tensors in a model. Its second group is the adapter's name."""
-    heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", end)) for end in method.suffixes}))
+    heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", suffix)) for suffix in method.suffixes}))
     return rf"(.*\.(?:{heads}))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?"
 
 
@@ -219,29 +219,29 @@ def _sort_tensors(
     lines = list[str]()
     for file_name, x in arrays.items():
         name = plain_names[file_name]
-        end = METHODS[config["peft_type"]].suffix_of(name)
-        parameter = name if end is None else _adapted_parameter(name, end, targets)
+        suffix = METHODS[config["peft_type"]].suffix_of(name)
+        parameter = name if suffix is None else _adapted_parameter(name, suffix, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             lines.append(f"{name}: expected floating-point numbers, got {x.dtype}")
         elif not is_finite(x):
             lines.append(f"{name}: expected finite numbers, got infinity or NaN")
         elif parameter not in targets:
             lines.append(f"{name}: {_why_unread(config['peft_type'], parameter, targets)}")
-        elif not is_loaded(config, parameter, end or "", file_name):
+        elif not is_loaded(config, parameter, suffix or "", file_name):
             lines.append(f"{file_name}: with this `config`, PEFT's model has no such tensor and ignores it")
-        elif end is None:
+        elif suffix is None:
             whole[name] = x
         else:
-            tensors_of.setdefault(parameter, {})[end] = x
+            tensors_of.setdefault(parameter, {})[suffix] = x
     return tensors_of, whole, lines
 
 
-def _adapted_parameter(name: str, end: str, targets: Mapping[str, Target]) -> str:
+def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) -> str:
     """The torch name of the parameter that a tensor adapts: a stack of experts, or the weight or bias of a module."""
-    owner = name.removesuffix(f".{end}")
+    owner = name.removesuffix(f".{suffix}")
     if owner in targets and targets[owner].n_experts:
         return owner
-    return f"{owner}.{'bias' if end == BIAS else 'weight'}"
+    return f"{owner}.{'bias' if suffix == BIAS else 'weight'}"
 
 
 def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
@@ -250,7 +250,8 @@ def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> s
     module = next(owners, None)
     if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
         return f"the model has no {parameter}"
-    return f"unexpected, {method} has for {module!r} its parameters and {', '.join(METHODS[method].suffixes)}"
+    suffixes = ", ".join(METHODS[method].suffixes)
+    return f"expected a parameter of {module!r}, or for {method} one of {suffixes}"
 
 
 def _missing_tensor_errors(

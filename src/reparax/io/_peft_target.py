@@ -193,16 +193,16 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
 
 
 def plain_names_of(
-    names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
+    names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
     """The plain name of each tensor in a file, with the name of a stack of experts in place of its wrapper."""
     parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
     for name in names:
-        end = next((end for end in ends if name.endswith(f".{end}")), None)
-        tensor = None if end is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{end}")))
-        plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
+        suffix = next((suffix for suffix in suffixes if name.endswith(f".{suffix}")), None)
+        tensor = None if suffix is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{suffix}")))
+        plain_names[name] = f"{tensor}.{suffix}" if tensor and targets[tensor].n_experts else plain_name(name)
     return plain_names
 
 
@@ -229,18 +229,18 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
     return parameters
 
 
-def is_loaded(config: Mapping[str, Any], tensor: str, end: str, name: str) -> bool:
+def is_loaded(config: Mapping[str, Any], tensor: str, suffix: str, name: str) -> bool:
     """Whether PEFT's model has a tensor with a name from a file.
 
-    ``tensor`` is the parameter that the name stands for, and ``end`` the suffix of its adapter's tensor, which is empty
+    ``tensor`` is the parameter that the name stands for. ``suffix`` identifies the tensor of its adapter; it is empty
     for the parameter itself. Only PEFT knows which modules a configuration without names adapts, and to which table a
     list of tokens belongs, so these are assumed to fit.
     """
     if config.get("target_modules") is None and config.get("target_parameters") is None:
         return True
-    if end:
-        is_of_unnamed_table = end == TOKENS and not isinstance(config.get("trainable_token_indices"), Mapping)
-        return is_of_unnamed_table or any(end in ends for ends in expected_suffixes(config, tensor).values())
+    if suffix:
+        is_of_unnamed_table = suffix == TOKENS and not isinstance(config.get("trainable_token_indices"), Mapping)
+        return is_of_unnamed_table or any(suffix in suffixes for suffixes in expected_suffixes(config, tensor).values())
     parts, module = name.split("."), tensor.rpartition(".")[0]
     if is_saved(config, module):
         return "base_layer" not in parts

@@ -112,8 +112,10 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
     for tensor, array in adapted.items():
         try:
             _require_no_torch_attention(tensor, targets)
-            if _is_tied_gain(array, adapted, targets):
-                continue
+            if isinstance(array.producer, Gain):
+                _require_ia3_gain(array, adapted, targets)
+                if len(array.target.shape) == 1:
+                    continue  # the gain of a bias is tied to that of the outputs, so IA3 does not store it
             method, written = write_adapter(array)
             _require_findable_name(written, array.target)
             written_by_method.setdefault(method, {})[tensor] = written
@@ -213,9 +215,9 @@ def _written_by_module(written_of: Forms, targets: Targets) -> dict[str, PeftFor
 def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
     """The tensors of all modules, by their full names."""
     return {
-        f"{PREFIX}{module}.{end}": np.asarray(x)
+        f"{PREFIX}{module}.{suffix}": np.asarray(x)
         for module, written in modules.items()
-        for end, x in written.tensors.items()
+        for suffix, x in written.tensors.items()
     }
 
 
@@ -262,31 +264,27 @@ def _require_no_torch_attention(tensor: str, targets: Targets) -> None:
         raise ValueError(ATTENTION)
 
 
-def _is_tied_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> bool:
-    """Whether an array is a bias whose gain is tied to that of the outputs. IA3 stores nothing for it.
+def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> None:
+    """Raises an error if IA3 has no equivalent of the gain on an array.
 
-    Raises:
-      ValueError: If the array has a gain, but IA3 has no equivalent.
+    IA3 multiplies a frozen weight. With a gain on the outputs, it also multiplies the bias by the same numbers.
     """
     gain, target = array.producer, array.target
-    if not isinstance(gain, Gain):
-        return False
     base = array.value("w").producer
     if base is None:
         raise ValueError(f"PEFT does not train the array that {gain!r} multiplies. Put `Freeze()` before it")
     if not isinstance(base, Freeze | Quantized):
-        raise array.error_of_other_stages("w")
+        raise array.error_of_other_stage("w")
     if len(target.shape) == 1:
         if not isinstance(array.value("g").producer, Tie):
             raise ValueError("PEFT multiplies a bias by the same factors as the outputs. Tie the two gains")
-        return True
+        return
     bias, axis = f"{target.module}.bias", array.stage.axis
     is_of_outputs = isinstance(axis, int) and axis % len(target.shape) == target.output_axis
     if is_of_outputs and bias in targets and bias not in adapted:
         raise ValueError(
             f"PEFT also multiplies {targets[bias].path!r} by these factors. Add a `Gain` for it, tied to this one"
         )
-    return False
 
 
 def _require_findable_name(written: PeftForm, target: Target) -> None:

@@ -21,7 +21,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.raw import parameter_path
-from reparax.io._layouts import HEADS, axis_order, from_layout, to_layout, torch_shape
+from reparax.io._layouts import HEADS, from_layout, to_layout, torch_shape
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, identity, product
@@ -115,7 +115,7 @@ class Naming:
         is_hook = not outer and bool(name_map.hooked) and self.is_hooked(entry, tensor, name_map)
         is_listed = bool(name_map.listed) and not is_hook
         number, inner = 0, list[StageValues]()
-        names = {value: tensor + end for value, end in name_map.hooked.items()}
+        names = {value: tensor + suffix for value, suffix in name_map.hooked.items()}
         if is_listed:
             parametrizations = outer or _parametrizations_of(tensor)
             original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
@@ -257,7 +257,8 @@ def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
     """Converts raw values of Orthogonal to torch's; without a base unless ``with_base``."""
-    shares_coordinates = _shares_coordinates(stage, values, entry)
+    _require_same_matrices(stage, values, entry)
+    shares_coordinates = _shares_coordinates(stage, entry)
     in_layout = {name: to_layout(x, entry.layout) for name, x in values.items()}
     if shares_coordinates and (with_base or (stage.map != "householder" and _has_identity_base(in_layout))):
         written = _write_orthogonal(stage, in_layout)
@@ -275,34 +276,32 @@ def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, wit
 
 def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> Values:
     """Converts torch's values to raw values of Orthogonal."""
-    shares_coordinates = _shares_coordinates(stage, values, entry)
+    _require_same_matrices(stage, values, entry)
     _require_known_map(stage, values["x"], entry)
     torch_stage = replace(stage, map=_torch_map(entry))
     raw_values = _read_orthogonal(torch_stage, values)
-    if not shares_coordinates:
+    if not _shares_coordinates(stage, entry):
         raw_values = _with_base_at_weight(torch_stage.apply_leaf(raw_values))
     return {name: from_layout(x, entry.layout) for name, x in raw_values.items()}
 
 
-def _shares_coordinates(stage: Orthogonal, values: Values, entry: Entry) -> bool:
-    """Whether torch's coordinates are ours: the map is the same, and reflections are not of a transposed square."""
-    is_reflected_otherwise = _is_transposed(stage, values, entry) and entry.shape[-2] == entry.shape[-1]
-    return _torch_map(entry) == stage.map and not (stage.map == "householder" and is_reflected_otherwise)
+def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
+    """Whether torch's coordinates are ours: the map is the same, and it is not a reflection of a transposed square."""
+    is_transposed_square = entry.has_other_order and entry.shape[-2] == entry.shape[-1]
+    return _torch_map(entry) == stage.map and not (stage.map == "householder" and is_transposed_square)
 
 
-def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
-    """Whether torch stores the transposed matrix. Raises an error if torch has no equivalent."""
+def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> None:
+    """Raises an error if the matrices of torch are not those of the stage."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
     has_named_axes = stage.rows is not None or stage.columns is not None
-    is_transposed = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
-    if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (is_transposed and leading):
+    if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (entry.has_other_order and leading):
         raise ValueError(
             f"the matrices of {stage!r} and of torch lie in the last two axes, which differ between the two. "
             f"{EXCHANGE_PLAIN}"
         )
-    return is_transposed
 
 
 def _torch_map(entry: Entry) -> str:
