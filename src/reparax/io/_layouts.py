@@ -167,15 +167,15 @@ def module_layouts(tree: PyTree) -> dict[str, Layout]:
 
 def _known_class(node: object) -> tuple[str, str] | None:
     """The package and name of the first class of a node that has a row above; None if there is none."""
-    class_names = ((class_name.__module__.partition(".")[0], class_name.__name__) for class_name in type(node).__mro__)
-    return next((class_name for class_name in class_names if class_name in _LAYOUTS_BY_CLASS), None)
+    names = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(node).__mro__)
+    return next((name for name in names if name in _LAYOUTS_BY_CLASS), None)
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
     """The layouts that follow from Haiku's names, by path; empty if the tree is not one of Haiku's.
 
     Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a ``w`` may have
-    its axes in either order. With more than two axes, it may be the kernel of a transposed convolution.
+    its axes in either order. A ``w`` of more than two axes may be the kernel of a transposed convolution.
     """
     if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
         return {}

@@ -229,11 +229,9 @@ def list_entries(
         if by_rule is None and not by_class:
             by_role = layout_by_role(role_of[path], count) if path in role_of else None
             layout = by_role or (by_stage or {}).get(path)
-        is_known = layout is not None
-        if layout is None:
-            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, of_module)
+        found = (layout, True) if layout else find_layout(path.split("/")[-1], shape, by_rule, of_module)
         in_unknown_module = of_module is not None and not by_class
-        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, by_class, in_unknown_module, rule=rule)
+        entry = Entry(path, tensor, shape, x.dtype, *found, by_class, in_unknown_module, rule=rule)
         indices = product(*map(range, x.shape[:count]))
         entries += [replace(entry, tensor=_fill_counters(tensor, index), index=index) for index in indices]
     entries = _with_merged_biases(entries)

@@ -214,7 +214,7 @@ def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
 
 
 def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
-    """The settings that name a parameter, each with suffixes for at least one of which a file must have a tensor.
+    """The settings that name a parameter, each with suffixes. A file must have a tensor with at least one of these.
 
     The suffix ``""`` stands for the parameter itself.
     """

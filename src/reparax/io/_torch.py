@@ -130,7 +130,7 @@ def from_torch(
     arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
-        plan = _make_plan(p, raw_types, (names, layouts, roles, orthogonal_map), arrays)
+        plan = _make_plan(p, raw_types, names, layouts, roles, orthogonal_map, arrays)
         found = {entry: [arrays[name] for name in of_entry if name in arrays] for entry, of_entry in plan.names.items()}
         require_layouts(entry.confirm_unambiguous_kernel(tensors) for entry, tensors in found.items() if tensors)
         _require_matching(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
@@ -191,7 +191,7 @@ def to_torch(
     with locate_errors("to_torch"):
         if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
             raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")
-        plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), like, style)
+        plan = _make_plan(p, raw, names, layouts, roles, orthogonal_map, like, style)
         require_layouts(plan.names)
 
         def has_base(group: StageValues) -> bool:
@@ -257,26 +257,30 @@ class TorchPlan:
 def _make_plan(
     p: Parametrization,
     raw: PyTree,
-    rules: tuple[Rules, Rules, PyTree, str | Rules],
-    held: Collection[str] | None,
+    names: Rules,
+    layouts: Rules,
+    roles: PyTree,
+    orthogonal_map: str | Rules,
+    names_in_torch: Collection[str] | None,
     style: str | Rules = None,
 ) -> TorchPlan:
     """The plan for a raw tree of ``p``, concrete or abstract.
 
-    ``rules`` holds the arguments ``names``, ``layouts``, ``roles`` and ``orthogonal_map``. ``held`` are the names of a
-    state dict, which show where torch uses hooks. If it is None, ``style`` determines this.
+    ``names_in_torch`` are the names in a state dict, which show where torch uses hooks. If they are None, ``style``
+    determines this. The other arguments are those of :func:`from_torch`.
     """
 
     def is_hooked(entry: Entry, tensor: str, name_map: NameMap) -> bool:
-        return entry.style == "hooks" if held is None else any(tensor + x in held for x in name_map.hooked.values())
+        if names_in_torch is None:
+            return entry.style == "hooks"
+        return any(tensor + suffix in names_in_torch for suffix in name_map.hooked.values())
 
-    *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     plan = plan_for(weights, raw, mean=True)
     naming = Naming(plan.producers, is_hooked)
     groups = list[StageValues]()
     tied_entries = list[Entry]()
-    entries = list_entries(plan.effective, *of_arrays)
+    entries = list_entries(plan.effective, names, layouts, roles)
     paths = [entry.path for entry in entries]
     maps = choices_by_path(paths, orthogonal_map, "orthogonal_map", "map of torch", ("default", *ORTHOGONAL_MAPS))
     styles = choices_by_path(paths, style, "style", "style", _STYLES)

@@ -118,8 +118,9 @@ class Naming:
         names = {value: tensor + suffix for value, suffix in name_map.hooked.items()}
         if is_listed:
             parametrizations = outer or _parametrizations_of(tensor)
+            # If another stage produces the original, torch keeps both in one list, with the other stage first.
             original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
-            if original is not None:  # numbers begin at the first stage of the chain
+            if original is not None:
                 number, inner = self._visit(places[original], entry, f"{parametrizations}.original", parametrizations)
                 computed.remove(original)
                 places = {value: place for value, place in places.items() if value != original}
