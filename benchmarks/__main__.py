@@ -92,7 +92,7 @@ TARGETS = (
         Target("tracing", f"24 dense layers, {name}: ms to trace", "apply", 2.0, way)
         for name, way in (
             ("LoRA", "factored"),
-            ("noise", "local"),
+            ("noise", "local_reparametrization"),
             ("noise", "remat"),
             ("weight norm", "remat"),
             ("weight norm", "factored"),

@@ -15,7 +15,7 @@ from sphinx.addnodes import desc_addname, pending_xref
 from sphinx.util import logging
 from sphinx.util.console import strip_escape_sequences
 
-from reparax.core.names import family_of
+from reparax.core.names import family_by_name
 
 project = "reparax"
 author = "the reparax authors"
@@ -156,7 +156,7 @@ def add_sidebar(app, page, source):
 
 
 NAME = re.compile(r"(rpx\.)?(?:(\w+)\.)?(\w+)(?:\(.*\))?")
-PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
+PLACES = {name: f"{family}.{name}" for name, family in family_by_name().items()}
 """Where each public name is described."""
 WRAPPERS = {"nnx", "linen", "equinox", "haiku"}
 """Families whose names several of them have."""

@@ -112,6 +112,8 @@ BEHIND: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     ("factored", "the choice, .*", "factored", ("by hand",), "ms"),
     ("rnn_blocks", ".*", "packed once (Pack)", (), "ms"),
     ("peak", ".*: temporary MiB", "remat", ("apply",), "MiB"),
+    ("peak", ".*: temporary MiB", "apply", ("by hand",), "MiB"),
+    ("steps", ".*: ms", "remat", ("by hand",), "ms"),
     ("batches", ".*: temporary MiB", "remat", ("apply",), "MiB"),
     ("transforms", ".*: temporary MiB", "remat", ("apply",), "MiB"),
     ("transforms", ".*: temporary MiB", "remat(factored)", ("rule for remat(factored)",), "MiB"),

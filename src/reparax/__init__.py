@@ -85,7 +85,7 @@ if _typing.TYPE_CHECKING:  # for editors and type checkers, which cannot read th
     from reparax.transforms import remat as remat
 else:  # hidden from type checkers, to which `__getattr__` would mean that every name exists
     __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]
-    __dir__ = _names.shown
+    __dir__ = _names.shown_names
 
     def __getattr__(name: str) -> object:
         globals()[name] = found = _names.load(name)

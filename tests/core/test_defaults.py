@@ -107,9 +107,10 @@ def test_each_public_stage_with_a_default_is_tested_here() -> None:
     assert of_matrices == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
 
 
-NAMES = "by name, only those of an array of two axes called 'kernel' or 'w' are"
+NAMES = "a name determines the axes only of an array of two axes called 'kernel' or 'w'"
 OTHERWISE = (
-    "Or let your loss say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."
+    "Or let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
+    "with `where`."
 )
 
 # Models -----------------------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ def test_a_name_does_not_say_along_which_axis_distributions_lie() -> None:
     w /= w.sum(-1, keepdims=True)
     for name in ("w", "kernel", "embedding", "table of mine"):
         text = (
-            f"{stage!r}.init at {name!r}: the axes of shape (3, 4) are not known: a name does not say whether a "
+            f"{stage!r}.init at {name!r}: the axes of shape (3, 4) are not known: its name does not tell whether a "
             f"network contracts it or it holds distributions along its last axis. Write {last!r} for distributions "
             f"along its last axis or (out, in), as in torch and equinox; or {first!r} for (in, out). {OTHERWISE}"
         )

@@ -489,9 +489,8 @@ def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
     assert "- SpecAugment: lower than plain (-12.0 points, 95 % interval -13.2 to -10.8, Holm's p = 0.003)." in text
     assert "- weight decay: no significant difference from plain" in text
     assert report.headline("digits_lstm", tmp_path, TINY) == (
-        "Weight noise lowers the word error rate by 2.0 points (1.8 to 2.2). On top of SpecAugment, it raises the word "
-        "error rate by 10.0 points (9.0 to 11.0). Tested on digits from 48 unseen voices in each of 3 replicates, with "
-        "95 % intervals."
+        "On digits from 48 unseen voices in each of 3 replicates, weight noise changed the word error rate by -2.0 "
+        "points (95 % interval -2.2 to -1.8), and by +10.0 (+9.0 to +11.0) on top of SpecAugment."
     )
 
 
@@ -516,7 +515,7 @@ def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_a
         f"{words[told.each]} strings each at {told.levels[0]}, {told.levels[1]} and {told.levels[2]} dB",
         f"There are {words[told.replicates]}; if after {words[told.look]} the standard deviation of a difference "
         f"exceeds {told.spread} points, {words[told.more]}",
-        f"replicates with {told.development} voices each choose a learning rate",
+        f"Strengths** were chosen on three other replicates with {told.development} voices each",
         f"two masks of at most {told.masks.bands} of {features.BANDS} bands",
         f"and two of at most {told.masks.frames} frames",
         f"Each step adds white noise at {told.decibels[0]:g} to {told.decibels[1]:g} dB SNR",
@@ -531,6 +530,17 @@ def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_a
     ):
         assert said in text
     assert (told.selections, told.masks.of_bands, told.masks.of_frames) == (3, 2, 2)
+
+
+def test_the_result_on_the_page_is_that_of_the_table():
+    found = protocol.read("digits_lstm")
+    best = protocol.chosen(found, settings.SETTINGS)
+    plain, masked = (
+        report.over(protocol.of_replicates(found, best, way), "unseen").mean() for way in ("plain", "SpecAugment")
+    )
+    text = " ".join((Path(__file__).parents[2] / "docs" / "recognizer.md").read_text().split())
+    assert f"SpecAugment lowers the word error rate of unseen voices from {plain:.1f} to {masked:.1f} %." in text
+    assert [each.way for each in protocol.contrasts(found, best) if each.p < 0.05] == ["SpecAugment"]
 
 
 def test_cells_are_files_and_those_of_another_process_are_left_to_it(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def test_each_name_has_one_family_and_the_top_has_the_same_objects():
     homes = Counter(name for family in FAMILIES for name in names.FAMILIES[family].names)
     assert {name for name, count in homes.items() if count > 1} == set()
     assert {name for name, x in TOP.items() if PUBLIC[name] is not x} == set()
-    assert {*FAMILIES, *WRAPPED, *names.ALONE}.isdisjoint(PUBLIC)
+    assert {*FAMILIES, *WRAPPED, *names.NOT_FAMILIES}.isdisjoint(PUBLIC)
 
 
 def defined(module: object) -> set[str]:
@@ -63,7 +63,7 @@ def test_type_checkers_see_the_names_of_the_table():
     tree = ast.parse(Path(rpx.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = [(node.module, x.name) for node in block.body for x in node.names if x.asname == x.name]
-    homes = {name: names.FAMILIES[family].module for name, family in names.family_of().items()}
+    homes = {name: names.FAMILIES[family].module for name, family in names.family_by_name().items()}
     modules = [tuple(module.rsplit(".", 1)) for module, _ in names.FAMILIES.values()]
     assert sorted(seen) == sorted([*modules, *((homes[name], name) for name in names.TOP)])
 
@@ -167,6 +167,7 @@ def test_a_jax_that_lacks_what_is_imported_is_named_with_the_tested_versions():
         "except ImportError as error: print(error)"
     )
     assert lines == [
-        f"reparax cannot read JAX {jax.__version__} (cannot import name 'jit_p' from 'jax.extend.core.primitives'): it "
-        f"was tested with JAX 0.8.0 to {names.NEWEST}. Install one of these versions, or a newer reparax."
+        f"reparax does not work with JAX {jax.__version__} (cannot import name 'jit_p' from "
+        f"'jax.extend.core.primitives'). It was tested with JAX 0.8.0 to {names.NEWEST}: install one of these "
+        f"versions, or a newer reparax."
     ]

@@ -67,7 +67,7 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
             f"argument, such as a tuple of trees."
         )
     if not args:
-        raise TypeError(f"{who} got no arguments of the function. Pass them after it, the parameters first.")
+        raise TypeError(f"{who} got no arguments of the function. Pass them after it, parameters first.")
     arguments = Arguments.of(who, fun, argnums or 0, args, kwargs)
     uses = Reading(arguments).uses
     products = [use for use in uses if isinstance(use, DataProduct)]

@@ -1,7 +1,11 @@
-"""Axes as you write them, by number or name; names that a library stores with an array; formulas over stacked arrays.
+"""Axes as users write them, and formulas that are mapped over stacked axes.
 
-Raw values have the stacked axes at the same positions as the array, or as close as their number of axes allows: with
-``stacked=0``, a norm of shape ``(1, out)`` becomes one of ``(layers, 1, out)``.
+An axis is a number, a name that a library such as flax stores with the array, or a word for its role in a network:
+``"inputs"``, ``"outputs"``, ``"stacked"`` (``core/roles.py``). Numbers and names do not count the stacked axes, along
+which independent arrays lie, except in the field ``stacked`` itself.
+
+Raw values have the stacked axes at the same positions as the array, or as close to these as their number of axes
+allows: with ``stacked=0``, a norm of shape ``(1, out)`` becomes one of shape ``(layers, 1, out)``.
 """
 
 from __future__ import annotations
@@ -27,23 +31,23 @@ Axis = int | str
 Axes = Axis | tuple[Axis, ...]
 
 EACH = "each"
-"""Given as feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
+"""A value for feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
 
 LAST = "last"
-"""The default where one axis counts and the user named none: the one that the array's layer or name says, and that of a
+"""The default of a field for one axis: the axis that follows from the array's layer or name, or the only axis of a
 vector. No axis can have this name."""
 
 
 @dataclass(frozen=True)
 class AxesCheck:
-    """The check of a field that holds axes of the array, which users may give by name.
+    """Checks the value of a field that holds axes of the array, by number or name.
 
-    It gives a normal form, in which equal axes compare equal: no lists, and no tuples of one axis.
+    It returns the axes in a normal form, so that equal axes compare equal: no lists, and no tuples of one axis.
 
     Attributes:
-      single: Whether it takes one axis alone.
-      whole: Whether it takes None, for the whole array.
-      words: What it takes beside axes: ``"each"``, ``"last"``, or both.
+      single: Whether the field takes only one axis.
+      whole: Whether the field takes None, for the whole array.
+      words: What else the field takes: ``"each"``, ``"last"``, or both.
     """
 
     single: bool = False
@@ -51,8 +55,8 @@ class AxesCheck:
     words: tuple[str, ...] = ()
 
     def __call__(self, axes: Any, who: str, name: str) -> Any:
-        """The axes, if the field takes them."""
-        if (axes is None and self.whole) or any(_is_given_as(axes, word) for word in self.words):
+        """The axes in normal form. Raises an error if the field does not take them."""
+        if (axes is None and self.whole) or any(_is_word(axes, word) for word in self.words):
             return axes
         if axes is None and EACH in self.words:
             raise ValueError(
@@ -77,7 +81,7 @@ check_channels = AxesCheck(whole=True, words=(EACH, LAST))
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
-    """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
+    """Like ``check_axes``, but numbers must count from the front, because raw values may have fewer axes."""
     checked_axes = check_axes(axes, who, name)
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
         raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
@@ -85,7 +89,7 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
 
 
 def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
-    """The numbers of ``axes`` in an array; names that it does not have are left out.
+    """The numbers of ``axes`` in an array, in ascending order. Names that the array does not have are left out.
 
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
@@ -102,9 +106,9 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
 
 
 def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) -> None:
-    """Requires that each axis name in ``axes`` is one of these arrays' names: :func:`find_axes` would ignore a typo.
+    """Requires that at least one array has each axis name in ``axes``, since :func:`find_axes` would ignore a typo.
 
-    Arrays without any names do not count: :func:`find_axes` refuses them by their paths.
+    If no array has axis names, nothing is required: :func:`find_axes` raises an error with the path of the array.
 
     Raises:
       ValueError: If arrays have axis names, and none has the name of an axis.
@@ -121,32 +125,32 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
 
 
 def _is_axis(value: object) -> bool:
-    """Whether a value is one axis: a whole number, or a text other than ``"each"`` and ``"last"``."""
+    """Whether a value is one axis: a whole number, or a string other than ``"each"`` and ``"last"``."""
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_integer(value)
 
 
-def _is_given_as(axes: object, text: str) -> bool:
-    """Whether axes are given as ``"each"`` or ``"last"``; a comparison with an array would not be a bool."""
-    return isinstance(axes, str) and axes == text
+def _is_word(axes: object, word: str) -> bool:
+    """Whether ``axes`` is this string. A plain comparison would not be a bool for an array."""
+    return isinstance(axes, str) and axes == word
 
 
 def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
-    """The axes in a tuple, a single one too."""
+    """The axes in a tuple, even if there is only one."""
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Whether any axis is given by name."""
+    """Whether any axis is given by name, or by a word for its role."""
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
-def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
-    """Whether any of these axes is given by what the network does with it."""
+def has_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
+    """Whether any axis is given by one of these words for its role in the network."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
 def _refuse_word(axis: str) -> None:
-    """Raises an error for a word, which only the program of the network turns into axes."""
+    """Raises an error if an axis is given by a word for its role, which must have been replaced by a number before."""
     if axis in WORDS:
         raise ValueError(
             f"only the program of the network shows which axes are its {axis!r}. Write "
@@ -155,7 +159,7 @@ def _refuse_word(axis: str) -> None:
 
 
 def number_axes(axes: Axes, names: AxisNames | None) -> Any:
-    """``axes`` with names replaced by numbers, counted from the back, because a vmapped axis is usually the first.
+    """``axes`` with names replaced by numbers. These count from the back, because a vmapped axis is usually the first.
 
     Raises:
       ValueError: If not exactly one axis has the name.
@@ -179,7 +183,11 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Any:
 
 
 def numbered_fields(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
-    """The axes of each field by number, with names as those of the array; only ``"stacked"`` counts all its axes."""
+    """The axes of each field by number, where names are those of the array's box.
+
+    In the field ``stacked``, numbers count all axes of the array. In all other fields, they do not count the stacked
+    axes.
+    """
     names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
     names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
     others = {name: axes for name, axes in axes_of_field.items() if name != "stacked" and has_names(axes)}
@@ -188,7 +196,7 @@ def numbered_fields(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, A
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
-    """The axes as numbers, in their order; names are refused."""
+    """The axes as numbers, in the order given. Raises an error for names."""
     axis_list = _as_tuple(axes)
     for axis in axis_list:
         if isinstance(axis, str):
@@ -198,7 +206,10 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 
 
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
-    """Why an array has no such axes: out of bounds, one of them twice, or no axis given for more than a matrix."""
+    """Why ``axes``, the value of ``field``, do not fit an array, or None if they do.
+
+    They may be out of bounds, contain an axis twice, or be ``"last"`` for an array that is not a vector.
+    """
     if axes is None or axes == EACH:
         return None
     if axes == LAST and w.ndim > 1:
@@ -218,12 +229,12 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
 
 
 def last_to_number(axes: Axes | None) -> Any:
-    """``axes`` with a number in place of ``"last"``."""
-    return -1 if _is_given_as(axes, LAST) else axes
+    """``axes``, or -1 if they are ``"last"``."""
+    return -1 if _is_word(axes, LAST) else axes
 
 
 def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front; all of them for ``"each"`` and for None."""
+    """``axes`` counted from the front, in ascending order. For ``"each"`` and None, these are all axes of ``w``."""
     if axes is None or axes == EACH:
         return tuple(range(w.ndim))
     return tuple(sorted(axis % w.ndim for axis in list_axes(last_to_number(axes))))
@@ -235,12 +246,12 @@ def position(axis: Axis, w: Array) -> int:
 
 
 def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
-    """The axes of ``w`` that are not ``features``, counted from the front; all of them if that is None.
+    """The axes of ``w`` that are not in ``features``, counted from the front. All of them if ``features`` is None.
 
-    Formulas with a norm, a mean or a maximum for each index of an axis reduce over these.
+    A formula that needs one norm, mean or maximum for each index of ``features`` reduces over these axes.
 
     Raises:
-      ValueError: If an axis is a name: in a formula, a field of :func:`axes` is a number.
+      ValueError: If an axis is a name. In a formula, the fields of :func:`axes_field` hold numbers.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -252,13 +263,13 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
 
 
 def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
-    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w`` counted from the front."""
+    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w``, counted from the front."""
     unstacked_axes = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
     return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:
-    """Requires one name for each axis; under ``jax.vmap`` an axis is missing."""
+    """Requires one name for each axis. Under ``jax.vmap``, the array has fewer axes than names."""
     if len(names) != w.ndim:
         raise ValueError(
             f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
@@ -266,7 +277,10 @@ def require_names_fit(names: AxisNames, w: Any) -> None:
 
 
 def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
+    """Returns a version of ``formula`` that is applied to each index of the stacked axes separately.
+
+    Its arguments and results are arrays or dicts of arrays. All of them have the stacked axes.
+    """
     if not stacked:
         return formula
     mapped_formula = partial(mark_same, formula)
@@ -274,7 +288,7 @@ def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., 
         mapped_formula = jax.vmap(mapped_formula)
 
     def map_over_stack(*args: Any) -> Any:
-        """The result with stacked axes in their places; what the formula returns unchanged is the same array."""
+        """The results, with stacked axes at the usual positions. An array returned unchanged stays the same object."""
         fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
@@ -294,7 +308,7 @@ def stacked_sizes(w: Any, stacked: Numbers) -> tuple[int, ...]:
 
 
 def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
-    """What is wrong with the stacked axes for ``w``, or None."""
+    """What is wrong with the stacked axes for ``w``, or None if they fit."""
     if all(place < w.ndim for place in stacked):
         return None
     return (
@@ -304,14 +318,14 @@ def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
 
 
 def one_stacked(w: Any, stacked: Numbers) -> Any:
-    """The type of one of the stacked arrays; ``w`` itself if none are stacked."""
+    """The type of one of the stacked arrays, or ``w`` itself if no axes are stacked."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
 
 
 def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
-    """Each of the stacked arrays; only the type of one if the numbers are not known, or if there are no arrays."""
+    """Yields each of the stacked arrays. If there are none, or their numbers are unknown, yields the type of one."""
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
@@ -319,7 +333,7 @@ def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
 
 
 def _move_to_front(stacked: Numbers, x: Any) -> Any:
-    """``x`` with the stacked axes first."""
+    """``x`` with the stacked axes moved to the front."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 
@@ -327,5 +341,5 @@ def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
-    last_free = range(ndim - len(stacked), ndim)  # for each stacked axis, the last one that leaves room for the others
+    last_free = range(ndim - len(stacked), ndim)  # for each stacked axis, the last position that leaves room for others
     return tuple(min(place, last) for place, last in zip(stacked, last_free, strict=True))

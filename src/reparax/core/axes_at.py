@@ -1,6 +1,8 @@
-"""Which axes a stage takes at an array: those that are given, and for those that nobody set, what its role says.
+"""The axes of a stage at one array: those that the user gave, and for fields that are unset, those of the array's role.
 
-The role of an array is what the program of a network told, in ``with_axes``, or else what its layer or its name says.
+The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
+program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
+or from its name (``core/layers.py``).
 """
 
 from __future__ import annotations
@@ -48,20 +50,22 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What arrays may be, by their numbers of axes."""
+"""What an array of 2, 3 or 4 axes may be: the letters of ``core/layers.py`` for its axes, and the text for an error."""
 
 _OR_ROLES = (
-    "let your loss say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."
+    "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
+    "with `where`."
 )
 
 
 def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
-    """The axes at an array like ``w`` of each field that asks for them, for the stage with the axes for its path.
+    """For each field that takes its axes from the role of an array, these axes. ``w`` is the array, or its type.
 
-    ``stacked`` are the stacked axes of a type that stands for the array, by :func:`types_to_try`.
+    The fields of ``stage`` that hold axes by path must already be resolved for the array. If ``w`` is one of
+    :func:`types_to_try`, ``stacked`` are its stacked axes.
 
     Raises:
-      ValueError: If a field needs an axis that the array's role does not say.
+      ValueError: If a field needs an axis that the array's role does not give.
     """
     if leaf.network_role is not None:
         return _axes_by_role(stage, leaf, leaf.network_role)
@@ -71,9 +75,9 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     n_unstacked = w.ndim - len(given)
     is_matrix = n_unstacked == 2 and stage.any_matrix and not known.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
-        return {}  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
+        return {}  # a vector has only one axis, the stage takes any matrix, or ``stacked`` is wrong: an error elsewhere
     if stage.outside_networks and not known.is_class:
-        why = f"a name does not say whether a network contracts it or it holds {stage.outside_networks}"
+        why = f"its name does not tell whether a network contracts it or it holds {stage.outside_networks}"
         known = KnownAxes(why=why)
     role = known.role_of(w, stacked or given, None if stacked else leaf.tree)
     if role.why:
@@ -82,18 +86,21 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
-    """The stacked axes of an array like ``w``, as a selection counts them: of several that a layer allows the first."""
+    """The stacked axes of an array, which the default selection does not count as dimensions. ``w`` may be its type.
+
+    If the layer of the array allows several choices, these are the first one, which has as many axes as the others.
+    """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
     if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
-    stacks = leaf.axes.stacks(w.shape)
+    stacks = leaf.axes.possible_stacks(w.shape)
     return stacks[0] if stacks else tuple(range(w.ndim - len(leaf.axes.sizes)))
 
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
-    """The axes of each field that asks for them, at an array with that role."""
+    """For each field that takes its axes from the role of an array, the axes in an array with this role."""
     axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.takes_stacked_from_role else {}
     if not stage.axes_from_role:
         return axes_of_field
@@ -114,7 +121,10 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
 
 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
-    """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
+    """Why words such as ``"outputs"`` have no meaning in an array with this role, and what to do. Empty if they have.
+
+    The ``stacked`` axes need no role.
+    """
     if role.why:
         return f"no product of it with data is known ({role.why}). Give its axes by number"
     if role.ambiguous:
@@ -125,8 +135,8 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
-    """The error for an array of whose axes nothing is known: what it may be, and what to write."""
-    stacks = [] if stacked else leaf.axes.stacks(w.shape)
+    """The error text for an array whose axes are unknown: what it may be, and what to write in each case."""
+    stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
         codes = " or ".join(repr(replace(stage, stacked=stack)) for stack in stacks)
         return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
@@ -149,7 +159,7 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
 
 
 def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
-    """Types that an array may have, whose values alone are known, each with its stacked axes: at most three."""
+    """Types that an array may have of which only raw values are known, each with its stacked axes: at most three."""
     if not stage.lacks_axes:
         return [(None, ())]
     given = find_axes(stage.stacked, leaf)
@@ -166,7 +176,10 @@ def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
 
 
 def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
-    """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
+    """The axes of a stage at an array and where they come from, as text for a table: ``"axis=-1 (nnx.Linear)"``.
+
+    ``bound`` is the stage as resolved for that array. Empty if the axes do not matter to the stage.
+    """
     if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""
     axes = {name: getattr(bound, name) for name in stage._axis_fields}
@@ -185,15 +198,16 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({source})"
 
 
-# Chains in a network that told the roles of its parameters.
+# Chains in a network whose program was analyzed, so that the roles of its parameters are known.
 
 
 def visit_with_roles(
     who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
 ) -> list[Any]:
-    """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
+    """Calls ``visit`` on each stage, the last one first, and returns the stages that it puts in place of them.
 
-    It gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles.
+    ``visit`` gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles. It returns
+    one stage, or several that form a chain.
     """
     roles_of_params = roles_of(who, roles)
     tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
@@ -207,7 +221,7 @@ def visit_with_roles(
 
 
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
-    """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
+    """The role of each array of a raw tree that follows a parameter, derived from the role of that parameter."""
     sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
     return {
         place: roles_of_params[source].follow(axes, tree.arrays[place].shape, tree.arrays[place].dtype)
@@ -217,7 +231,10 @@ def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Role
 
 
 def roles_of(who: object, roles: PyTree) -> Roles:
-    """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
+    """The role of each parameter, from a tree of roles or from a model of layers.
+
+    Leaves of the model that are not arrays, such as functions, have none.
+    """
     leaves = items(roles)
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
     tree = flatten({} if roles_by_place else roles)
@@ -233,18 +250,21 @@ def roles_of(who: object, roles: PyTree) -> Roles:
 
 
 def with_axes(stage: Any, tree: Flat) -> list[Any]:
-    """The stage with axes as numbers, or several stages, for a tree of types with the roles of its arrays."""
+    """The stage with all axes as numbers, for a tree of types that has the roles of its arrays.
+
+    These are several stages if two values of one array need different axes, since axes by path cannot tell them apart.
+    """
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
-            axes_of_leaves.append(
-                (leaf, axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content))
-            )
+            axes = axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content)
+            axes_of_leaves.append((leaf, axes))
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [numbered for part in parts for numbered in with_axes(part, tree)]
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
+    # Later calls select arrays without roles. If these would be other arrays, axes by path limit the stage to the same.
     if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
         return [new_stage]
     return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
@@ -253,18 +273,21 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
 def _with_numbers(
     stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
 ) -> Any:
-    """The stage with these axes of leaves, by path where they differ; with ``several``, by path in any case."""
+    """The stage with these axes in its fields, by path if they differ between leaves.
+
+    With ``several``, they are by path in any case. ``paths`` are those of all arrays of the tree.
+    """
     new_axes = dict[str, Any]()
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
-        answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+        axes_of_path = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
         others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
-        answers |= {path: getattr(stage._with_placeholders.for_array(path, None), name) for path in others}
-        new_axes[name] = join_by_path(answers, paths, several=several)
+        axes_of_path |= {path: getattr(stage._with_placeholders.for_array(path, None), name) for path in others}
+        new_axes[name] = join_by_path(axes_of_path, paths, several=several)
     return replace(stage, **new_axes)
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Where axes of the stage are not those that it means in the network that told ``tree`` the roles of its arrays."""
+    """Where the axes of the stage contradict the roles of the arrays in ``tree``."""
     for leaf in stage._selected("with_axes", replace(tree, roles=None).leaves(bases=stage._takes_base)):
         role = (tree.roles or {}).get(leaf.place)
         if role is not None and not role.why and not role.ambiguous:
@@ -272,7 +295,7 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """The axes of a stage at one array that do not fit the array's role: the stacked ones, or those of other fields."""
+    """Where the axes of a stage contradict the role of one array: in ``stacked``, or if that fits, in other fields."""
     misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
     stage_here = stage._checked_for("with_axes", leaf)
     stacked = stage_here.stacked_axes
@@ -288,9 +311,10 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
 
 
 def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
-    """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
+    """Copies of the stage for different places in the raw tree, if two values with the same path need different axes.
 
-    Axes by path are those of arrays, and both factors of one, for example, have its path.
+    The two factors of an array, for example, both have the path of the array, so axes by path would be the same for
+    both. Empty if no two values need different axes.
     """
     axes_of_path = dict[str, list[Mapping[str, Any]]]()
     leaves_of_part = dict[int, list[Leaf]]()
@@ -298,13 +322,13 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
         known_axes = axes_of_path.setdefault(leaf.path, [])
         if axes not in known_axes:
             known_axes.append(axes)
-        part = known_axes.index(axes)  # the first axes of each path are those of the first stage, and so on
+        part = known_axes.index(axes)  # the first stage gets the first axes of each path, the second the second, ...
         leaves_of_part.setdefault(part, []).append(leaf)
     return [_stage_at(stage, leaves) for leaves in leaves_of_part.values()] if len(leaves_of_part) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
-    """The stage for these places alone."""
+    """A copy of the stage that selects only these places."""
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()
     numbers = {name: value.for_paths(paths) for name, value in fields_by_path if isinstance(value, ByPath)}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core import checks
-from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core.axes import find_axes, has_words, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.calls import CallName
 from reparax.core.config import code
 from reparax.core.leafwise import Leafwise, reader
@@ -223,7 +223,7 @@ class Joint(Leafwise):
 
     def _with_axes(self, tree: Flat) -> list[Any]:
         """The stage with its stacked axes as numbers, which must be the same in all groups."""
-        if self.arrays is None or not are_words(self.stacked):
+        if self.arrays is None or not has_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
         roles = {leaf.path: leaf.network_role for group in groups for leaf in group.values()}

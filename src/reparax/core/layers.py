@@ -1,8 +1,13 @@
-"""What is known of the axes of an array before any program runs: by the class of the layer that holds it, or by name.
+"""What is known about the axes of an array without its network: from the class of the layer that holds it, or its name.
 
-Each axis has a letter: ``i`` for inputs, ``w`` for those along which the window of a convolution lies, ``o`` for
-outputs, ``s`` for stacked ones, ``r`` for the rows of a table that is looked up, ``v`` for those of a bias or a scale,
-which no product contracts.
+In a model of nnx or equinox modules, only the class of the layer counts; the tables for these libraries are in
+``models/_nnx_layers.py`` and ``models/_equinox_layers.py``. In a plain tree, only the name of the array counts. Both
+give a :class:`KnownAxes`, and for an array of a certain shape a :class:`Role`, which says what each axis is in a
+network. If the array has more axes than the layer gives it, the further axes are stacked, as under ``jax.vmap``.
+
+In the tables, each axis has a letter: ``i`` for inputs, ``w`` for axes along which the window of a convolution moves,
+``o`` for outputs, ``s`` for stacked axes, ``r`` for the rows of a table that is looked up, and ``v`` for the axes of a
+bias or a scale, which no product contracts.
 """
 
 from __future__ import annotations
@@ -19,51 +24,56 @@ from reparax.core.paths import AxisNames, is_flax_instance
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, one_or_tuple
 
 Spec = tuple[Any, ...]
-"""The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
+"""The letters for the axes of an array of a layer, then a size for each letter, or a tuple of sizes if a letter stands
+for several axes: ``("wio", (3, 3), 8, 16)``."""
 Sizes = tuple[int | None, ...]
-"""The sizes of axes; None where any will do."""
+"""The sizes of axes. None stands for any size."""
 
 _NO_ROLE = Role()
 
 
 @dataclass(frozen=True)
 class KnownAxes:
-    """The axes of an array as the layer that holds it has them, or as arrays of its name mostly have.
+    """What is known about the axes of an array.
 
     Attributes:
-      role: The roles of the axes of one array, whose ``shape`` is None where any size will do; of no shape if they are
-        not known.
-      why: Why they are not known, or not of an array of another shape.
+      role: The role of one array, without stacked axes. Its ``shape`` has None where any size is possible, and is empty
+        if nothing is known.
+      why: Why the axes are unknown, at all or for an array of another shape.
       source: The class of the layer, or the name of the array in a plain tree.
-      is_class: Whether a module holds the array, so that only its class says the axes: further axes are then stacked.
-      beside: The numbers of the other leaves of the same layer, with the sizes of their axes.
-      names: The names of the axes, in the box of the array.
+      is_class: Whether a module holds the array, so that only the class of the module determines its axes.
+      siblings: The other arrays of the same layer: the number of each among the leaves of the model, and its sizes.
+      names: The names of the axes, if the array is in a flax box that has them.
     """
 
     role: Role = _NO_ROLE
     why: str = ""
     source: str = ""
     is_class: bool = False
-    beside: tuple[tuple[int, Sizes], ...] = ()
+    siblings: tuple[tuple[int, Sizes], ...] = ()
     names: AxisNames | None = None
 
     @property
     def sizes(self) -> Any:
-        """The size of each axis of one array; empty if they are not known."""
+        """The size of each axis of one array, without stacked axes. Empty if they are unknown."""
         return self.role.shape
 
     @property
     def are_of_layer(self) -> bool:
-        """Whether a class says them."""
+        """Whether the axes are known from the class of a layer."""
         return self.is_class and bool(self.sizes)
 
     @property
     def are_of_vector(self) -> bool:
-        """Whether no product contracts the array."""
+        """Whether the array is known to be a bias or a scale, which no product contracts."""
         return bool(self.sizes) and not (self.role.inputs or self.role.outputs)
 
     def of_factor(self, axes: Sequence[str], ranks: Mapping[str, int]) -> KnownAxes:
-        """Those of a factor whose axes are ``rows``, ``columns`` and others between factors, of these sizes."""
+        """What is known about the axes of a factor of the array, such as one of the two matrices of a low-rank product.
+
+        ``axes`` are those that the stage declares for it: ``"rows"`` and ``"columns"`` stand for the inputs and the
+        outputs of the array, and others, such as ``"rank"``, have sizes in ``ranks``.
+        """
         if not self.sizes:
             return replace(self, names=None)
         groups = {"rows": self.role.inputs, "columns": self.role.outputs}
@@ -72,21 +82,23 @@ class KnownAxes:
         role = self.role.follow([None if isinstance(axis, str) else axis for axis in followed], sizes, None)
         return KnownAxes(role, self.why, f"a factor of {self.source}" if self.is_class else self.source, self.is_class)
 
-    def stacks(self, shape: Numbers, given: Numbers = ()) -> list[Numbers]:
-        """The axes that may be the stacked ones in an array of that shape: those without which it is of the layer.
+    def possible_stacks(self, shape: Numbers, given: Numbers = ()) -> list[Numbers]:
+        """The possible choices of stacked axes in an array of that shape: without them, it has the known sizes.
 
-        Only ``given`` axes, if the user gave any, may be those of an array that no layer holds.
+        If the user gave stacked axes, ``given``, they are the only choice. An array that no layer holds has stacked
+        axes only if they are given.
         """
         if not self.sizes or not (self.is_class or given or len(shape) == len(self.sizes)):
             return []
         return [stack for stack in _stacks_of(shape, self.sizes) if given in ((), stack)]
 
     def role_of(self, w: Any, stacked: Numbers = (), tree: Any = None) -> Role:
-        """The role of an array like ``w``, or one that says why the layer, or others in ``tree``, do not give it.
+        """The role of an array with the shape of ``w``. If it is unknown, its ``why`` says why.
 
-        ``stacked`` are axes of independent arrays that the user gave.
+        ``stacked`` are the stacked axes that the user gave. With ``tree``, the other arrays of the layer must have the
+        same stacked axes.
         """
-        stacks = self.stacks(w.shape, stacked)
+        stacks = self.possible_stacks(w.shape, stacked)
         is_known = len(stacks) == 1
         why = self._why_not_stacked(w, stacks[0], tree) if is_known else self.why or self._expected(stacks)
         if why:
@@ -96,16 +108,19 @@ class KnownAxes:
         return self.role.follow(followed, w.shape, w.dtype, stack)
 
     def _expected(self, stacks: Sequence[Numbers]) -> str:
-        """What the layer holds there, and which axes may be stacked if there are several ways."""
-        held = f"{self.source} has one of shape {self.sizes}"
+        """The shape that the array has in the layer, and which axes may be stacked if there are several choices."""
+        expected = f"its shape in {self.source} is {self.sizes}"
         if not stacks:
-            return held
-        return f"{held}, so the stacked axes may be {' or '.join(str(one_or_tuple(stack)) for stack in stacks)}"
+            return expected
+        return f"{expected}, so the stacked axes may be {' or '.join(str(one_or_tuple(stack)) for stack in stacks)}"
 
     def _why_not_stacked(self, w: Any, stacked: Numbers, tree: Any) -> str:
-        """Why these axes are not those of a stack of layers: another array of the layer has others in ``tree``."""
+        """Why these axes cannot be stacked layers: another array of the same layer has none of the same sizes.
+
+        Empty if they can.
+        """
         sizes = tuple(w.shape[axis] for axis in stacked)
-        for number, sizes_of_one in self.beside if tree else ():
+        for number, sizes_of_one in self.siblings if tree else ():
             place = tree.frame.places[number]
             shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
             if shape is None:
@@ -113,12 +128,12 @@ class KnownAxes:
             found = [tuple(shape[axis] for axis in stack) for stack in _stacks_of(shape, sizes_of_one)]
             if sizes not in found:
                 there = found[0] if found else shape[: len(shape) - len(sizes_of_one)]
-                return f"{self.source} has stacked axes of sizes {sizes} there, but {there} at {place[-1]!r}"
+                return f"{self.source} has stacked axes of sizes {sizes} here, but {there} at {place[-1]!r}"
         return ""
 
 
 def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
-    """The axes of an array of that shape without which it has these sizes, those in front first."""
+    """The choices of axes without which an array of that shape has these sizes, beginning with the axes in front."""
     for stacked in combinations(range(len(shape)), max(len(shape) - len(sizes), 0)):
         rest = [n for axis, n in enumerate(shape) if axis not in stacked]
         if len(rest) == len(sizes) and all(want in (None, n) for n, want in zip(rest, sizes, strict=True)):
@@ -126,7 +141,7 @@ def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
 
 
 def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
-    """The role of an array whose axes have these letters and sizes."""
+    """The role of an array whose axes have these letters, as in the module's table, and these sizes."""
 
     def axes_with(chosen: str) -> Numbers:
         return tuple(axis for axis, letter in enumerate(letters) if letter in chosen)
@@ -139,44 +154,49 @@ def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
     return Role(inputs, outputs, stacked, uses=(use,), shape=sizes)
 
 
-PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"
+_NOT_BY_NAME = "a name determines the axes only of an array of two axes called 'kernel' or 'w'"
 _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "table"})
 
 
 @functools.cache
 def known_by_name(name: str) -> KnownAxes:
-    """What a plain tree says of an array of that name."""
+    """What the name of an array in a plain tree tells about its axes."""
     letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), PLAIN, name)
+    return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), _NOT_BY_NAME, name)
 
 
 def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) -> dict[int, KnownAxes]:
-    """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out.
+    """What the modules in a tree tell about its leaves, by the numbers of the leaves. Other leaves are left out.
 
-    Some leaves stand in ``boxes``, which are no nodes of the tree. ``same`` gives for each leaf the number of the first
-    that is the same parameter, of which modules may say different axes.
+    ``boxes`` are the flax boxes around some of the leaves, by number; they are not nodes of the tree. ``same`` gives
+    for each leaf the number of the first leaf that is the same parameter. If the modules that share a parameter
+    disagree about its axes, they are unknown.
     """
     known = dict[int, KnownAxes]()
 
     def visit(node: Any, start: int, why: str) -> None:
-        """Adds what is known of the leaves of a node, from the number ``start`` on; ``why`` is for all others."""
+        """Adds the leaves of a node to ``known``. The first one has the number ``start``.
+
+        ``why`` says why the axes of a leaf are unknown if no layer below determines them; it is empty outside modules.
+        """
         cls = node.node_data()[0] if node.node_data() else None
         if cls is None and why:
             known.setdefault(start, KnownAxes(why=why, is_class=True))
         if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
-            why = f"no class that reparax knows holds it, but {cls.__name__}"
+            why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
-            why = f"{layer[1]} holds it, but does not say its axes"
+            why = f"it belongs to {layer[1]}, which does not specify its axes"
             module = node.unflatten(range(start, start + node.num_leaves))
-            known.update(_arrays_of_layer(*layer, module, boxes))
-        first = start
+            known.update(_axes_in_layer(*layer, module, boxes))
+        start_of_child = start
         for child in node.children():
-            visit(child, start, why)
-            start += child.num_leaves
+            visit(child, start_of_child, why)
+            start_of_child += child.num_leaves
         if cls is not None and layers_of_library(cls.__module__) is not None and cls.__name__ == "Shared":
-            for number in range(first, start):  # a function of the user's, which is no part of `treedef`, says what
+            # A function of the user's, which is not part of `treedef`, says which arrays another layer reads.
+            for number in range(start, start_of_child):
                 if number in known and not known[number].are_of_vector:
-                    why = f"eqx.nn.Shared holds that of {known[number].source}, and another layer may read it too"
+                    why = f"it belongs to {known[number].source} in eqx.nn.Shared, so another layer may read it too"
                     known[number] = KnownAxes(why=why, is_class=True)
 
     visit(treedef, 0, "")
@@ -184,29 +204,29 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], same: Sequence[int]) 
         first = known.get(same[number], axes)
         if _uses_of(first) != _uses_of(axes):
             sources = " and ".join(x.source or "a module of another class" for x in (first, axes))
-            known[same[number]] = KnownAxes(why=f"{sources} share it, with other axes", is_class=True)
+            known[same[number]] = KnownAxes(why=f"{sources} share it, but use its axes differently", is_class=True)
     return known
 
 
 def _uses_of(axes: KnownAxes) -> Any:
-    """What a class says of the axes of an array, beside their sizes and its own name."""
+    """What a class tells about the axes of an array, without their sizes and the name of the class."""
     return len(axes.sizes), axes.role.stacked, [replace(use, line="") for use in axes.role.uses]
 
 
 @functools.cache
 def _is_module(cls: type) -> bool:
-    """Whether a class is a module of nnx or equinox; neither is imported."""
+    """Whether a class is a module of nnx or equinox. Imports neither."""
     return any(c.__name__ == "Module" and layers_of_library(c.__module__) is not None for c in cls.__mro__)
 
 
 def _is_own(cls: type) -> bool:
-    """Whether a node is of a class of the user's, not a container of Python, a named tuple or a node of a library."""
+    """Whether a node has a class of the user's: not a Python container, a named tuple or a class of a known library."""
     is_container = cls.__module__ in ("builtins", "collections") or hasattr(cls, "_fields")
     return not is_container and layers_of_library(cls.__module__) is None
 
 
-def _computes_as(cls: type, base: type) -> bool:
-    """Whether a layer computes like ``base``, from which it comes: it redefines no method and no way to read arrays."""
+def _computes_like(cls: type, base: type) -> bool:
+    """Whether a layer computes like its base class: it overrides neither public methods nor the access to arrays."""
     redefined = _redefined(cls, base)
     return redefined.keys().isdisjoint(("__call__", "__getattr__", "__getattribute__")) and not any(
         not name.startswith("_") and (callable(x) or hasattr(x, "__get__")) for name, x in redefined.items()
@@ -214,30 +234,31 @@ def _computes_as(cls: type, base: type) -> bool:
 
 
 def _redefined(cls: type, base: type) -> dict[str, Any]:
-    """What a class has in place of what ``base`` has, from which it comes."""
+    """The attributes of ``base`` that a subclass of it, or a class in between, overrides, with their new values."""
     derived = cls.__mro__[: cls.__mro__.index(base)]
     return {name: x for c in derived for name, x in vars(c).items() if hasattr(base, name)}
 
 
 def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]] | None:
-    """The known layer that a class is, its name, and what it says; a class that computes otherwise is none."""
+    """The known layer that a class is or computes like: its class, its name, and its function in the table, or None."""
     for base in cls.__mro__:
         layers = layers_of_library(base.__module__)
         if layers is not None and base.__name__ in layers.LAYERS:
             known = base, f"{layers.NAME}.{base.__name__}", layers.LAYERS[base.__name__]
-            return known if _computes_as(cls, base) else None
+            return known if _computes_like(cls, base) else None
     return None
 
 
-def _arrays_of_layer(
+def _axes_in_layer(
     base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any, boxes: Mapping[int, Any]
 ) -> dict[int, KnownAxes]:
-    """What a layer says of its own arrays, by their numbers, which stand in ``module`` in their places.
+    """What a layer tells about its own arrays, by the numbers of the leaves, which ``module`` has in their places.
 
-    An attribute that is no array is a module or another node, which may compute it from others.
+    An attribute that is not a number is a module or another node, which may compute the array from others, so nothing
+    is known about it.
     """
     known = dict[int, KnownAxes]()
-    changed = _changed_function(base, module)
+    custom = _custom_function(base, module)
     for attribute, (letters, *sizes) in arrays_of(module).items():
         leaf = vars(module).get(attribute)
         if not isinstance(leaf, int) or _has_hook(box := boxes.get(leaf)):
@@ -245,24 +266,24 @@ def _arrays_of_layer(
         groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
         axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
         known[leaf] = KnownAxes(role_by_letters(axes, tuple(chain(*groups)), name), source=name, is_class=True)
-        if changed:
-            known[leaf] = KnownAxes(why=f"{name} has another {changed} there", is_class=True)
-        if _reads_otherwise(box):
-            why = f"no class that reparax knows holds it, but {type(box).__name__}"
+        if custom:
+            known[leaf] = KnownAxes(why=f"this {name} has a {custom} of its own", is_class=True)
+        if _overrides_reading(box):
+            why = f"it belongs to {type(box).__name__}, a class that reparax does not know"
             known[leaf] = KnownAxes(why=why, is_class=True)
     return {
-        leaf: replace(axes, beside=tuple((other, of_other.sizes) for other, of_other in known.items() if other != leaf))
+        leaf: replace(axes, siblings=tuple((other, x.sizes) for other, x in known.items() if other != leaf))
         for leaf, axes in known.items()
     }
 
 
 def _has_hook(box: Any) -> bool:
-    """Whether a variable of nnx gives what a hook makes of its array."""
+    """Whether an nnx variable has a hook that transforms its array whenever it is read."""
     return is_flax_instance(box, "Variable") and "on_get_value" in box.get_metadata()
 
 
-def _reads_otherwise(box: Any) -> bool:
-    """Whether a box is of a class of the user's that gives another array than it holds."""
+def _overrides_reading(box: Any) -> bool:
+    """Whether the class of a box is the user's own, and may return another array than the box holds."""
     if box is None:
         return False
     base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)
@@ -273,19 +294,19 @@ def _reads_otherwise(box: Any) -> bool:
     )
 
 
-def _changed_function(base: type, module: Any) -> str:
-    """The name of a function, such as a product, that a layer has in place of its class's default; empty if none."""
+def _custom_function(base: type, module: Any) -> str:
+    """The name of an attribute with a function, such as ``dot_general``, that is not the layer's default; or empty."""
     for name, default in _defaults_of(base).items():
         x = vars(module).get(name, default)
         is_type = isinstance(x, type) and name.endswith("type")
-        if callable(x) and x is not default and not is_type and name != "base_module":  # whose result a LoRA adds
+        if callable(x) and x is not default and not is_type and name != "base_module":  # a LoRA only adds its result
             return name
     return ""
 
 
 @functools.cache
 def _defaults_of(base: type) -> dict[str, Any]:
-    """The defaults of the arguments of a layer, but those that only make its arrays."""
+    """The defaults of the arguments of a layer, except for initializers."""
     signatures = [inspect.signature(vars(c)["__init__"]) for c in reversed(base.__mro__[:-1]) if "__init__" in vars(c)]
     arguments = {x.name: x.default for signature in signatures for x in signature.parameters.values()}
     return {name: default for name, default in arguments.items() if "init" not in name}

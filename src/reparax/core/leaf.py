@@ -308,7 +308,7 @@ class Reparametrization(Leafwise):
     def _require_readable_stack(self, stage: Self, leaf: Leaf) -> None:
         """Requires that later calls, which see only the raw values, can tell the stacked axes from them.
 
-        In ``init``, the layer of the array has told these axes to ``stage``, the stage for that array.
+        In ``init``, they came from the layer of the array. ``stage``, the stage for that array, has them.
         """
         if self._in_place or stage.stacked == self.stacked or not leaf.axes.are_of_layer:
             return

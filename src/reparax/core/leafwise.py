@@ -6,7 +6,7 @@ from a function of the array, axes by name, and axes that follow from the role o
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
 array is replaced by a marker dict that holds its raw values. :func:`reader` infers from the types of the raw values
-which array they stand for, which gives a :class:`Reading`. Both arrays and marker dicts are described by a
+which array they represent; the result is a :class:`Reading`. Both arrays and marker dicts are described by a
 :class:`Leaf`; the content of the latter is a :class:`Node`.
 """
 
@@ -28,12 +28,12 @@ from reparax.core.axes import (
     LAST,
     Axes,
     AxesCheck,
-    are_words,
     check_front_axes,
     count_from_front,
     each_stacked,
     find_axes,
     has_names,
+    has_words,
     map_stacked,
     numbered_fields,
     one_stacked,
@@ -94,7 +94,7 @@ class Leafwise(Parametrization):
     """Whether an array is refused if the axes of a field in ``by_roles`` are neither set nor known from its role."""
     outside_networks: ClassVar[str] = ""
     """What the last axis holds in arrays outside of networks, if the stage is as common there. The axes of such an
-    array do not follow from its name, which tells only the axes of a matrix product."""
+    array do not follow from its name, which determines only the axes of a matrix product."""
     any_matrix: ClassVar[bool] = False
     """Whether the stage takes a matrix whichever axis holds its inputs, because the formula does not distinguish inputs
     from outputs."""
@@ -106,12 +106,10 @@ class Leafwise(Parametrization):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``."""
         super().__init_subclass__(**kwargs)
-        checks_of_axes = {
-            name: AxesByPath(check) for name, check in cls._checks.items() if isinstance(check, AxesCheck)
-        }
-        cls._checks = {**cls._checks, **checks_of_axes}
-        has_axes = {name: isinstance(check, AxesByPath) for name, check in cls._checks.items()}
-        cls._axis_fields = tuple(name for name, flag in has_axes.items() if flag and name != "stacked")
+        checks = cls._checks.items()
+        cls._checks = {name: AxesByPath(check) if isinstance(check, AxesCheck) else check for name, check in checks}
+        fields_with_axes = [name for name, check in cls._checks.items() if isinstance(check, AxesByPath)]
+        cls._axis_fields = tuple(name for name in fields_with_axes if name != "stacked")
 
     def default(self, w: Array) -> bool:
         """Whether the shape and dtype of ``w`` let the stage act on it if no ``where`` is given."""
@@ -205,19 +203,19 @@ class Leafwise(Parametrization):
 
         These are the fields for which the user gave words, and the unset ones. ``stacked`` is not among them.
         """
-        given = {name: axes for name, axes in self._given_axes.items() if are_words(axes) and name != "stacked"}
+        given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
 
     @cached_property
     def takes_stacked_from_role(self) -> bool:
         """Whether the stacked axes come from the array's role."""
         if self.stacked != ():
-            return are_words(self.stacked)
+            return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
         # While ``stacked`` is unset, axes by number, and axes given as "stacked", count all axes of the array.
         others = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
-        counts_all = any(are_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
+        counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
 
     @property
@@ -279,7 +277,7 @@ class Leafwise(Parametrization):
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The marker dicts that the stage selects, each with the stage for the array that it stands for."""
+        """The marker dicts that the stage selects, each with the stage for the array that it represents."""
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
         return [(leaf, self._stage_for_node(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
@@ -306,7 +304,7 @@ class Leafwise(Parametrization):
         return chosen
 
     def _stage_for_node(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
-        """The stage for the array that a marker dict stands for. Raises the error of the reading, if it has one."""
+        """The stage for the array that a marker dict represents. Raises the error of the reading, if it has one."""
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
@@ -399,7 +397,7 @@ class Leafwise(Parametrization):
 
 
 class Reading(NamedTuple):
-    """What the types of raw values tell about the array that they stand for.
+    """What the types of raw values tell about the array that they represent.
 
     Attributes:
       stage: The stage with the axes for that array. Numbers that vary between arrays are placeholders.
@@ -452,7 +450,7 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
-    """Infers which array raw values of these types stand for.
+    """Infers which array raw values of these types represent.
 
     If the axes of the array are known from its layer, only its stacked axes are not. Then the raw values have to fit
     an array with some stacked axes, and with no others.
@@ -471,7 +469,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             break  # the number of stacked axes follows from the numbers of axes of the raw values, so this one is it
         with suppress(Exception):
             reading = _read_as(stage, leaf, w, stacked, types)
-            if leaf.axes.stacks(reading.effective.shape) == [stacked]:
+            if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
@@ -485,7 +483,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
     """Completes the reading of raw values of these types: by an error if they are wrong, else by the effective dtype.
 
-    The dtype of an aligned value may differ from that of the effective array, which only the formula tells.
+    The dtype of an aligned value may differ from that of the effective array, which only the formula determines.
     """
     stage, effective = reading.stage, reading.effective
     try:

@@ -1,7 +1,8 @@
-"""The public names, by static tables: nothing is imported until it is named; and what to write instead of other names.
+"""The public names in static tables, so that a module is imported only when it is used; and advice for wrong names.
 
-A public name belongs to one family, a module of ``rpx``; some are at the top too. The tables stand for what the
-families define, which a test compares with them; they also find the class of a kind in a raw tree or in JSON.
+A public name belongs to a family, a public module such as ``rpx.norms``. Some names are also at the top, as
+``rpx.WeightNorm``. A test compares these tables with what the families define. The tables also find the class of a kind
+that a raw tree or JSON contains.
 """
 
 import difflib
@@ -16,7 +17,7 @@ OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
 
 class Family(NamedTuple):
-    """A public module: where it is defined, and its names."""
+    """A public module: its full name, and the public names in it."""
 
     module: str
     names: tuple[str, ...]
@@ -52,28 +53,28 @@ _NAMES = {
     "models.haiku": "parametrized",
 }
 FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split())) for path, names in _NAMES.items()}
-"""For each family its module and its names."""
+"""The module and the public names of each family."""
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
     "optimizer partition combine is_parametrized decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
-"""The names that are at the top too."""
+"""The names that are also at the top."""
 LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
-"""The families that need a library: one that is not installed is not shown."""
+"""The families that need a library, with its name. ``dir(rpx)`` leaves them out if it is not installed."""
 LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
-"""For a library whose models are trees of modules, what its layers say of their arrays."""
-ALONE = ("testing", "demo")
-"""The modules that one imports by themselves."""
+"""For each library whose models are trees of modules, the module with a table of the axes in its layers."""
+NOT_FAMILIES = ("testing", "demo")
+"""The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
 VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain, to which each stage adds its formulas."""
+"""The methods of a chain for which a stage writes formulas."""
 METHODS = (
     *(*VERBS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
 )
-"""What users call of a chain; all other names are for authors of stages."""
+"""The methods and properties of a chain for users. All others are for authors of stages."""
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
@@ -94,43 +95,43 @@ NAMES_OF_OTHERS = {
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }
-"""For a name of torch, optax, flax, paramax or PEFT, what to write here."""
+"""What to write here in place of a name of torch, optax, flax, paramax or PEFT."""
 
 
-def family_of() -> dict[str, str]:
-    """The family of each public name; those of libraries, which share names, are left out."""
+def family_by_name() -> dict[str, str]:
+    """The family of each public name. Families of libraries are left out, because they share names."""
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
 
 def load(name: str) -> Any:
-    """What ``rpx.name`` is, a family or an object at the top; its module is imported now."""
+    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet."""
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
     if name in TOP:
-        return getattr(load(family_of()[name]), name)
+        return getattr(load(family_by_name()[name]), name)
     raise AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
 
 
-def shown() -> list[str]:
-    """What ``dir(rpx)`` shows: the names at the top and the families, if their libraries are installed."""
+def shown_names() -> list[str]:
+    """The result of ``dir(rpx)``: the names at the top, and the families whose libraries are installed."""
     missing = {family for family, library in LIBRARIES.items() if importlib.util.find_spec(library) is None}
     return sorted({*TOP, *FAMILIES} - missing)
 
 
 def dir_of(family: str) -> Callable[[], list[str]]:
-    """The ``__dir__`` of a family, which shows its public names alone."""
+    """Returns the ``__dir__`` function of a family, which lists only its public names."""
     return lambda: sorted(FAMILIES[family].names)
 
 
 def import_stage(name: str) -> None:
-    """Imports the family that defines the stage of a name or kind, if there is one; nothing of others is imported."""
+    """Imports the family that defines a stage, given its class name or kind. Does nothing for a stage of others."""
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
             _import_module(module)
 
 
 def _import_module(module: str) -> Any:
-    """A module of this package; an error that names the tested versions of JAX, if this one lacks what it imports."""
+    """Imports a module of this package. If this JAX lacks something, the error names the tested versions."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -138,43 +139,43 @@ def _import_module(module: str) -> Any:
             raise
         version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
         raise ImportError(
-            f"reparax cannot read JAX {version} ({lack}): it was tested with JAX {OLDEST} to {NEWEST}. Install one of "
-            f"these versions, or a newer reparax.",
+            f"reparax does not work with JAX {version} ({lack}). It was tested with JAX {OLDEST} to {NEWEST}: install "
+            f"one of these versions, or a newer reparax.",
             name=error.name,
         ) from error
 
 
 def layers_of_library(module: str) -> Any:
-    """What the layers of a library say of their arrays, by the name of one of its modules; None if nothing is known."""
+    """The module with the table of layers for a library, given the name of any of its modules, or None."""
     table = LAYERS.get(module.partition(".")[0])
     return None if table is None else importlib.import_module(table)
 
 
 def how_to_write() -> dict[str, str]:
-    """How to write each public name: at the top, or else in its family."""
-    return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_of().items()}
+    """The code for each public name, at the top if it is there: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
+    return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_by_name().items()}
 
 
 def _suggest(name: str) -> str:
-    """What to write in place of an unknown name: how an error about it ends."""
-    ways = how_to_write()
-    if name in ways:
-        return f" at the top: it is `{ways[name]}`."
+    """What to write in place of an unknown name, as the end of an error text."""
+    codes = how_to_write()
+    if name in codes:
+        return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
     if name in METHODS:
         return f". It is a method of a chain: `p.{name}`."
-    if name in ALONE:
+    if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
-    squashed_names = {_squash(public): public for public in ways}
-    similar_names = difflib.get_close_matches(name, ways, n=1, cutoff=0.7)
+    squashed_names = {_squash(public): public for public in codes}
+    similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
     if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
-        return f". Write `{ways[nearest]}`."
+        return f". Write `{codes[nearest]}`."
     return ". `dir(reparax)` lists what it has and its families."
 
 
 def _squash(name: str) -> str:
-    """A name without what tells ``weight_norm`` from ``WeightNorm``."""
+    """A name without underscores and in lower case, so that ``weight_norm`` and ``WeightNorm`` are the same."""
     return name.replace("_", "").lower()
 
 
@@ -199,7 +200,7 @@ WORDS_OF_OTHERS = {
     "stddev": ("std",),
     "target_modules": ("where",),
 }
-"""For a word of another library, the words for it here; a stage has one of them, or none."""
+"""For an argument name in other libraries, the possible names here. A stage takes at most one of these."""
 NOTES = {
     "dim": " torch's weights are (out, in), so its dim=0 is axis -1 of a kernel (in, out).",
     "target_modules": " It matches whole paths: `where='.*(query|value)/kernel'`.",
@@ -208,7 +209,7 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """What to write in place of an argument that a stage with the arguments ``argument_names`` does not have."""
+    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``."""
     if not argument_names:
         return "It takes none."
     known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]

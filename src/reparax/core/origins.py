@@ -1,9 +1,12 @@
-"""Finds which parameter axis each axis of a raw array follows.
+"""Finds the parameter axis that each axis of a raw value corresponds to, which it is said to follow.
 
-The start of each stage is probed on shapes: it is traced several times, each time with one more axis length doubled,
-and a raw axis follows the axis with which it grows. The largest lengths are doubled first, so that the order of lengths
-never changes. Equal lengths of different arrays are doubled together, because joint formulas rely on them. So are equal
-lengths that a stage needs, such as those of a square matrix; then an axis follows the axis at its own position.
+The ``init`` of each stage is probed on shapes: it is traced several times, each time with one more axis length doubled,
+and a raw axis follows the axis with which it grows. For ``WeightNorm``, for example, the norms of shape ``(1, 3)`` grow
+to ``(1, 6)`` if the kernel grows from ``(2, 3)`` to ``(2, 6)``, so their axis 1 follows axis 1 of the kernel.
+
+The largest lengths are doubled first, so that the order of lengths never changes. Equal lengths of different arrays are
+doubled together, because joint formulas rely on them. Equal lengths in one array are doubled together only if the stage
+refuses to have one doubled alone, such as that of a square matrix. Then an axis follows the axis at its own position.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,32 +18,32 @@ from reparax.core.paths import Names, PyTree, items, types_of_result
 from reparax.numerics.arithmetic import is_array
 
 FollowedAxes = tuple[int | None, ...]
-"""For each axis of an array the axis of its source that it follows; None if it follows none."""
+"""For each axis of an array, the axis of its source that it follows, or None."""
 Origins = dict[Names, tuple[Names, FollowedAxes]]
-"""For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
-Start = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
-"""For arrays by their names, the raw values of each."""
+"""For each raw value, its source array, and for each of its axes, the axis of the source that it follows, or None."""
+Init = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+"""A function from arrays by name to the raw values of each, by name."""
 Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
 Shapes = dict[Names, tuple[int, ...]]
 
 
 def keep_origins(arrays: Mapping[Names, Any]) -> Origins:
-    """The origins of arrays that do not change."""
+    """The origins of arrays that are their own sources, because no stage has replaced them."""
     return {place: (place, tuple(range(len(x.shape)))) for place, x in arrays.items() if is_array(x)}
 
 
 def compose(origin: tuple[Names, FollowedAxes], axes: FollowedAxes) -> tuple[Names, FollowedAxes]:
-    """The origin of a value whose axes follow ``axes`` of an array with that ``origin``."""
+    """The origin of a value whose axes follow ``axes`` of an array that itself has this ``origin``."""
     root, root_axes = origin
     return root, tuple(None if axis is None else root_axes[axis] for axis in axes)
 
 
-def probe_origins(start: Start, arrays: Mapping[str, Any]) -> Origins:
-    """The origins of the raw values of ``start(arrays)``, found by doubling lengths: each follows its own array."""
-    array_shapes, raw_shapes = zip(*_trace_doublings(start, arrays), strict=True)
+def probe_origins(init: Init, arrays: Mapping[str, Any]) -> Origins:
+    """The origins of the raw values ``init(arrays)``, found by doubling lengths. The source of each is its array."""
+    array_shapes, raw_shapes = zip(*_trace_doublings(init, arrays), strict=True)
 
     def origin(path: Names) -> tuple[Names, FollowedAxes]:
-        """The array of a raw value, and the axes of it that those of the value follow."""
+        """The origin of one raw value, whose path is the name of its array and its own name."""
         growths = _growth_of_axes(array_shapes, path[:1])
         return path[:1], _match_growths(growths, _growth_of_axes(raw_shapes, path))
 
@@ -48,13 +51,19 @@ def probe_origins(start: Start, arrays: Mapping[str, Any]) -> Origins:
 
 
 def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
-    """How each axis of an array grows between traces; the length of one that does not, such as a rank of a stage."""
+    """For each axis of an array, its growth: its lengths in all traces, relative to the first one.
+
+    For an axis that does not grow, such as the rank of a stage, this is its length alone.
+    """
     lengths_of_axes = zip(*(shapes[path] for shapes in traces), strict=True)
     return [tuple(n / x[0] for n in x) if x[-1] > x[0] else x[:1] for x in lengths_of_axes]
 
 
 def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence[tuple[float, ...]]) -> FollowedAxes:
-    """For the growth of each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
+    """For each axis of a raw value, the parameter axis with the same growth, or None. No axis is followed twice.
+
+    If several have that growth, the one at the same position counts, provided both arrays have as many axes.
+    """
     followed = list[int | None]()
     for axis, growth in enumerate(growths):
         matches = [i for i, param_growth in enumerate(param_growths) if growth != (1,) and param_growth == growth]
@@ -64,21 +73,22 @@ def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence
     return tuple(followed)
 
 
-def _trace_doublings(start: Start, arrays: Mapping[str, Any]) -> Iterator[tuple[Shapes, Shapes]]:
-    """The shapes of arrays and raw values: the original ones, and those after each doubling that works.
+def _trace_doublings(init: Init, arrays: Mapping[str, Any]) -> Iterator[tuple[Shapes, Shapes]]:
+    """Yields the shapes of the arrays and of their raw values: the original ones, and those after each doubling.
 
-    What was doubled stays so. A length that is refused waits for the next ones: a square matrix takes two together.
+    A length that has been doubled stays doubled. If the stage refuses a doubled length, it is tried again together with
+    the next one, since a square matrix takes both.
     """
-    original = _trace(start, arrays, ())
+    original = _trace(init, arrays, ())
     yield original
     doubled, waiting = list[Length](), list[Length]()
     for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
-        for together in dict.fromkeys([(*waiting, length), (length,)]):  # one, if none are waiting
+        for together in dict.fromkeys([(*waiting, length), (length,)]):  # a single try if no lengths are waiting
             try:
-                shapes = _trace(start, arrays, [*doubled, *together])
+                shapes = _trace(init, arrays, [*doubled, *together])
             except Exception:  # a stage may refuse such a shape with any exception
                 continue
-            if _ranks(shapes) == _ranks(original):
+            if _count_raw_axes(shapes) == _count_raw_axes(original):
                 yield shapes
                 doubled += together
                 waiting = [candidate for candidate in waiting if candidate not in together]
@@ -87,28 +97,28 @@ def _trace_doublings(start: Start, arrays: Mapping[str, Any]) -> Iterator[tuple[
             waiting.append(length)
 
 
-def _trace(start: Start, arrays: Mapping[str, Any], lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
-    """The shapes of arrays with these lengths doubled, and those of their raw values."""
+def _trace(init: Init, arrays: Mapping[str, Any], lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
+    """The shapes of the arrays with these lengths doubled, and the shapes of their raw values."""
     grown = jax.tree.map(lambda x: _double(x, lengths) if is_array(x) else x, dict(arrays))
-    return _shapes_of(grown), _shapes_of(types_of_result(start, grown))
+    return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
 
 
 def _lengths(shape: Sequence[int]) -> list[Length]:
-    """The length of each axis, with the number of earlier axes that have the same."""
+    """The length of each axis, with the number of earlier axes that have the same length."""
     return [(n, shape[:axis].count(n)) for axis, n in enumerate(shape)]
 
 
 def _double(x: Any, lengths: Collection[Length]) -> jax.ShapeDtypeStruct:
-    """The type of ``x`` with these of its lengths doubled."""
+    """The type of ``x``, with those of its lengths doubled that are in ``lengths``."""
     sizes = (2 * length[0] if length in lengths else length[0] for length in _lengths(x.shape))
     return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
 
 def _shapes_of(tree: PyTree) -> Shapes:
-    """The shape of each array of a tree, by its place."""
+    """The shape of each array in a tree, by its key path."""
     return {path: x.shape for path, x in items(tree) if is_array(x)}
 
 
-def _ranks(shapes: tuple[Shapes, Shapes]) -> dict[Names, int]:
-    """The number of axes of each raw array of a trace."""
+def _count_raw_axes(shapes: tuple[Shapes, Shapes]) -> dict[Names, int]:
+    """The number of axes of each raw value in a trace."""
     return {path: len(shape) for path, shape in shapes[1].items()}

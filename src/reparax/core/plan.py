@@ -7,7 +7,7 @@ that is hashed into the random key. A *place* is always such a key path: the tup
 
 :func:`plan` builds a plan, :func:`plan_for` also checks that the chain created the raw tree, and :func:`run_plan`
 computes the effective tree. Every method of a chain but ``init`` uses a plan: ``apply`` runs all of its steps;
-``update`` runs the steps before each stage with fixed values, and calls the formula of that stage.
+``update`` runs the steps before each stage that defines an update, and calls the formula of that stage.
 """
 
 from __future__ import annotations

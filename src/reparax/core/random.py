@@ -152,11 +152,12 @@ def draw_at_sites(
     """
     sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
     for i in acting:
-        group = _group_key(sites[i], arrays) if step.draws_noise else i
-        groups_of_number.setdefault(sites[i].draw_number, {}).setdefault(i if group is None else group, []).append(i)
+        group = _group_key(sites[i], arrays) if step.draws_noise else None
+        groups = groups_of_number.setdefault(sites[i].draw_number, {})
+        groups.setdefault(i if group is None else group, []).append(i)
     draws = dict[int, Array]()
     for number in sorted(groups_of_number):
-        groups = list(groups_of_number[number].values())
+        groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
             keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]

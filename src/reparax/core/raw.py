@@ -2,17 +2,17 @@
 
 A stage replaces each array by a marker dict that holds its raw values, ``{"@weight_norm": {"g": ..., "v": ...}}``.
 Fixed values are under ``"@fixed"``, and for a chain marker dicts are nested: the first stage's in the last stage's. So
-the key path of a raw value tells everything about it: the parameter that it belongs to, whether it is main or
+the key path of a raw value contains everything about it: the parameter that it belongs to, whether it is main or
 auxiliary, free or fixed, and under which path a stage can select it.
 
 Terms of this module:
 
 - A *place* is a key path, a tuple of names: ``("dense", "kernel", "@weight_norm", "g")``. A *path* is text, under which
   users select an array: ``"dense/kernel"``.
-- A *marker* is a name such as ``"@weight_norm"``. Its *kind* is ``weight_norm``, which stands for a class of stages.
+- A *marker* is a name such as ``"@weight_norm"``. Its *kind* is ``weight_norm``, the name of a class of stages.
 - :class:`Flat` is a tree as a dict from places to arrays, and :class:`Frame` is the model's own tree around them.
   :func:`flatten` separates the two, and :func:`nest` puts them together again.
-- :class:`Leaf` describes one array of a ``Flat``, or a marker dict that stands for one; the latter is a :class:`Node`.
+- :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces one; the latter is a :class:`Node`.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def registered_kind(kind: str) -> Any:
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a raw tree, or a marker dict that stands for one.
+    """One array of a raw tree, or a marker dict that replaces one.
 
     Attributes:
       place: Its key path in the raw tree.
@@ -81,7 +81,7 @@ class Leaf:
         expression for its place in the raw tree selects it.
       decays: Whether smaller numbers make a smaller array, for each stage whose marker is in its key path.
       content: The array, its type, or a :class:`Node`.
-      reading: For a marker dict that has been read, the array that its values stand for; see ``core/leafwise.py``.
+      reading: For a marker dict that has been read, the array that its values represent; see ``core/leafwise.py``.
       tree: The tree that it comes from. None if only its place is known.
     """
 
@@ -98,7 +98,7 @@ class Leaf:
 
     @property
     def array(self) -> Any:
-        """The array or its type. For a marker dict that has been read, the type of the array that it stands for."""
+        """The array or its type. For a marker dict that has been read, the type of the array that it represents."""
         return self.content if self.reading is None else self.reading.effective
 
     @cached_property
@@ -145,7 +145,7 @@ class Leaf:
 
     @property
     def is_there(self) -> bool:
-        """Whether its content is an array, or a marker dict that stands for one."""
+        """Whether its content is an array, or a marker dict that replaces one."""
         return is_array(self.content) or isinstance(self.content, Node)
 
 
@@ -154,7 +154,7 @@ class Node:
     """A marker dict in which no other marker is nested.
 
     Attributes:
-      place: The key path of the array that it stands for.
+      place: The key path of the array that it replaces.
       mark: The marker.
       below: Everything below this place, by key path and in the order of the tree. In a damaged tree, it may contain
         more than what is under the marker.
@@ -367,7 +367,7 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
 
 
 def places_of(tree: PyTree) -> list[Names]:
-    """The place of each leaf, and of each empty node, which stands for an array without values of its own."""
+    """The place of each leaf, and of each empty node, which takes the place of an array without values of its own."""
     return flatten_with_names(tree, is_empty)[0]
 
 
@@ -515,7 +515,7 @@ class Flat:
             mark, declared = value.node[-1], value.declared.axes
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                return KnownAxes(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
+                return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
             ranks = vars(makers[0]) if len(makers) == 1 else {}
             axes = axes.of_factor(declared, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
         return axes

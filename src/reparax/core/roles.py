@@ -1,4 +1,10 @@
-"""The roles of the axes of an array in a network, the words for them, and axes that do not fit them."""
+"""The role of each axis of an array in a network, the words for these roles, and reports of axes that contradict them.
+
+An array that is multiplied with data has inputs, the axes that the product contracts with the data; outputs, the axes
+that the result has; and stacked axes, along which independent arrays lie. A kernel of shape ``(in, out)`` has the
+inputs ``(0,)`` and the outputs ``(1,)``. A :class:`Role` has these axes for an array, and a :class:`Use` for one of its
+products.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +14,20 @@ from typing import Any
 
 INPUTS, OUTPUTS, STACKED = "inputs", "outputs", "stacked"
 WORDS = (INPUTS, OUTPUTS, STACKED)
-"""Given as axes: what the network does with them. No axis can have such a name."""
+"""The words that users may write in place of an axis. No axis can have such a name."""
 
 PRODUCT, CONVOLUTION, TRANSPOSED, LOOKUP = "product", "convolution", "transposed convolution", "lookup"
 """How a network uses an array."""
 
 CHANNELS = "channels"
-"""The one axis along which groups of inputs lie: the last of those that no window moves along, so not of a
-convolution's window. In a matrix of flattened inputs, neighbours along it stay neighbours."""
+"""The input axis along which groups of inputs are formed: the last input along which no window of a convolution moves.
+In a matrix of flattened inputs, neighbors along it stay neighbors."""
 
 UNCUT = "uncut"
-"""All axes of an array but its channels: those with scales of their own where blocks lie along inputs."""
+"""All axes of an array except its channels. If blocks lie along the inputs, each index of these has its own scale."""
 
 VECTORS = "vectors"
-"""The axes along which vectors lie: the inputs of each output, and the rows of a table that is looked up."""
+"""The axes along which vectors lie: one vector of inputs for each output, or each row of a table that is looked up."""
 
 Numbers = tuple[int, ...]
 
@@ -34,9 +40,9 @@ class Use:
       inputs: The axes that are contracted with data; of a table, its rows.
       outputs: The axes that the result has.
       stacked: The axes along which independent arrays are stacked.
-      line: The equation, and the line that wrote it.
+      line: The equation, and the line of source code that it comes from.
       how: ``"product"`` of matrices, ``"convolution"``, ``"transposed convolution"``, or ``"lookup"`` of rows.
-      windows: Those of the inputs along which a convolution moves.
+      windows: The inputs along which the window of a convolution moves.
     """
 
     inputs: Numbers
@@ -55,7 +61,7 @@ class Role:
       inputs: The axes that products contract with data; of a table that is looked up, its rows.
       outputs: The axes that the results of these products have.
       stacked: The axes along which independent arrays are stacked, such as the layers of a scan.
-      why: What reads the array, if no product does; otherwise empty.
+      why: Why no product of the array with data is known, such as what else reads it. Empty if one is known.
       uses: The products that differ in these axes, each with its ``inputs``, ``outputs`` and ``stacked`` axes, its
         ``line`` and ``how`` it multiplies: ``"product"``, ``"convolution"``, ``"transposed convolution"`` or
         ``"lookup"``. If there are several, as for a table that is also the last layer, an axis may be one of the inputs
@@ -74,58 +80,66 @@ class Role:
 
     @property
     def is_table(self) -> bool:
-        """Whether its rows are looked up, and nothing else reads it together with data."""
+        """Whether the array is a table whose rows are looked up, and is not used in any other product with data."""
         return bool(self.uses) and all(use.how == LOOKUP for use in self.uses)
 
     @property
     def ambiguous(self) -> str:
-        """Which uses make an axis one of the inputs and one of the outputs; empty if none do."""
+        """The uses of the array as text, if they give an axis more than one role. Empty if the roles are clear."""
         words = (self.inputs, self.outputs, self.stacked)
         if sum(map(len, words)) == len({axis for axes in words for axis in axes}):
             return ""
         return "; ".join(f"inputs {use.inputs} and outputs {use.outputs} in {use.line}" for use in self.uses)
 
     def follow(self, followed: Sequence[int | None], shape: Numbers, dtype: Any, stacked: Numbers = ()) -> Role:
-        """The role of an array whose axes follow the axes ``followed`` of this one.
+        """The role of an array that was derived from this one, such as a transposed or stacked one, or a factor of it.
 
-        Axes that follow none are ``stacked``, or such as a rank: between two factors of this array, where they are an
-        output of the one with inputs, and an input of the one with outputs.
+        Args:
+          followed: For each axis of the derived array, the axis of this array that it corresponds to, or None. An axis
+            with None is one of the ``stacked`` axes, or lies between two factors of this array, as a rank does: then it
+            is an output of the factor that has the inputs, and an input of the factor that has the outputs.
+          shape: The shape of the derived array.
+          dtype: Its dtype.
+          stacked: Its axes that stack arrays like this one.
         """
-        place_of = {axis: place for place, axis in enumerate(followed) if axis is not None}
+        new_axis = {axis: new for new, axis in enumerate(followed) if axis is not None}
 
-        def followers(axes: Numbers) -> Numbers:
-            return tuple(sorted(place_of[axis] for axis in axes if axis in place_of))
+        def moved(axes: Numbers) -> Numbers:
+            return tuple(sorted(new_axis[axis] for axis in axes if axis in new_axis))
 
-        def with_followers(record: Any) -> Any:
-            stacks = tuple(sorted((*followers(record.stacked), *stacked)))
-            return replace(record, inputs=followers(record.inputs), outputs=followers(record.outputs), stacked=stacks)
+        def with_moved_axes(record: Any) -> Any:
+            stacks = tuple(sorted((*moved(record.stacked), *stacked)))
+            return replace(record, inputs=moved(record.inputs), outputs=moved(record.outputs), stacked=stacks)
 
         uses = list[Use]()
         for use in self.uses:
-            is_product = use.how == LOOKUP and not followers(use.inputs)  # a factor that the rows looked up multiply
+            is_product = use.how == LOOKUP and not moved(use.inputs)  # a factor that looked-up rows are multiplied by
             how = PRODUCT if is_product else use.how
-            uses.append(replace(with_followers(use), how=how, windows=followers(use.windows)))
-        role = replace(with_followers(self), uses=tuple(uses), shape=shape, dtype=dtype)
-        between = tuple(place for place, axis in enumerate(followed) if axis is None and place not in stacked)
+            uses.append(replace(with_moved_axes(use), how=how, windows=moved(use.windows)))
+        role = replace(with_moved_axes(self), uses=tuple(uses), shape=shape, dtype=dtype)
+        between = tuple(new for new, axis in enumerate(followed) if axis is None and new not in stacked)
         if role.inputs and not role.outputs:
             return replace(role, outputs=between)
         return replace(role, inputs=between) if role.outputs and not role.inputs else role
 
     def unknown(self) -> Numbers:
-        """The axes of more than one index whose role is unknown."""
+        """The axes without a role. Axes of size 1 do not count."""
         known_axes = {*self.inputs, *self.outputs, *self.stacked}
         return tuple(i for i, n in enumerate(self.shape) if i not in known_axes and n != 1)
 
 
 def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
-    """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
+    """For each word, the axes that it stands for in an array with this role.
+
+    They are counted from the back, without the axes in ``stacked``.
+    """
     unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
 
-    def counted(axes: Iterable[int]) -> Numbers:
+    def from_back(axes: Iterable[int]) -> Numbers:
         return tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
 
-    inputs, outputs, stacks = counted(role.inputs), counted(role.outputs), counted(role.stacked)
-    windows = counted(axis for use in role.uses for axis in use.windows)
+    inputs, outputs, stacks = from_back(role.inputs), from_back(role.outputs), from_back(role.stacked)
+    windows = from_back(axis for use in role.uses for axis in use.windows)
     channels = tuple(axis for axis in inputs if axis not in windows)[-1:] or inputs[-1:]
     uncut = tuple(sorted({*inputs, *outputs} - {*channels}))
     vectors = outputs if role.is_table else inputs
@@ -134,15 +148,15 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Axes of a stage at an array that do not fit the products of the network.
+    """Axes of a stage at an array that contradict the products of the network.
 
     Attributes:
       stage: The code of the stage.
       path: The path of the array.
       field: The argument of the stage, such as ``"axis"``.
-      got: The axes that it takes there. Those of ``stacked`` are counted from the front; all others from the back,
+      got: The axes that the stage uses. Those of ``stacked`` are counted from the front, all others from the back and
         without the stacked axes.
-      expected: The axes that its formula means in this network.
+      expected: The axes that it should use in this network.
       role: The roles of the axes of the array.
     """
 
@@ -164,7 +178,7 @@ class Misfit:
 
 
 class Misfits(tuple[Misfit, ...]):
-    """The axes that do not fit, one per line of its repr; empty if all fit."""
+    """A tuple of all misfits, whose repr has a line for each. Empty if all axes fit."""
 
     __slots__ = ()
 
@@ -173,5 +187,5 @@ class Misfits(tuple[Misfit, ...]):
 
 
 def one_or_tuple(axes: Sequence[Any]) -> Any:
-    """A single axis as a number, several in a tuple."""
+    """A single axis as a number, several axes as a tuple."""
     return axes[0] if len(axes) == 1 else tuple(axes)

@@ -1,4 +1,8 @@
-"""Shardings of raw trees."""
+"""Shardings of raw trees, derived from the specs of the model's parameters.
+
+A spec is JAX's ``PartitionSpec``: it has an entry for each axis of an array, which names the mesh axes that shard it. A
+raw value gets for each of its axes the entry of the parameter axis that it follows (``core/origins.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,21 @@ def shardings_of_raw(
     like: PyTree,
     memory_kind: str | None,
 ) -> PyTree:
-    """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
+    """A tree of shardings for the raw tree ``init(like)``.
 
-    ``follow`` finds that axis, and ``init`` puts boxes around the shardings. Fixed values lie in that kind of memory.
+    Args:
+      who: The call, as errors name it.
+      init: Returns the raw tree of parameters. Only its structure, boxes included, and its shapes are used.
+      follow: Returns the origins of the raw values of parameters.
+      specs: The spec of each parameter, or the parameters themselves if they are placed on a mesh.
+      mesh: The mesh of the shardings.
+      like: The parameters, or their shapes and dtypes. None if ``specs`` are the parameters.
+      memory_kind: The kind of memory for fixed values, or None for the default.
     """
     params = specs if like is None else like
     require_no_raw(who, params, "Pass `like=params`, the parameters or their shapes and dtypes.")
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
-    cuts = {
+    entries_of_params = {
         path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
         for path, x in _specs_by_path(who, specs, arrays).items()
     }
@@ -41,7 +52,7 @@ def shardings_of_raw(
 
     def sharding_of(path: Names, x: Any) -> NamedSharding:
         source, axes = origins[path]
-        entries = [None if axis is None else cuts[path_text(source)][axis] for axis in axes]
+        entries = [None if axis is None else entries_of_params[path_text(source)][axis] for axis in axes]
         pairs = zip(entries, x.shape, strict=True)
         even_entries = [None if n % _count_parts(entry, mesh) else entry for entry, n in pairs]
         return NamedSharding(mesh, PartitionSpec(*even_entries), memory_kind=memory_kind if FIXED in path else None)
@@ -50,7 +61,7 @@ def shardings_of_raw(
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of ``specs`` for each array, by path."""
+    """The leaf of ``specs`` for each array, by path. Raises an error if the paths of the two differ."""
     spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if spec_of and not arrays:
         raise ValueError(
@@ -71,7 +82,7 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
 
 
 def _spec_of(x: Any) -> PartitionSpec | None:
-    """The spec that ``x`` is or carries."""
+    """The spec of ``x``, if it is a spec, a sharding, or an array that is placed on a mesh. Otherwise None."""
     if isinstance(x, PartitionSpec):
         return x
     sharding = getattr(x, "sharding", x)
@@ -79,7 +90,7 @@ def _spec_of(x: Any) -> PartitionSpec | None:
 
 
 def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
-    """The entry of a spec for each axis of ``x``, after checking that it fits."""
+    """The entry of a spec for each axis of ``x``; missing ones are None. Raises an error if the spec does not fit."""
     spec = _spec_of(leaf)
     if spec is None:
         raise ValueError(
@@ -99,7 +110,7 @@ def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any
 
 
 def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
-    """Requires a spec that names axes of the mesh, each once."""
+    """Requires that a spec names only axes of the mesh, and each at most once."""
     mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
     for name in mesh_axes:
         if name not in mesh.shape:
@@ -111,12 +122,12 @@ def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a spec: several, one, or none."""
+    """The names of the mesh axes in one entry of a spec, which may be a tuple of names, one name, or None."""
     if isinstance(entry, str):
         return (entry,)
     return entry if isinstance(entry, tuple) else ()
 
 
 def _count_parts(entry: Any, mesh: AnyMesh) -> int:
-    """The number of parts into which an entry of a spec cuts an axis."""
+    """The number of parts into which an entry of a spec splits an axis."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(entry))

@@ -87,7 +87,7 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """A selection for ``where``: the stage's default, without the paths that match one of some regular expressions.
+    """For ``where``, the default of the stage without the paths that match one of these regular expressions.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
@@ -378,8 +378,8 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
         return f"{pattern!r} is not an array, but {len(inner_paths)} paths begin with it: write {f'{pattern}/.*'!r}."
     if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
         return (
-            f"no whole path matches {pattern!r}, but the ends of {len(deeper_paths)} do, such as {deeper_paths[0]!r}. "
-            f"Write {f'.*/{pattern}'!r} for these."
+            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)}, such as "
+            f"{deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} for these."
         )
     regex = _shell_to_regex(pattern) or pattern
     if matched_paths := [path for path in paths if re.fullmatch(regex, path)]:
