@@ -76,7 +76,7 @@ class _Pattern(RowsAndColumns, Constraint):
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """The index of entry (i, j) in a lower triangle stored row by row; -1 above it, and on the diagonal if ``strict``."""
+    """Where a lower triangle, stored row by row, has entry (i, j); -1 above it, and on the diagonal if ``strict``."""
     row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
     return jnp.where(i > j if strict else i >= j, row + j, -1)
 
