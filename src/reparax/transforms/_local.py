@@ -31,7 +31,7 @@ from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.contractions import contraction_of
-from reparax.programs.dependence import AllFacts, Facts, Flags, contains_apply, facts_of_inputs, has_tangent
+from reparax.programs.dependence import AllFacts, Facts, contains_apply, facts_of_inputs, has_tangent
 from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies
 from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
@@ -687,11 +687,12 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
-        first, and keys. All others are data; closed-over arrays are not.
+        first, and keys. All others are data; closed-over arrays are not, so pass the data as an argument.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
+      ValueError: If no row draws because the data is not among the data arguments, or ``fun`` does not call ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -719,7 +720,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call = arguments.trace()
-        rules, program, consts = _rewrite(call, arguments.is_chosen)
+        rules, program, consts = _rewrite(arguments, call)
         if all(read.rows is None for read in rules.reads.values()):
             _require_data(who, rules, arguments, call)
         # A draw that nothing reads is not drawn.
@@ -730,7 +731,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call = arguments.trace()
-        weights = list(_noisy_weights(_rewrite(call, arguments.is_chosen)[0], arguments, call))
+        weights = list(_noisy_weights(_rewrite(arguments, call)[0], arguments, call))
         lacking_data = {weight.path for weight in _weights_if_all_is_data(arguments, call)}
         for i, weight in enumerate(weights):
             if weight.path in lacking_data and not weight.is_transformed:
@@ -741,7 +742,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     return function
 
 
-_IS_CLOSED_OVER = "its other input is closed over, or among the weights: pass it as an argument of its own"
+_IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
 """Why a weight of a report has one draw for all rows, which would draw for each if this were mended."""
 
 
@@ -749,21 +750,21 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
     """Raises an error if no row draws because nothing is data, or because ``apply`` was called outside."""
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
-            f"{who} found no noise, as the function does not call `apply`. Call it inside: "
-            "`loss = lambda raw, key, x: model(p.apply(raw, key), x)`."
+            f"{who} found no noise, as the function does not call `apply`, or only under `rpx.remat`. Call it inside, "
+            "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
         )
     if rules.reads and not rules.analysis.multiplies_data:
         for weight in _weights_if_all_is_data(arguments, call):
             raise ValueError(
-                f"{who} has no effect: all rows share the noise of a weight ({weight.path}, {weight.type}), because the "
-                "data is closed over, or in an argument for weights (argnums, by default the first). Pass the data as "
-                "an argument: `loss(raw, key, x)`."
+                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
+                "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
+                "argument: `loss(raw, key, x)`."
             )
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
     """The weights that would draw for each row if everything were data that is not read by an ``apply``."""
-    rules, *_ = _rewrite(call, [False] * len(call.inputs))
+    rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
 
 
@@ -787,17 +788,22 @@ def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
 
 
-def _rewrite(call: Traced, is_chosen: Flags) -> tuple[Drawing, Jaxpr, list[Any]]:
+def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
     """Rewrites the program of a call so that rows draw.
 
-    ``is_chosen`` says of the last inputs whether they are for weights. The others, which are closed over, are.
+    With ``all_is_data``, arguments for weights and closed-over arrays are data too, unless an ``apply`` reads them.
 
     Returns the rules of the last rewriting, the new program, and its constants, which are its first inputs.
     """
     program = jaxprs.without_dead_code(call.program)  # dead equations must not count as reads of weights
-    facts = facts_of_inputs(program, [True] * (len(call.inputs) - len(is_chosen)) + is_chosen)
-    facts = [replace(each, formula=-1 - i) for i, each in enumerate(facts)]
+    closed_over = len(call.inputs) - len(arguments.arrays)
+    flags = [(i < closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
+    facts = [
+        replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
+        for i, each in enumerate(facts_of_inputs(program, flags))
+    ]
     analysis = _FactsOfDraws()
+    analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
         rules = Drawing(shared, analysis)
