@@ -85,11 +85,11 @@ def from_torch(
 
     No layout is needed for arrays of one axis; for linear layers, convolutions and tables of nnx and equinox, whose
     classes decide it if the layer computes as its class does; for ``w`` and ``embeddings`` of two axes in Haiku's
-    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names, and
-    those of modules of your own need a layout, or ``{i}`` in their names: the shape of a square matrix does not show
-    whether it is transposed. A ``kernel`` of more axes can be read without a layout if its tensor has as many axes,
-    which only a convolution has; with as many inputs as outputs, it may be a transposed convolution, so it needs a
-    layout. For recurrent cells, use :func:`convert`.
+    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names,
+    and those of modules of your own need a layout, or ``{i}`` in their names: the shape of a square matrix does not
+    show whether it is transposed. A ``kernel`` of more axes can be read without a layout if its tensor has as many
+    axes, which only a convolution has; with as many inputs as outputs, it may be a transposed convolution, so it needs
+    a layout. For recurrent cells, use :func:`convert`.
 
     Args:
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
