@@ -313,7 +313,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """The output axis of a convolution's kernel, in a list; empty if ``columns`` is another axis than the first or last."""
+        """The output axis of a convolution's kernel, in a list; empty unless ``columns`` is the first or last axis."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
