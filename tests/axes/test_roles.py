@@ -286,6 +286,7 @@ QUICK = (
     "columns that constants choose",
     "one column, repeated",
     "members that each repeat their number",
+    "weights that a loop carries",
 )
 
 

@@ -45,3 +45,17 @@ def test_a_diagonal_times_a_table_whose_columns_were_merged_gives_the_array():
         found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(p.init(params), X)
     # Rows and columns of the diagonal have one index, so what splits the columns splits the rows too.
     chex.assert_trees_all_close(found, jax.value_and_grad(loss)(p.init(params), X), rtol=1e-5, atol=1e-5)
+
+
+def test_columns_of_matrices_that_places_choose_are_those_of_the_array():
+    """One of these matrices is not there, so it is zero."""
+    p, places, columns = rpx.LowRank(2, rows=(0, 1), columns=2), np.array([1, 9, 0, 2, 1]), np.array([2, 0])
+    raw = p.init({"w": normal(3, 4, 4)})
+
+    def loss(raw, x):
+        chosen = p.apply(raw)["w"].at[places].get(mode="fill", fill_value=0)[:, :, columns]
+        return jnp.sum(jnp.einsum("tk,tkn->tn", x, chosen) ** 2)
+
+    with in_factors():
+        found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(raw, X)
+    chex.assert_trees_all_close(found, jax.value_and_grad(loss)(raw, X), rtol=1e-4, atol=1e-4)

@@ -415,6 +415,14 @@ def test_explain_says_that_a_convolution_is_grouped():
     assert "a grouped conv_general_dilated needs the array" in repr(rpx.explain(loss, raw, floats(2, 5, 5, 8)))
 
 
+def test_explain_leaves_out_what_formulas_read():
+    p = rpx.LowRank(1, where="w") >> rpx.Tie({"v": ("w", jnp.tanh)})
+    raw = jax.eval_shape(p.init, {"w": floats(64, 64), "v": floats(64, 64)})
+    text = repr(rpx.explain(lambda raw, x: sum(jnp.sum(x @ w) for w in p.apply(raw).values()), raw, floats(8, 64)))
+    assert "  1 product, " in text
+    assert "tanh" not in text
+
+
 def test_layers_are_told_in_one_line():
     p = rpx.LowRank(1)
     raw = jax.eval_shape(p.init, {f"layer{i}": floats(64, 64) for i in range(12)}, KEY)

@@ -1,4 +1,4 @@
-"""What the arrays of equinox layers are, by their classes' names: a letter for each size, as in ``core/layers.py``."""
+"""The axes of equinox's arrays, by the names of layer classes: letters and sizes, as in ``core/layers.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAME = "eqx.nn"
 
 
 def _size(features: Any) -> int:
-    """The size of features."""
+    """The number of features; equinox's ``"scalar"`` is one."""
     return 1 if features == "scalar" else features
 
 
@@ -25,7 +25,7 @@ def _conv(m: Any) -> dict[str, Any]:
 
 
 def _cell(m: Any, gates: int) -> dict[str, Any]:
-    """Matrices of all gates, and biases."""
+    """The matrices and biases of a cell, each with all gates."""
     width = gates * m.hidden_size
     weights = {"weight_ih": ("oi", width, m.input_size), "weight_hh": ("oi", width, m.hidden_size)}
     return {**weights, "bias": ("v", width), "bias_n": ("v", m.hidden_size)}

@@ -1,4 +1,4 @@
-"""What the arrays of nnx layers are, by their classes' names: a letter for each size, as in ``core/layers.py``."""
+"""The axes of the arrays of nnx layers, by the names of their classes: letters and sizes, as in ``core/layers.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAME = "nnx"
 
 
 def _einsum(m: Any) -> dict[str, Any]:
-    """A factor of an einsum, if the class says of which."""
+    """The kernel of an einsum, if the layer holds the whole equation, and a bias."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
@@ -18,7 +18,7 @@ def _einsum(m: Any) -> dict[str, Any]:
 
 
 def _window(m: Any) -> tuple[int, ...]:
-    """The lengths of the window."""
+    """The lengths of a convolution's window."""
     return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
 
 
@@ -30,8 +30,8 @@ def _conv(m: Any) -> dict[str, Any]:
 
 def _conv_transpose(m: Any) -> dict[str, Any]:
     """A kernel, and a bias."""
-    plain, turned = ("wio", m.in_features, m.out_features), ("woi", m.out_features, m.in_features)
-    letters, *channels = turned if m.transpose_kernel else plain
+    plain, transposed = ("wio", m.in_features, m.out_features), ("woi", m.out_features, m.in_features)
+    letters, *channels = transposed if m.transpose_kernel else plain
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
 
 

@@ -1,4 +1,9 @@
-"""What models that hold a chain share: checks, errors, attributes, and the verbs of a chain as pure functions."""
+"""Shared code of the models that hold a chain: argument checks, errors, attribute lookup, and pure functions.
+
+The wrappers of nnx, linen, haiku and equinox hold raw values. Before each call they compute the effective weights,
+which the wrapped model then reads. ``Functions`` gives linen and haiku, whose parameters are arguments, the methods of
+a chain.
+"""
 
 import functools
 import importlib
@@ -18,7 +23,10 @@ from reparax.training import partition
 
 
 def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None, name: str = "") -> Parametrization:
-    """``p``, if it is a chain and ``model`` is a model of ``kind``, the library's class, which users call ``name``."""
+    """Returns ``p``. Raises an error unless it is a chain and ``model`` is an instance of ``kind``.
+
+    ``kind`` is the library's class for models, and ``name`` is what users call this class.
+    """
     if not isinstance(p, Parametrization) or isinstance(model, Static):
         got = "a chain first" if isinstance(model, Static) else f"{type(p).__name__} second"
         raise TypeError(f"{who} takes a model and then a chain, but got {got}. Write `{who}(model, rpx.WeightNorm())`.")
@@ -29,9 +37,9 @@ def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None,
 
 
 def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Collection[str]) -> None:
-    """Refuses a model with methods of names that the wrapper has for its own, so that nobody could call them.
+    """Raises an error if a method of the model has the name of one of the wrapper, so that nobody could call it.
 
-    Names ``of_library`` mean the same in both.
+    The names in ``of_library`` may be in both: there, the wrapper's method does what the model's would.
     """
     names = {name for name in dir(wrapper) if name[0] != "_" and _is_method(wrapper, name)}
     for name in sorted(names - {*of_library}):
@@ -48,17 +56,17 @@ def _is_method(cls: type[Any], name: str) -> bool:
 
 
 def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: str | None = None) -> bool:
-    """Whether a call of the model advances the fixed values of ``p``.
+    """Whether each call of the model updates the fixed values of ``p``, such as those of power iteration.
 
     Args:
-      who: The wrapper.
+      who: The name of the wrapper, for errors.
       p: The chain.
-      updates: What its user says of it.
-      call: How to advance them by hand.
-      why: Why no call of the model can; None if it can.
+      updates: The wrapper's argument ``updates``: None or ``"by hand"``.
+      call: The code that updates them by hand, for errors.
+      why: Why calls of this model cannot update them; None if they can.
 
     Raises:
-      ValueError: If they must be advanced by hand, and the user does not say so.
+      ValueError: If they must be updated by hand, and ``updates`` is None.
     """
     require_by_hand(who, updates)
     instead = ", or train with `rpx.optimizer(tx, p)`"
@@ -74,12 +82,12 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
 
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
-    """The raw tree after one training step, without a gradient through what has advanced."""
+    """The raw tree with fixed values updated by one training step. No gradient passes through the update."""
     return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 
 
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
-    """The error for a call of a chain that draws, without a stream to draw from."""
+    """The error for calling a model whose chain draws random numbers without a random stream."""
     return ValueError(
         f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
         f"{what}. Give one, `{give}`, or evaluate with {mean}."
@@ -87,14 +95,14 @@ def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> V
 
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
-    """The key of a start; None if nothing is random, and an error if there is none."""
+    """The key for initialization; None if nothing is random. Raises an error if a key is needed but missing."""
     if p.random_init and key is None:
         raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
     return key if p.random_init else None
 
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
-    """The raw tree, if ``p`` has made it."""
+    """Returns ``raw``. Raises an error if ``p`` did not make it."""
     plan_for(p, raw)
     return raw
 
@@ -105,10 +113,11 @@ Read = Callable[[str], Any]
 def find_attribute(
     owner: Any, raw: Any, name: str, read_instance: Read, read_effective: Read, call_method: Callable[..., Any]
 ) -> Any:
-    """What ``owner.name`` is, where ``owner`` has no such name of its own; ``raw`` is its model, or still None.
+    """Looks up ``owner.name`` in the wrapped model, for a wrapper ``owner`` without an attribute of this name.
 
-    ``read_instance`` gives an attribute that the raw model has itself, ``read_effective`` a property of the effective
-    model, and ``call_method`` calls the method of a name with its arguments.
+    ``raw`` is the model with raw values in place of its arrays; it is None while the wrapper is being constructed.
+    ``read_instance(name)`` reads an attribute of the instance, ``read_effective(name)`` a property of the effective
+    model, and ``call_method(name, *args, **kwargs)`` calls a method on the effective model.
     """
     attributes = {} if raw is None else vars(raw)
     of_class = getattr(type(raw), name, None)
@@ -124,36 +133,37 @@ def find_attribute(
 
 
 class Functions:
-    """The verbs of a chain as pure functions of what a library calls variables, which are its first arguments.
+    """The methods of a chain as pure functions of a library's variables, which come first among the arguments.
 
-    A library says how many arguments these are, and how they hold a raw tree, or plain parameters.
+    The subclass for a library defines how many arguments the variables are, such as ``params`` and ``state`` in haiku,
+    and how to get a raw tree out of them and put it back.
     """
 
     p: Any
     _count: ClassVar[int] = 1
     _start: ClassVar[str] = ""
-    """How to start with a key."""
+    """The code that calls :meth:`start` with a key, for errors."""
     _fixed_missing: ClassVar[tuple[str, str, str]]
-    """For the error where fixed values are missing: what was given, where they would be, what to do."""
+    """For the error about missing fixed values: what was given, where they should be, and what to do."""
 
     _get: Callable[..., PyTree]
-    """The raw tree in variables, or the parameters in plain ones."""
+    """The raw tree in raw variables, or the parameters in variables of the plain model."""
     _set: Callable[..., Any]
-    """Variables with this raw tree: ``_set(raw, *variables)``."""
+    """``_set(raw, *variables)``: the variables with this raw tree."""
     _set_plain: Callable[..., Any]
-    """Variables of the plain model with these parameters: ``_set_plain(params, *variables)``."""
+    """``_set_plain(params, *variables)``: the variables of the plain model with these parameters."""
     _has_fixed: Callable[..., bool]
-    """Whether there is a place for fixed values."""
+    """Whether the variables contain the place where fixed values are kept."""
     deterministic: Any
     """The same model without noise, to evaluate."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """The variables, and the key, which may follow them."""
+        """Splits positional arguments into the variables and the key, which may follow them."""
         variables, further = arguments[: self._count], arguments[self._count :]
         return variables, further[0] if further else key
 
     def start(self, *arguments: Any, key: Any = None) -> Any:
-        """Variables of the plain model as raw variables."""
+        """Raw variables, made from those of the plain model."""
         variables, key = self._split_key(arguments, key)
         return self._set(self.p.init(self._get(*variables), start_key(self.p, key, self._start)), *variables)
 
@@ -167,7 +177,7 @@ class Functions:
         return self._set(require_made_by(self.p, raw), *variables)
 
     def effective(self, *arguments: Any, key: Any = None) -> Any:
-        """Variables of the plain model, of one draw."""
+        """Variables of the plain model, with the effective weights of one draw."""
         variables, key = self._split_key(arguments, key)
         raw, key = self._get(*variables), key_for_apply(self.p, key)
         try:
@@ -179,7 +189,7 @@ class Functions:
             found, missing, remedy = self._fixed_missing
             raise ValueError(
                 f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where fixed values "
-                f"are. {remedy}"
+                f"are kept. {remedy}"
             ) from error
 
     def fold(self, *variables: Any) -> Any:
@@ -187,25 +197,25 @@ class Functions:
         return self.deterministic.effective(*variables)
 
     def update(self, *arguments: Any, key: Any = None, grads: PyTree = None) -> Any:
-        """These variables with fixed values advanced by one training step."""
+        """These variables, with fixed values updated by one training step."""
         variables, key = self._split_key(arguments, key)
         return self._set(self.p.update(self._get(*variables), key, grads), *variables)
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The free and the fixed values of a raw tree of dicts, each without the places of the other."""
+    """Splits a raw tree of dicts into its free and its fixed values, without empty places for the other half."""
     free, fixed = partition(raw)
     return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
 
 
 def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The raw tree that :func:`split_collections` made two of."""
+    """Joins the two halves that :func:`split_collections` returned into the raw tree."""
     both = {name: join_collections(free[name], fixed[name]) for name in free if name in fixed}
     return {**free, **fixed, **both}
 
 
 def _prune(tree: PyTree, *, also_empty: bool) -> Any:
-    """``tree`` without what holds no value; ``also_empty`` keeps places that hold none of their own."""
+    """``tree`` without branches that contain no arrays. ``also_empty`` keeps dicts that were empty before."""
     if not isinstance(tree, Mapping):
         return tree if jax.tree.leaves(tree) else None
     kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}
@@ -214,10 +224,10 @@ def _prune(tree: PyTree, *, also_empty: bool) -> Any:
 
 
 def import_library(module: str, needs: str, install: str) -> Any:
-    """The module of a library.
+    """Imports a module of a library.
 
     Raises:
-      ModuleNotFoundError: If the library is not installed; the text says how to install it.
+      ModuleNotFoundError: If the library is not installed; the error says how to install it.
     """
     try:
         return importlib.import_module(module)

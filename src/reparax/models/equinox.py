@@ -32,17 +32,17 @@ class Parametrized(eqx.Module):
     ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``, ``eqx.partition``,
     ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it like any module.
 
-    ``eqx.is_array`` finds these integers, and optax refuses them, as for any module with integers: if values do not
-    train, filter by ``eqx.is_inexact_array``, including for averages and casts.
+    ``eqx.is_array`` selects these integers too, and optax refuses them, as for any module with integers. Filter by
+    ``eqx.is_inexact_array`` instead, including for averages and casts.
 
     A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
     ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
     key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each. ``model.deterministic`` is
     the model without noise; ``eqx.nn.inference_mode`` sets the flags of the model's own layers alone.
 
-    Attributes of the model are those of the effective one. If the chain draws, read them from ``model.raw``,
-    ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
-    value))``.
+    Attributes are those of the effective model, except that ``model.p`` is the chain. If the chain draws, read them
+    from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value:
+    ``model.replace(eqx.tree_at(where, model.raw, value))``.
 
     A call cannot change a module, so if ``p.update`` advances fixed values, as power iteration does, call
     ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
@@ -51,14 +51,14 @@ class Parametrized(eqx.Module):
     Args:
       model: The model.
       p: The chain.
-      key: A key for random starts.
-      raw: A result of ``p.init(model)``, instead of a new start.
+      key: A key for random initial values.
+      raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
       updates: ``"by hand"`` if the trainer calls :meth:`update`.
 
     Raises:
       TypeError: If ``model`` is a chain, or ``p`` is not.
-      ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, ``raw`` is not a raw
-        tree of the chain for it, or ``p`` must be updated by hand, and ``updates`` does not say so.
+      ValueError: If initial values are random and there is no ``key``, ``p.init`` refuses the model, ``raw`` is not a
+        raw tree of the chain for it, or ``p`` must be updated by hand, and ``updates`` does not say so.
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
@@ -75,7 +75,7 @@ class Parametrized(eqx.Module):
     """
 
     values: Any
-    """The raw tree, with integers in the place of fixed values."""
+    """The raw tree, with integers in place of fixed values."""
     p: Any = eqx.field(static=True)
 
     holds_chain: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class Parametrized(eqx.Module):
         raw: PyTree = None,
         updates: Literal["by hand"] | None = None,
     ) -> None:
-        """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
+        """Wraps ``model``, with the raw tree of ``p`` in place of its arrays."""
         self.p = base.check_arguments(_WHO, model, p)
         base.require_reachable(_WHO, model, Parametrized, dir(eqx.Module))
         base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
@@ -113,7 +113,7 @@ class Parametrized(eqx.Module):
         return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model, or a method that makes the effective tree when it is called."""
+        """An attribute of the model, or a method that computes the effective weights when it is called."""
         raw_model = vars(self).get("values")
 
         def read_effective(name: str) -> Any:
@@ -126,7 +126,7 @@ class Parametrized(eqx.Module):
         return base.find_attribute(self, raw_model, name, read_instance, read_effective, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
-        """The model of one draw, to call it several times with the same noise.
+        """The model with the weights of one draw, to call it several times with the same noise.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is no key.
@@ -140,7 +140,7 @@ class Parametrized(eqx.Module):
         return self.p.fold(self.raw)
 
     def update(self, key: Array | None = None, grads: PyTree = None) -> Any:
-        """The same model with fixed values advanced by one training step; once per step, as ``p.update``."""
+        """The same model, with fixed values advanced by one training step, as ``p.update``; call it once per step."""
         return self.replace(self.p.update(self.raw, key, grads))
 
     @property
@@ -158,7 +158,7 @@ class Parametrized(eqx.Module):
 
 
 def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
-    """The model with the values of a raw tree in the place of its arrays; all else is the model's."""
+    """The model with the values of a raw tree in place of its arrays."""
     leaves, treedef = jax.tree.flatten(model)
     try:
         parts = treedef.flatten_up_to(raw)
@@ -171,15 +171,15 @@ def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
 
 
 class _Bits(eqx.Module):
-    """An array that does not train, as integers of the same bits."""
+    """A fixed value, stored as integers of the same bits."""
 
     bits: Array
     dtype: Any = eqx.field(static=True)
 
     def unpacked(self) -> Array:
-        """The array of these bits; raises an error if something has cast them."""
+        """The array with these bits. Raises an error if something has cast or averaged them."""
         if not is_array(self.bits):
-            return self.bits  # `eqx.tree_at` looks for the place alone
+            return self.bits  # not an array while `eqx.tree_at` looks for the node to replace
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
@@ -193,17 +193,17 @@ class _Bits(eqx.Module):
 
 
 def _unsigned(dtype: Any) -> Any:
-    """The integers that hold the bits of a number, or of each part of a complex one."""
+    """The integer dtype for the bits of a number, or of each part of a complex one."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def _is_bits(x: object) -> bool:
-    """Whether a node is the bits of a value that does not train."""
+    """Whether a node is a fixed value, stored as integers."""
     return isinstance(x, _Bits)
 
 
 def _hide_fixed(raw: PyTree) -> PyTree:
-    """The raw tree with integers in the place of floating fixed values."""
+    """The raw tree with integers in place of floating fixed values."""
 
     def hide(x: Any, label: str) -> Any:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -217,7 +217,7 @@ def _hide_fixed(raw: PyTree) -> PyTree:
 def _split_key(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The key of a call, by name or by position, and the named arguments that the model takes."""
+    """The key of a call, passed by name or by position, and the named arguments that the model takes."""
     takes_key = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:

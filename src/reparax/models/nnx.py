@@ -25,20 +25,20 @@ errors: Any = base.import_library("flax.errors", "rpx.nnx", "flax")
 
 _WHO = "rpx.nnx.Parametrized"
 _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
-"""How to give streams."""
+"""The call with random streams, for errors."""
 _PLAIN = "plain"
-"""The metadata that holds the type of a variable in the model."""
+"""The metadata key under which a raw variable keeps the type of the model's own variable."""
 _HIDDEN = object()
-"""A leaf for a variable that is no parameter."""
+"""Stands for a variable that is not a parameter, or for a deleted attribute."""
 
 Outputs = dict[Any, tuple[Any, Any]]
-"""The parameters of a module and what was made of each, by identity; places that share variables are one."""
+"""Maps the identity of each parameter to the parameter and its replacement. Places that share variables have one."""
 Copies = dict[int, tuple[Any, Any]]
-"""The nodes of a graph, each with its copy, by identity; they are held, so that no other gets it."""
+"""Maps the id of each node of a graph to the node and its copy. Holding the node keeps its id from being reused."""
 
 
 class Fixed(nnx.Variable):
-    """A fixed raw value: it is no ``nnx.Param``, so optimizers do not change it."""
+    """A fixed raw value. It is not an ``nnx.Param``, so optimizers do not change it."""
 
     holds_parameter: ClassVar[bool] = True
 
@@ -62,32 +62,33 @@ class Parametrized(nnx.Module):
     with the flags of the model's own layers. An argument of a call, ``model(x, deterministic=True)``, is for the model
     alone.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call in training does so before it
-    computes the weights, and none after ``model.eval()``. In a function of another trace, such as a loss for a
-    generator that closes over its discriminator, nnx lets no variable change, so they stay. Values that move weights
-    too (:class:`RigL`, :class:`SET`) advance by :meth:`update` alone.
+    If ``p.update`` advances fixed values, as power iteration does, each call in training does so before it computes the
+    weights; after ``model.eval()``, calls do not. In a function of another trace, such as a loss for a generator that
+    closes over its discriminator, nnx lets no variable change, so the values stay. Stages whose update also moves
+    weights (:class:`RigL`, :class:`SET`) advance only by :meth:`update`.
 
-    A part with parameters, ``model.encoder``, is called and read as in the plain model, and its counters, caches and
-    flags change as there. Its parameters are computed from raw values: to set them, or new ones, is refused, here and
-    in a call. So is a part alone in ``nnx.jit``, ``nnx.state`` or an optimizer, as it has no values of its own: pass
-    the whole model. To replace raw values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
+    A part with parameters, ``model.encoder``, can be called and read as in the plain model, and its counters, caches
+    and flags change as they do there. Its parameters are computed from raw values, so setting them raises an error,
+    here and inside a call. So does passing a part alone to ``nnx.jit``, ``nnx.state`` or an optimizer, as it has no
+    values of its own: pass the whole model. To replace raw values, use ``nnx.update(model.raw,
+    nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
         variables become those of the wrapped one.
       p: The chain.
-      rngs: ``nnx.Rngs`` or one of its streams, for noise and for random starts, which draw from ``params``.
-      variable: The type of trainable variables, by which trainers select them: ``nnx.LoRAParam`` for adapters.
+      rngs: ``nnx.Rngs`` or one of its streams, for noise, and for random initial values, which use ``params``.
+      variable: The type of the trainable variables, by which trainers select them, such as ``nnx.LoRAParam``.
       deterministic: Whether to replace noise by its mean.
-      raw: A result of ``p.init(model)``, instead of a new start.
-      updates: ``"by hand"`` if the trainer calls :meth:`update`, and no call of the model advances fixed values.
+      raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
+      updates: ``"by hand"`` if the trainer calls :meth:`update`, so that no call of the model advances fixed values.
 
     Raises:
       TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,
-        ``rngs`` are not those of nnx, ``variable`` is not a parameter's type, or ``raw`` has another class than
-        ``model``.
-      ValueError: If a start is random and there are no ``rngs``, ``p.init`` refuses the model, ``raw`` lacks parameters
-        of it, or a stage must be updated by hand, and ``updates`` does not say so.
+        ``rngs`` are not those of nnx, ``variable`` is not a subclass of ``nnx.Param``, or ``raw`` has another class
+        than ``model``.
+      ValueError: If initial values are random and there are no ``rngs``, ``p.init`` refuses the model, ``raw`` lacks
+        parameters of it, or a stage must be updated by hand, and ``updates`` does not say so.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -114,7 +115,7 @@ class Parametrized(nnx.Module):
         raw: Any = None,
         updates: Literal["by hand"] | None = None,
     ) -> None:
-        """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
+        """Wraps ``model``, with the raw tree of ``p`` in place of its variables."""
         self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
         base.require_reachable(_WHO, model, Parametrized, [*dir(nnx.Module), "set_view"])
         self._advances = base.check_updates(_WHO, p, updates, "model.update()")
@@ -138,14 +139,14 @@ class Parametrized(nnx.Module):
         return self._call_method(self.raw, "__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model, or a method that makes the effective tree when it is called."""
+        """An attribute of the model, or a method that computes the effective weights when it is called."""
         return self._attribute(self, vars(self).get("raw"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model, as ``set_attributes`` does.
 
         Raises:
-          ValueError: If it is or would be a part with parameters, as the chain starts them.
+          ValueError: If the attribute has parameters, before or after, as only the chain can initialize these.
         """
         raw = vars(self).get("raw")
         if raw is None or name in vars(self):
@@ -154,10 +155,10 @@ class Parametrized(nnx.Module):
             _set_attribute(raw, name, value)
 
     def effective(self) -> Any:
-        """The model of one draw, to call it several times with the same noise.
+        """The model with the weights of one draw, to call it several times with the same noise.
 
-        It shares the other variables and the modules without parameters with the wrapped one. What is set elsewhere in
-        it stays in it.
+        It shares its other variables, and its modules without parameters, with the wrapped model. Other changes to it
+        do not reach the wrapped model.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
@@ -178,20 +179,20 @@ class Parametrized(nnx.Module):
         self._set_variables(lambda raw: self.p.update(raw, key, grads), nnx.Variable)
 
     def set_view(self, *, deterministic: bool | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Sets what ``nnx.view`` asks for, and returns the rest."""
+        """Sets ``deterministic``, for ``nnx.view``, and returns the other arguments."""
         if deterministic is not None:
             self.deterministic = deterministic
         return kwargs
 
     def _set_variables(self, verb: Callable[[PyTree], PyTree], kind: type[Any]) -> None:
-        """Gives the variables of a kind the values of ``verb`` of the raw tree."""
+        """Sets the variables of a kind to their values in ``verb(raw)``."""
         for node, output in _outputs(verb, self.raw).values():
             for variable, new_variable in zip(_variables_of(node), _variables_of(output), strict=True):
                 if isinstance(variable, kind) and jax.tree.leaves(new_variable):
                     variable[...] = new_variable[...]
 
     def _copy_effective(self, copies: Copies, convert: Callable[[Any], Any]) -> Any:
-        """The model of one draw, with ``convert`` of its variables; ``copies`` takes that of each node."""
+        """The model with the weights of one draw. Applies ``convert`` to its variables; fills ``copies``."""
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
             raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
@@ -200,7 +201,7 @@ class Parametrized(nnx.Module):
         return _copy_graph(self.raw, {i: (node, convert(new)) for i, (node, new) in outputs.items()}, copies)
 
     def _attribute(self, owner: Any, module: Any, name: str) -> Any:
-        """An attribute of a module of the raw model, for ``owner``."""
+        """Looks up an attribute of a module of the raw model, for ``owner``: the wrapper or a part of it."""
 
         def read_instance(name: str) -> Any:
             value = vars(module)[name]
@@ -280,7 +281,7 @@ class _Part:
 
 
 def _refuse_part(part: _Part) -> Any:
-    """What JAX calls to look for arrays in a part."""
+    """Raises an error, where JAX looks for arrays in a part."""
     raise TypeError(
         f"A {type(part._module).__name__} inside {_WHO} can be called and read, but JAX and nnx cannot take it apart, "
         "as its parameters are raw values of the whole model. Pass the whole model, "
@@ -293,7 +294,7 @@ jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
 
 
 def _refuse_parameters(name: str, value: Any) -> None:
-    """Refuses an attribute with parameters."""
+    """Raises the error for setting an attribute that has parameters."""
     raise ValueError(
         f"{_WHO} holds raw values, so {name!r}, which has parameters before or after, cannot become "
         f"{type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
@@ -302,7 +303,7 @@ def _refuse_parameters(name: str, value: Any) -> None:
 
 
 def _for_reading(variable: Any) -> Any:
-    """An effective parameter that nobody can set; of other nodes, the node."""
+    """A read-only copy of a variable; other nodes are returned as they are."""
     if not _is_variable(variable):
         return variable
     return _type_for_reading(type(variable)).from_metadata(value_in(variable), variable.get_metadata())
@@ -310,12 +311,12 @@ def _for_reading(variable: Any) -> Any:
 
 @functools.cache
 def _type_for_reading(kind: type[Any]) -> type[Any]:
-    """Variables of this kind that only a transform of nnx sets, as it returns what it took."""
+    """The read-only subclass of a variable's type. Only transforms of nnx may set it: they write back their inputs."""
 
     def refuse(variable: Any, *_: Any) -> Any:
         raise ValueError(
-            f"{_WHO} made this {kind.__name__} from its raw values for reading, so what is set in it is lost. Set raw "
-            "values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then."
+            f"{_WHO} computed this {kind.__name__} from its raw values, so a change to it would be lost. Set the raw "
+            "values in `model.raw`, or set the weights of the plain model before you wrap it."
         )
 
     def set_attribute(variable: Any, name: str, value: Any) -> None:
@@ -326,7 +327,7 @@ def _type_for_reading(kind: type[Any]) -> type[Any]:
 
 
 def _is_called_by_transform() -> bool:
-    """Whether a transform of nnx calls the caller of this function, with only flax and JAX in between."""
+    """Whether the caller of this function was called by a transform of nnx, with only flax and JAX in between."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     while frame:
@@ -340,14 +341,14 @@ def _is_called_by_transform() -> bool:
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a raw module, if it has no parameters, before and after."""
+    """Sets an attribute of a raw module. Raises an error if it has parameters, before or after."""
     if _holds_parameters([vars(module).get(name), value]):
         _refuse_parameters(name, value)
     setattr(module, name, value)
 
 
 def _require_pytrees(model: Any) -> None:
-    """Refuses modules in which JAX sees no parameters."""
+    """Raises an error for modules that are not pytrees, as JAX sees no parameters in them."""
     for names, leaf in items(model, is_leaf=_is_variable):
         if isinstance(leaf, nnx.Module):
             name = type(leaf).__name__
@@ -359,7 +360,7 @@ def _require_pytrees(model: Any) -> None:
 
 
 def _require_param_class(variable: Any) -> None:
-    """Refuses what is no class of parameters."""
+    """Raises an error unless ``variable`` is a subclass of ``nnx.Param``."""
     if not (isinstance(variable, type) and issubclass(variable, nnx.Param)):
         raise TypeError(
             f"{_WHO} takes a subclass of `nnx.Param` as `variable`, but got "
@@ -369,7 +370,7 @@ def _require_param_class(variable: Any) -> None:
 
 
 def _require_same_class(model: Any, raw: Any) -> None:
-    """Refuses a raw model of another class."""
+    """Raises an error if the raw model is of another class than the model."""
     if type(raw) is not type(model):
         raise TypeError(
             f"{_WHO} takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, but got "
@@ -378,7 +379,7 @@ def _require_same_class(model: Any, raw: Any) -> None:
 
 
 def _find_stream(rngs: Any, name: str) -> Any:
-    """The stream of a name, or the default one; None without either."""
+    """The random stream of this name, or the default one; None if there is neither."""
     if rngs is None or isinstance(rngs, nnx.RngStream):
         return rngs
     if not isinstance(rngs, nnx.Rngs):
@@ -400,7 +401,7 @@ def _is_parameter(x: object) -> bool:
 
 
 def _is_place(x: object) -> bool:
-    """Whether a node of a module is a parameter, raw or effective, or another variable."""
+    """Whether a node of a module is a variable, or a marker dict in place of one."""
     return _is_variable(x) or holds_markers(x)
 
 
@@ -415,17 +416,20 @@ def _variables_of(tree: PyTree) -> list[Any]:
 
 
 def _holds_parameters(tree: PyTree) -> bool:
-    """Whether a tree holds parameters, raw or effective, or the place of one that is computed of others."""
+    """Whether a tree holds parameters, raw or effective, or a marker dict, such as that of a tied parameter."""
     return any(_is_parameter(x) or holds_markers(x) for x in jax.tree.leaves(tree, is_leaf=_is_place))
 
 
 def _identity(node: Any) -> Any:
-    """What is equal for two nodes that share their variables."""
+    """A key that is equal for two nodes that share their variables."""
     return tuple(map(id, _variables_of(node))) or id(node)
 
 
 def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
-    """The parameters of a module, each at its first path, with what ``fun`` of the whole tree gives for them."""
+    """Calls ``fun`` on a module's parameters, and maps each parameter to its output.
+
+    A parameter at several paths is passed to ``fun`` at the first one only.
+    """
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first_index: dict[Any, int] = {}
     leaves: list[Any] = [_HIDDEN] * len(nodes)
@@ -439,9 +443,9 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
 
 
 def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
-    """The graph with other leaves, where one object stays one: ``copies`` takes that of each node, and gives it again.
+    """Copies a graph with some leaves replaced. An object at several places has one copy, which ``copies`` records.
 
-    Modules without any of the leaves to replace are copied only if ``anew``.
+    Modules without any replaced leaf are copied only if ``anew``.
     """
     if id(node) not in copies:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
@@ -456,27 +460,27 @@ def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool 
 
 
 def _match_by_path(model: Any, raw: Any, replacements: Outputs) -> Outputs:
-    """The parameters of a model, with what was made of those of a raw model at the same paths."""
+    """Maps each parameter of a model to the replacement of the raw model's parameter at the same path."""
     nodes, raw_nodes = _parameters_by_path(model), _parameters_by_path(raw)
     if different := sorted(nodes.keys() ^ raw_nodes.keys()):
         raise ValueError(
-            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of both has a parameter "
-            f"at {different[0]!r}."
+            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of the two has a "
+            f"parameter at {different[0]!r}."
         )
     return {_identity(node): (node, replacements[_identity(raw_nodes[path])][1]) for path, node in nodes.items()}
 
 
 def _parameters_by_path(tree: PyTree) -> dict[str, Any]:
-    """The parameters of a model or of a raw model, and the places of those that are computed of others."""
+    """The parameters of a model or a raw model by their paths, including marker dicts, such as those of tied ones."""
     places = ((path_text(names), node) for names, node in items(tree, _is_place))
     return {path: node for path, node in places if _is_parameter(node) or holds_markers(node)}
 
 
 def _keep_changes(copies: Copies) -> None:
-    """Gives raw modules what a call has set in their copies: a cache, what ``sow`` records, a flag.
+    """Writes what a call has set in the copies of modules back to the raw modules: caches, ``sow`` records, flags.
 
     Raises:
-      ValueError: If it has set parameters.
+      ValueError: If the call has set parameters.
     """
     originals: Copies = {id(copy): (copy, node) for node, copy in copies.values() if _is_node(copy)}
     for module, copy in copies.values():
@@ -485,10 +489,10 @@ def _keep_changes(copies: Copies) -> None:
 
 
 def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any]:
-    """The attributes of a copy that are not those of its module, by name; _HIDDEN for one that is deleted.
+    """The attributes in which a copy differs from its module, by name; ``_HIDDEN`` for one that was deleted.
 
     Raises:
-      ValueError: If one of them holds parameters, or did.
+      ValueError: If one of them holds parameters, before or after.
     """
     changed: dict[str, Any] = {}
     for name in [name for name in {**vars(module), **vars(copy)} if not name.startswith("_pytree__")]:
@@ -503,7 +507,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
 
 
 def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
-    """Sets attributes of a copy in its raw module, with raw nodes in the place of their copies."""
+    """Sets changed attributes of a copy in its raw module, with raw nodes in place of their copies."""
     data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
     for name, value in attributes.items():
         if value is _HIDDEN:
@@ -514,7 +518,7 @@ def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: 
 
 
 def _is_same(value: Any, value_before: Any) -> bool:
-    """Whether an attribute is what it was: the same variables, or equal numbers and texts."""
+    """Whether an attribute has not changed: it has the same variables, and equal numbers and texts."""
     if value is value_before:
         return True
     nodes, treedef = jax.tree.flatten(value, is_leaf=_is_variable)
@@ -527,7 +531,7 @@ def _is_same(value: Any, value_before: Any) -> bool:
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
-    """A raw tree whose variables have types that say which of them train; :func:`_to_model_types` is the inverse."""
+    """The raw tree with a type for each variable by whether it is trainable; inverse of :func:`_to_model_types`."""
 
     def by_training(node: Any, label: Any) -> Any:
         if not _is_variable(node):

@@ -1,8 +1,8 @@
-"""Optimizers of raw trees, which leave fixed values unchanged; projection; moments under a mask; shardings of states.
+"""Optimizers for raw trees, which leave fixed values unchanged; projection; moments under a mask; state shardings.
 
-A step with gradients, a state or parameters of another tree raises a clear error. A transformation fails on these in
-its own words, or silently broadcasts them, so they are checked only after it has failed, or if a shape has changed: a
-correct step costs nothing.
+A step with gradients, a state or parameters of the wrong tree raises a clear error. An optax transformation would fail
+on these with an error of its own, or silently broadcast them. To cost nothing in a correct step, arguments are checked
+only after the transformation has failed, or if it has changed a shape.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
 
 
 def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
-    """Updates to what ``p.update`` makes of the raw tree after these ones."""
+    """The updates that lead to ``p.update(raw + updates)``."""
 
     def added(w: Any, u: Any) -> Any:
         return w if u is None else jnp.asarray(w + u).astype(w.dtype)
@@ -186,7 +186,7 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
 
 
 def _require_advancing(p: Parametrization, raw: PyTree) -> None:
-    """Requires a raw tree of ``p`` with its fixed values, or a model that holds the two."""
+    """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model that holds both."""
     leaves = items(raw, is_placeholder)
     fixed = [x for path, x in leaves if FIXED in path]
     if not any(map(is_placeholder, fixed)):
@@ -206,7 +206,7 @@ def _require_advancing(p: Parametrization, raw: PyTree) -> None:
 
 
 def _require_no_update(raw: PyTree) -> None:
-    """Refuses a raw tree with values that must advance in each step."""
+    """Raises an error for a raw tree with values that must advance in each step, such as those of spectral norm."""
     for path, _ in items(raw, is_placeholder):
         for mark, below in pairwise(path):
             if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
@@ -218,7 +218,7 @@ def _require_no_update(raw: PyTree) -> None:
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
+    """An extra argument for ``tx``, without fixed values. A function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -227,7 +227,7 @@ def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
-    """A function of the free part, which it completes by fixed values to the raw tree that ``function`` takes."""
+    """A function of the free part, which adds the fixed values and calls ``function`` with the whole raw tree."""
 
     def complete(x: Any) -> Any:
         return combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x
@@ -236,7 +236,7 @@ def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree)
 
 
 def _neutral_update(x: Any) -> Any:
-    """A zero that keeps every bit of ``x`` when added to it, subnormal numbers apart; None if nothing can be added."""
+    """A zero that keeps every bit of ``x`` when added, except of subnormal numbers; None if nothing can be added."""
     if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
         return jnp.zeros(x.shape, bool)
     if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -345,9 +345,10 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
 
 
 def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
-    """For each path in a state the raw path with which it ends; None if it ends with none, as that of a counter.
+    """The raw path with which each path in a state ends, such as ``w/@rigl/w`` for ``0/mu/w/@rigl/w``.
 
-    A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
+    It is None for a path that ends with none, such as that of a counter. If several raw paths fit, the one is chosen
+    whose beginning, ``0/mu``, fits for the most paths, as this is where a raw tree begins.
     """
     starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
     counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
@@ -359,7 +360,7 @@ def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> 
 
 
 def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
-    """For the path of each node with a mask, where the mask changes from 0 to 1."""
+    """Where the mask of each marker dict changes from 0 to 1, by the path of the dict."""
     old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
     if not new:
         raise ValueError(
@@ -375,17 +376,17 @@ def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
 
 
 def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
-    """The mask of each node that has one."""
+    """The mask of each marker dict that has one, by the path of the dict."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
 
 def _covers(flags: Array, x: Any) -> bool:
-    """Whether there is a flag for each entry of ``x``, or for each slice."""
+    """Whether ``flags`` broadcasts to the shape of ``x``, with the same number of axes."""
     return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
-    """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
+    """An optimizer's ``update`` whose errors say what is wrong with its arguments."""
 
     def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         def require_fitting(failure: Exception | None) -> None:
@@ -406,7 +407,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
 
 
 def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
-    """Whether arrays of two trees of one structure have other shapes."""
+    """Whether two trees have the same structure, but arrays of different shapes."""
     shapes, new_shapes = ([x.shape if is_array(x) else None for x in jax.tree.leaves(tree)] for tree in (old, new))
     return shapes != new_shapes and jax.tree.structure(old) == jax.tree.structure(new)
 
@@ -414,7 +415,7 @@ def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
 def _explain_arguments(
     init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
 ) -> str | None:
-    """What is wrong with the arguments of a step, and what to do; None if they fit each other."""
+    """What is wrong with the arguments of ``update``, and what to do; None if they fit each other."""
     if params is None:
         return _explain_state(init, state, updates)
     return (
@@ -425,7 +426,7 @@ def _explain_arguments(
 
 
 def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
-    """What to do about a tuple in place of gradients or of a raw tree; None if there is none."""
+    """The error text for a tuple in place of gradients or a raw tree; None if there is none."""
     if type(updates) is tuple and type(params) is not tuple:
         value_too = "`jax.value_and_grad` returns the value too: `value, grads = ...`."
         return f"gradients first, but got a tuple. {CALL} {value_too}"
@@ -434,7 +435,7 @@ def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
     return None
 
 
-# What a tree belongs to instead of what is expected. That of the model has arrays where a raw tree has markers.
+# What an unexpected tree belongs to. The model's own tree has arrays where a raw tree has markers.
 THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
 ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
 FIXED_VALUES = "fixed values too"
@@ -469,7 +470,7 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
     difference = first_difference(partition(updates)[0], partition(params)[0])
     if difference is None:
         return None
-    # Some transformations take gradients unlike their parameters: the step must succeed with what is advised.
+    # Some transformations take gradients that differ from the parameters, so first try whether the advice would help.
     right = updates if difference.source == A_RAW_TREE else params
     try:
         jax.eval_shape(lambda: update(right, state, right))
@@ -479,7 +480,7 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
-    """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
+    """What is wrong with a state, and what to do; None if it fits the raw tree, or if ``init`` itself fails."""
     try:
         expected = jax.eval_shape(init, raw)
     except Exception:  # then it is not the state that is wrong
@@ -495,13 +496,13 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree)
 
 
 class Difference(NamedTuple):
-    """Where a tree differs from the one that is expected.
+    """A difference between a tree and the expected one.
 
     Attributes:
-      path: The path.
+      path: Where they differ.
       expected: What should be there, in words.
       found: What is there, in words.
-      source: What the tree belongs to instead.
+      source: What the tree belongs to, one of the constants above.
     """
 
     path: str
@@ -510,7 +511,7 @@ class Difference(NamedTuple):
     source: str
 
     def explain(self, texts: Mapping[str, str]) -> str:
-        """The text for this source, in which ``swapped`` is the difference if it is the other tree that is wrong."""
+        """The text for this source. Its ``{swapped}`` is the difference as seen from the other tree."""
         swapped = self._replace(expected=self.found, found=self.expected)
         return texts[self.source].format(difference=self, swapped=swapped)
 
@@ -519,7 +520,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """The first difference between the arrays of two trees; another stage comes before all others."""
+    """The first difference between the arrays of two trees. Differences of stages come before all others."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):
@@ -530,11 +531,11 @@ def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of the raw values of a parameter, by their paths in it."""
+"""The shapes of the raw values of a parameter, by their paths below it."""
 
 
 def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """The difference between the first markers of two parameters, if both exist; an array has an empty one."""
+    """The difference between the first markers of a parameter in two trees, if both have it; "" for a plain array."""
     if not found or not expected:
         return None
     marker, expected_marker = (next(iter(shapes)).split("/")[0] for shapes in (found, expected))
@@ -546,7 +547,7 @@ def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Differe
 
 
 def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """The first difference between the shapes of two parameters."""
+    """The first difference between the shapes of a parameter's raw values in two trees."""
     name = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
     if name is None:
         return None

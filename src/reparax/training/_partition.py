@@ -73,27 +73,27 @@ def combine(free: T, fixed: T) -> T:
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
-    """Where two trees differ, in words; nothing if it is in the types of their nodes."""
+    """Where two trees differ, as the end of a sentence; empty if only the types of their nodes differ."""
     a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
 
 
 def is_none(x: object) -> bool:
-    """Whether a node is None, where JAX sees no leaf."""
+    """Whether a node is None, which JAX does not treat as a leaf."""
     return x is None
 
 
 def is_placeholder(x: object) -> bool:
-    """Whether ``x`` stands for a value that is not there: None, or optax's empty named tuple."""
+    """Whether ``x`` is a placeholder for a missing value: None, or optax's empty named tuple."""
     return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
 
 
 def is_parametrized(tree: PyTree) -> bool:
     """Whether a tree is a raw tree with markers, such as ``"@lora"``, so that a model needs ``p.apply`` of it.
 
-    It is False for a raw tree of noise, dropout and casts alone: these change the arrays where they are, so that their
-    raw tree is that of the model's parameters, and only the chain knows of them.
+    It is False for a raw tree of noise, dropout and casts alone: these change arrays in place, so their raw tree looks
+    like the model's parameters.
 
     Args:
       tree: A tree of arrays, or of their types.
@@ -187,12 +187,12 @@ def decay_mask(raw: PyTree) -> PyTree:
 
 
 def require_tree(who: str, raw: PyTree, write: str) -> None:
-    """Refuses a string, and a chain, which JAX takes for a tree without leaves."""
+    """Raises an error for a string, or for a chain, which JAX would take for a tree without leaves."""
     if isinstance(raw, Static | str):
         raise TypeError(f"{who} takes a raw tree, but got {raw!r}. Write `{write}`.")
 
 
 def are_free(raw: PyTree) -> list[bool]:
-    """For each leaf of a raw tree, whether it trains."""
+    """Whether each leaf of a raw tree is trainable."""
     leaves = zip(items(raw), state_flags(raw), strict=True)
     return [not (FIXED in path or state) and has_gradient(leaf) for (path, leaf), state in leaves]

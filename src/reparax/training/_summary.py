@@ -32,14 +32,14 @@ class Row:
       path: The parameter's path.
       value: The markers and the name under which the raw tree holds it; empty for an array that no stage replaced.
       type: Its dtype and shape; empty if there is no array.
-      free: How many of its numbers train.
-      fixed: How many are not trainable, according to :func:`partition`.
+      free: The number of its trainable entries.
+      fixed: The number of its entries that are not trainable, according to :func:`partition`.
       bytes: Its size.
-      off: How far the parameter's start is from its weight: the largest difference over the largest entry; 0 if it is
-        rounding, and None if only shapes are known.
+      off: The distance between the starting weight and the model's own: the largest difference relative to the largest
+        entry; 0 if it is rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
-      axes: The axes that these stages use, and where each knows them from: ``given``, the class of a layer, the name of
-        the array, or ``a matrix``, which some stages take as it lies.
+      axes: The axes that these stages use, and how they are known: ``given``, from the class of a layer, from the name
+        of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Row:
     axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
-        """The sums over all parameters that share a line, and the largest ``off`` of them."""
+        """The row for all parameters that share a line: the sums of their numbers, and ``off``."""
         type, n = f"{line.times}{self.type}".rstrip(), line.count
         free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
         return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
@@ -70,14 +70,14 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """The contents of a raw tree; prints as a table of text, of rich in ``rich.print``, and of HTML in a notebook.
+    """The contents of a raw tree. It prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
 
     Parameters whose paths differ only in a number share one line, with their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
       rows: The arrays of the raw tree.
-      left_out: For each stage that acts on weights by default, the paths of arrays of two or more axes on which it does
+      left_out: For each stage that selects weights by default, the paths of arrays of two or more axes on which it does
         not act.
     """
 
@@ -92,14 +92,14 @@ class Summary:
         return Row("total", "", "", free, fixed, bytes, off=_largest_off(self.rows), stages=())
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The titles and the cells of all lines, without columns that are empty for all rows."""
+        """The titles and the cells of all lines, without columns that are empty in every row."""
         table = [_TITLES, *self._lines(), self.total.cells]
         is_shown = dict.fromkeys(_TITLES, True)
         is_shown["off"], is_shown["axes"] = self.total.off is not None, any(row.axes for row in self.rows)
         return [tuple(compress(cells, is_shown.values())) for cells in table]
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """The cells of each line; for a parameter with several raw values, only the first has what is its own."""
+        """The cells of each line. For a parameter with several raw values, only the first line has path and stages."""
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
         for line in fold_lines(alike):
@@ -158,22 +158,22 @@ class Summary:
 
 
 def summary(p: Parametrization, params: PyTree) -> Summary:
-    """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, sizes, and starts.
+    """A table of the raw tree of ``p``: stages, raw values, types, counts of trainable numbers, sizes, and axes.
 
-    The column ``off`` says how far the start ``p.fold(p.init(w))`` is from each weight ``w``: the largest difference
-    over the largest entry of ``w``, or ``-`` if it is rounding. For it, ``init`` and ``fold`` run once. Pass
-    ``jax.eval_shape(lambda: params)`` for a table without it: then nothing is computed, and ``p`` is only traced. A
-    place without a value of its own, such as a tied one, counts as 0.
+    The column ``off`` is the distance between the starting weights, ``p.fold(p.init(w))``, and the model's own ``w``:
+    the largest difference relative to the largest entry of ``w``, or ``-`` if it is rounding. To find it, ``init`` and
+    ``fold`` run once. For a table without it, pass ``jax.eval_shape(lambda: params)``: then nothing is computed, and
+    ``p`` is only traced. A tied parameter, which has no value of its own, counts as 0.
 
     Args:
       p: A stage or a chain.
       params: The model's parameters, or their shapes and dtypes.
 
     Returns:
-      What prints as a table of text, of rich in ``rich.print``, and of HTML in a notebook. Parameters whose paths
-      differ only in a number share one line, with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each with
-      ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``;
-      ``total`` is their sum. ``left_out`` and the last lines list weights on which a stage does not act.
+      An object that prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook. Parameters whose
+      paths differ only in a number share one line, with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each
+      with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``; ``total`` is
+      their sum. ``left_out`` and the last lines list weights on which a stage does not act.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
@@ -203,19 +203,19 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
-    """The largest of the distances; None if they are not known."""
+    """The largest ``off`` of some rows; None if it is not known."""
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
 class _Acting(NamedTuple):
-    """The stages that act on a parameter, and their axes, in words."""
+    """The names of the stages that act on a parameter, and their axes, as text."""
 
     stages: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
 
 
 def _acting_stages(plan: Plan) -> dict[str, _Acting]:
-    """For each parameter the stages that act on it."""
+    """The stages that act on each parameter, by its path."""
     acting: dict[str, _Acting] = {}
     for step in plan.steps:
         for path, axes in _axes_by_parameter(plan, step).items():
@@ -225,7 +225,7 @@ def _acting_stages(plan: Plan) -> dict[str, _Acting]:
 
 
 def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
-    """For each parameter on which a stage acts, the axes that it uses, each once."""
+    """The axes that a stage uses for each parameter on which it acts, without repetitions."""
     axes: dict[str, list[str]] = {}
     for site in step.sites:
         for place in site.arrays.values():
@@ -236,7 +236,7 @@ def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
 
 
 def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
+    """For each stage that selects weights by default, the arrays of two or more axes on which it does not act."""
     paths = [parameter_path(names) for names, x in items(plan.effective) if is_array(x) and x.ndim > 1]
     for step in plan.steps:
         acts_by_default = not isinstance(getattr(step.stage, "where", ""), str)
@@ -248,7 +248,7 @@ def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:
-    """A row for each raw value, and for each place without one."""
+    """A row for each raw value, and for each marker without one."""
     free_paths = {names for (names, _), is_free in zip(items(raw), are_free(raw), strict=True) if is_free}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)
