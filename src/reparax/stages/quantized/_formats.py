@@ -214,8 +214,8 @@ def floating_numbers(dtype: str) -> Numbers:
     def encode(x: Array, noise: Array | None) -> Array:
         x = jnp.clip(x, -top, top)
         if noise is not None:
-            neighbours = table_numbers(table)
-            x = neighbours.decode(neighbours.encode(x, noise))
+            neighbors = table_numbers(table)
+            x = neighbors.decode(neighbors.encode(x, noise))
         return x.astype(dtype)
 
     return Numbers(8, top, encode, lambda codes: codes, dtype, -top)

@@ -146,7 +146,7 @@ class Mask(_Masked):
 
 
 class NByM(_Masked, Constraint):
-    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` weights in a row, only the ``n`` largest.
+    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` consecutive weights, the ``n`` largest stay.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
     has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
@@ -341,9 +341,9 @@ class MagnitudePruning(_Prune):
     same half. To rank the weights of all arrays together, use :class:`GlobalMagnitudePruning`.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
       ord: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
@@ -374,6 +374,7 @@ class MagnitudePruning(_Prune):
         """The inherited checks, and an error if an equal pruning comes next, as both would prune the same weights."""
         stage = super()._checked_for(method, leaf)
         later = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
+        # If the array is a raw value of a pruning, both act on the same weights.
         if later and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
             shares = (*_as_tuple(self.sparsity), *_as_tuple(later[0].sparsity))
             are_shares = all(isinstance(share, float) for share in shares)  # not traced ones, and not counts
@@ -399,9 +400,9 @@ class RandomPruning(_Prune):
     point, while ``project`` gives the nearest. No gradient passes to masked entries.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: ``"each"``, single weights.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
@@ -582,13 +583,14 @@ class SET(_Regrow):
 class GlobalMagnitudePruning(Joint):
     r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
+    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, those that
+    come first in the tree stay. Raw values: ``w`` (main)
     and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       count: Instead of a share, the number of weights to set to zero in all arrays together.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
