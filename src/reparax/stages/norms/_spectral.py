@@ -89,7 +89,7 @@ class Convolution:
             if isinstance(value, tuple) and len(value) != ndim:
                 return (
                     f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
-                    "Correct it."
+                    f"Correct `{name}`."
                 )
         if not kernel.size:
             return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
@@ -102,7 +102,7 @@ class Convolution:
         if not math.prod(image.shape):
             return (
                 f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
-                f"shape {kernel.shape}. Enlarge it."
+                f"shape {kernel.shape}. Enlarge `input_shape`."
             )
         return None
 
