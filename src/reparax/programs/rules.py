@@ -417,6 +417,8 @@ def _with_label_along(product: Product, axis: int, along: Label) -> Product | No
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )
+    if not any(label in factor.labels for factor in factors):  # along the axis, entries repeat: ones can be padded
+        factors = (*factors, Factor(jnp.ones(label.size, factors[0].array.dtype), (label,), fixed=True))
     axes = tuple((label,) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(factors, axes).rename_labels({label: along})
 
