@@ -106,11 +106,16 @@ class Analysis(ABC, Generic[T]):
     """How a fact about each value of a program follows from the facts about the operands of its equation.
 
     Facts are elements of a finite lattice, so that the facts about the values of a loop reach a fixed point.
+
+    Attributes:
+      constant: The fact about literals.
+      closed_over: The fact about the constants of bodies.
+      analyzed: The facts about the values of each program, for each choice of facts about its inputs.
     """
 
     def __init__(self, constant: T) -> None:
         """Takes the fact about literals and constants. No program has been analyzed yet."""
-        self.constant = constant
+        self.constant = self.closed_over = constant
         self.analyzed: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
 
     @abstractmethod
@@ -150,7 +155,7 @@ def facts_of_outputs(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -
 
 def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
     """The facts about the outputs of a body, whose constants are its first inputs."""
-    return facts_of_outputs(body[0], [*(analysis.constant for _ in body[1]), *inputs], analysis)
+    return facts_of_outputs(body[0], [*(analysis.closed_over for _ in body[1]), *inputs], analysis)
 
 
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:

@@ -257,7 +257,7 @@ def _interpreted_body(
     ``branch`` is the number of the body. With ``in_arrays``, sums among its outputs become arrays.
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[branch]
-    facts_of_inputs = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    facts_of_inputs = [*(operation.interpreter.rules.analysis.closed_over for _ in consts), *facts]
     interpreter = operation.interpreter.inside(operation.eqn, branch)
     run = interpreter.arrays if in_arrays else interpreter.run
     return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
@@ -342,7 +342,7 @@ def _interpret_scan(operation: Operation) -> Outs:
             inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
         elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
             inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
-    body_facts = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    body_facts = [*(interpreter.rules.analysis.closed_over for _ in consts), *facts]
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:

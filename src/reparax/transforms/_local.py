@@ -31,7 +31,7 @@ from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.contractions import contraction_of
-from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs, has_tangent
+from reparax.programs.dependence import AllFacts, Facts, contains_apply, facts_of_inputs, has_tangent
 from reparax.programs.interpreter import Interpreter, Operation, Outs, has_body, interpret_bodies
 from reparax.programs.multiply import Numerics, array_of_products, with_numbers
 from reparax.programs.rules import look_up, make_sum, map_factors, move_sum, select_sum
@@ -318,15 +318,22 @@ class _FactsOfDraws(AllFacts):
     """Facts about values, with two more: whether they depend on a draw, and the formulas of keys and integers.
 
     Values with the same formula are equal, so draws with keys of one formula are the same draw.
+
+    Attributes:
+      multiplies_data: Whether a value that depends on a draw, but not on data, multiplies data, perhaps in a loop.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._formulas = dict[Hashable, int]()
+        self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
         """The facts about the outputs of an equation."""
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
+        if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
+            reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
+            self.multiplies_data |= reads_draw and not all(each.known for each in operands)
         return replace(facts, origins=facts.origins | {DRAW_ORIGIN}) if is_draw(eqn) else facts
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
@@ -361,7 +368,7 @@ class Drawing:
 
     counts_steps = True
 
-    def __init__(self, shared: Shared, analysis: Analysis[Facts]) -> None:
+    def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
@@ -451,9 +458,11 @@ class Drawing:
         return array_of(x)
 
 
+CONTRACTIONS = equations.Dot, equations.RaggedDot, equations.Conv
+
 LINEAR = (
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
-    *(equations.Dot, equations.RaggedDot, equations.Conv, equations.Gather),
+    *(*CONTRACTIONS, equations.Gather),
 )
 """The equations whose outputs may be noisy weights, or may have noise for each row."""
 
@@ -678,11 +687,12 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
-        first, and keys. All others are data; closed-over arrays are not.
+        first, and keys. All others are data; closed-over arrays are not, so pass the data as an argument.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
+      ValueError: If no row draws because the data is not among the data arguments, or ``fun`` does not call ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -708,7 +718,11 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
-        _, call, program, consts = _rewrite(Arguments.of(who, fun, argnums, args, kwargs))
+        arguments = Arguments.of(who, fun, argnums, args, kwargs)
+        call = arguments.trace()
+        rules, program, consts = _rewrite(arguments, call)
+        if all(read.rows is None for read in rules.reads.values()):
+            _require_data(who, rules, arguments, call)
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
@@ -716,16 +730,47 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         """The report for these arguments, or for their shapes and dtypes."""
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
-        rules, call, *_ = _rewrite(arguments)
-        weights = tuple(_noisy_weights(rules, paths_of(arguments, call), lines_by_origin(call.program)))
-        return Explained(weights, "{} noisy weights draw for each row", ("for each row", "one draw for all"))
+        call = arguments.trace()
+        weights = list(_noisy_weights(_rewrite(arguments, call)[0], arguments, call))
+        lacking_data = {weight.path for weight in _weights_if_all_is_data(arguments, call)}
+        for i, weight in enumerate(weights):
+            if weight.path in lacking_data and not weight.is_transformed:
+                weights[i] = replace(weight, reason=f"{weight.reason}; {_IS_CLOSED_OVER}")
+        return Explained(tuple(weights), "{} noisy weights draw for each row", ("for each row", "one draw for all"))
 
     setattr(function, REPORTED, report)
     return function
 
 
-def _noisy_weights(rules: Drawing, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+_IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
+"""Why a weight of a report has one draw for all rows, which would draw for each if this were mended."""
+
+
+def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
+    """Raises an error if no row draws because nothing is data, or because ``apply`` was called outside."""
+    if not rules.reads and not contains_apply(call.program):
+        raise ValueError(
+            f"{who} found no noise, as the function does not call `apply`, or only under `rpx.remat`. Call it inside, "
+            "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
+        )
+    if rules.reads and not rules.analysis.multiplies_data:
+        for weight in _weights_if_all_is_data(arguments, call):
+            raise ValueError(
+                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
+                "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
+                "argument: `loss(raw, key, x)`."
+            )
+
+
+def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
+    """The weights that would draw for each row if everything were data that is not read by an ``apply``."""
+    rules, *_ = _rewrite(arguments, call, all_is_data=True)
+    return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
+
+
+def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
     """The entries of the report of ``explain``, one for each path: a weight draws for each row if no draw is shared."""
+    paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
     for read in rules.reads.values():
         reads_of_path.setdefault(common_path(read.weight.facts.origins, paths), []).append(read)
@@ -743,18 +788,22 @@ def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
 
 
-def _rewrite(arguments: Arguments) -> tuple[Drawing, Traced, Jaxpr, list[Any]]:
-    """Traces a function and rewrites its program so that rows draw.
+def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
+    """Rewrites the program of a call so that rows draw.
 
-    Returns the rules of the last rewriting, the traced call, the new program, and its constants, which are its first
-    inputs.
+    With ``all_is_data``, arguments for weights and closed-over arrays are data too, unless an ``apply`` reads them.
+
+    Returns the rules of the last rewriting, the new program, and its constants, which are its first inputs.
     """
-    call = arguments.trace()
     program = jaxprs.without_dead_code(call.program)  # dead equations must not count as reads of weights
     closed_over = len(call.inputs) - len(arguments.arrays)
-    facts = facts_of_inputs(program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
-    facts = [replace(each, formula=-1 - i) for i, each in enumerate(facts)]
+    flags = [(i < closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
+    facts = [
+        replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
+        for i, each in enumerate(facts_of_inputs(program, flags))
+    ]
     analysis = _FactsOfDraws()
+    analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
         rules = Drawing(shared, analysis)
@@ -763,4 +812,4 @@ def _rewrite(arguments: Arguments) -> tuple[Drawing, Traced, Jaxpr, list[Any]]:
         return rewrite(shared | more_shared) if more_shared else (rules, rewritten)
 
     rules, rewritten = rewrite({})
-    return rules, call, *jaxprs.consts_first(rewritten)
+    return rules, *jaxprs.consts_first(rewritten)
