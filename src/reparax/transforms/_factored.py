@@ -659,7 +659,10 @@ class Factoring:
         return [stand_in(eqn.outvars[0])]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum, for an equation that needs it; None is an output. The read is recorded in the plan."""
+        """The array of a sum, for an equation that needs it; the read is recorded in the plan.
+
+        ``eqn`` is None if the sum is the result of a program or of a body.
+        """
         self.plan.record_read(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
