@@ -74,14 +74,15 @@ class NoisyWeight:
         """
         if not has_independent_noise(x):
             return None
-        noise, dtype = list(_draws_in(x)), _dtype_to_compute_in(x.dtype)
-        mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
-        std = replace(
-            x, products=tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
-        )
+        draws, dtype = list(_draws_in(x)), _dtype_to_compute_in(x.dtype)
+        noisy_products = {id(product) for product, *_ in draws}
+        mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
+        deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
+        std = replace(x, products=deviations, dtype=dtype)
         # Along an axis that the draw lacks, as after a broadcast, all entries read the same numbers.
-        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in noise)
-        return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
+        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
+        _, _, first_draw = draws[0]
+        return cls(mean, std, first_draw.key, may_repeat)
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
@@ -93,12 +94,13 @@ def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
 def has_independent_noise(x: Sum) -> bool:
     """Whether a sum has noise that is independent between its entries, except where entries are repeated.
 
-    All of its draws must differ, as in ``m + s * e1 + t * e2``. A draw that occurs twice, as in ``s * e + t * e``, or
-    two draws in one product, as in ``e1 * e2``, do not give the sum of the variances. False without any noise.
+    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not if a draw
+    occurs twice, as in ``s * e + t * e``, or if two are in one product, as in ``e1 * e2``. False without any noise.
     """
-    noise = list(_draws_in(x))
-    n_different = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
-    return 0 < len(noise) == n_different and all(_is_entrywise(product, factor) for product, factor, _ in noise)
+    draws = list(_draws_in(x))
+    n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
+    are_entrywise = all(_is_entrywise(product, factor) for product, factor, _ in draws)
+    return 0 < len(draws) == n_sources == n_products and are_entrywise
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
@@ -113,7 +115,7 @@ def _is_entrywise(product: Product, draw: Factor) -> bool:
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """The labels of more than one index."""
+    """The labels of more than one index: an axis of size 1 repeats nothing and sums nothing."""
     return {label for label in labels if label.size != 1}
 
 
@@ -262,7 +264,8 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, numerics)
+            assert products is not None  # `_is_linear` has tried it
+            return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
         case equations.Gather():  # rows that are out of bounds have no noise
@@ -272,7 +275,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             return _square(data[0]) * array_of(squares)
         case equations.Divide():
             return array_of(squares) / _square(data[0])
-        case _:
+        case _:  # a sum with data, or the weight itself
             return array_of(squares)
 
 
@@ -285,7 +288,7 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # one for each group
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -360,6 +363,7 @@ class _FactsOfDraws(AllFacts):
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
         """The facts about the outputs of an equation. Sets ``multiplies_data`` if it multiplies data by noise."""
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
+        # A body is not analyzed if it is that of a loop, which counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
@@ -423,7 +427,7 @@ class Drawing:
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):
+        if has_body(eqn):  # JAX marks a `jax.checkpoint` that is part of a derivative
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
@@ -502,7 +506,7 @@ class Drawing:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:
+            if result is not None:  # otherwise, the read is recorded again, as one without rows
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
