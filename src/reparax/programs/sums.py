@@ -395,7 +395,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     are none, as for (6, 4) and (8, 3), or if they are unknown. The shapes must have no sizes of 1, and the same number
     of entries.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # nothing needs to be divided
         return [[n] for n in a], [[n] for n in b]
     # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
