@@ -221,8 +221,8 @@ def test_a_linear_layer_of_torch_is_no_table():
     p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
     with raises(
         ValueError,
-        "to_peft does not write this adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
-        "columns=0), but no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
+        "to_peft cannot write this adapter:\n  q/weight: PEFT's adapters map inputs to outputs (rows=(1,), "
+        "columns=0), so it has no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
     tensors, _ = rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
@@ -465,7 +465,7 @@ def written(p, raw=None):
 
 
 def refused(lines):
-    return f"to_peft does not write this adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
+    return f"to_peft cannot write this adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
 
 
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
@@ -477,7 +477,8 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
-    text = refused("out/kernel: its number is traced, but only known numbers can be written")
+    line = "its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`"
+    text = refused(f"out/kernel: {line}")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)
 
@@ -487,13 +488,13 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains all biases, or those of adapted modules, but here train 'other/bias'. Freeze them, or "
+        "to_peft: PEFT trains all biases or those of adapted modules, but these train: 'other/bias'. Freeze them, or "
         "train the others too.",
     ):
         rpx.io.to_peft(p, p.init(params, jax.random.key(0)))
     q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.adapters.Gain(axis=0, where=DENSE)
     with raises(
-        ValueError, "to_peft: PEFT trains no biases with IA3, but here train 'dense/bias', 'other/bias'. Freeze them."
+        ValueError, "to_peft: PEFT trains no biases with IA3, but these train: 'dense/bias', 'other/bias'. Freeze them."
     ):
         rpx.io.to_peft(q, q.init(params))
 
@@ -504,8 +505,8 @@ def test_tokens_of_a_table_that_the_head_repeats_are_refused():
     tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}embed.token_adapter.trainable_tokens_delta": normal(2, 3, seed=5)}
     config = CONFIG | {"trainable_token_indices": [1, 4]}
     text = (
-        "embed/embedding: 'head/kernel' holds the same numbers, and if they are tied in torch, PEFT moves the tokens "
-        "of both. Give the model one array for both, or merge the adapter in PEFT"
+        "embed/embedding: 'head/kernel' holds the same numbers. If both are tied in torch, PEFT trains the tokens "
+        "of both. Use one array for both in the model, or merge the adapter in PEFT"
     )
     with raises(ValueError, reading(text)):
         rpx.io.from_peft(tensors, config, params)

@@ -91,7 +91,7 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     modules = [f"layers.{i}.block_sparse_moe.experts.{j}.w1" for i, j in np.ndindex(2, EXPERTS)]
     assert config["target_modules"] == modules
-    lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Do not stack these\n"
+    lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Unstack the layers\n"
     with raises(ValueError, f"from_peft: the adapter does not fit this model:{lines}{ADVICE}"):
         fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
         rpx.io.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)

@@ -4,7 +4,7 @@ import copy
 import functools
 import io
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -28,6 +28,7 @@ class MLP(eqx.Module):
     l2: eqx.nn.Linear
     dropout: eqx.nn.Dropout
     width: int = eqx.field(static=True)
+    layers: ClassVar[int] = 2
 
     def __init__(self, key: Array) -> None:
         self.l1, self.l2 = eqx.nn.Linear(3, 4, key=key), eqx.nn.Linear(4, 2, key=key)
@@ -122,7 +123,7 @@ def test_copies_and_pickles_hold_the_same_values() -> None:
 
 def test_attributes_are_those_of_the_model() -> None:
     wrapped = rpx.equinox.Parametrized(model(), P)
-    assert wrapped.width == 4
+    assert (wrapped.width, wrapped.layers) == (4, 2)
     assert rpx.equinox.Parametrized(model(), NOISY).doubled(2) == 4  # reads no weights, so it needs no key
     np.testing.assert_allclose(wrapped.l1.weight, mlp.W1.T, rtol=1e-6)
     assert eqx.nn.inference_mode(wrapped, value=False).values.dropout.inference is False

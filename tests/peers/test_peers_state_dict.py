@@ -469,10 +469,10 @@ def test_a_trained_matrix_of_an_unknown_map_is_refused():
         jax.enable_x64(),
         raises(
             ValueError,
-            "from_torch: 'tall/weight': torch's file does not say which map makes this matrix: Orthogonal() has "
+            "from_torch: 'tall/weight': torch's file does not say which map produces this matrix: Orthogonal() has "
             "map='cayley', but torch takes 'householder' for the shape (6, 4) by default. Pass "
             "orthogonal_map='default' if torch's `orthogonal` was called without a map, or orthogonal_map='cayley' if "
-            "with that one.",
+            "with this one.",
         ),
     ):
         rpx.io.from_torch(rpx.Orthogonal(), state, like, layouts={".*/weight": "same"})

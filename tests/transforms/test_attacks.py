@@ -171,6 +171,26 @@ def test_what_an_attack_found(name):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
+class InTwo(rpx.Reparametrization):
+    def init_leaf(self, w):
+        return {"u": w[:, :2], "v": w[:2]}
+
+    def apply_leaf(self, values):
+        return values["u"] @ values["v"]
+
+    def terms_leaf(self, values):
+        return [rpx.stage.Term("ik,kj->ij", values["u"], values["v"])]
+
+
+def test_members_may_share_a_factor_that_a_stage_tells():
+    def outputs(us, v):
+        return jax.vmap(lambda u: X @ InTwo().apply({"w": {"@in_two": {"u": u, "v": v}}})["w"])(us)
+
+    us, v = normal(3, 6, 2), normal(2, 6, seed=1)
+    want = np.einsum("bi,mik,kj->mbj", X, us, v)
+    np.testing.assert_allclose(jax.jit(rpx.factored(outputs, (0, 1)))(us, v), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "places"), [("uint8", [1, 250, 255]), ("int8", [1, 127, 5])])
 def test_rows_by_integers_that_do_not_count_them(dtype, places):

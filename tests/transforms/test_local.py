@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compiled import effective, init
 from errors import table
@@ -634,6 +635,78 @@ def test_complex_weights_share_one_draw():
 
     np.testing.assert_allclose(local_reparametrization(loss)(raw, KEY, x), loss(raw, KEY, x), rtol=1e-5, atol=1e-6)
     assert "complex takes one draw for all" in repr(rpx.explain(local_reparametrization(loss), raw, KEY, x))
+
+
+# ---- data that is not an argument
+
+
+BATCH, ROWS, WEIGHTS = normal(5, 3, seed=2), np.int32([0, 2, 1, 0, 2]), {"w": SQUARE}
+
+
+def product(raw, key, x=BATCH, p=NOISE):
+    return jnp.tanh(x @ p.apply(raw, key)["w"])
+
+
+def error(raw, key, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(product(raw, key), labels)
+
+
+def in_a_step(raw, key, x):
+    return local_reparametrization(lambda raw, key: product(raw, key, x))(raw, key)
+
+
+def data_first(x, raw, key):
+    return product(raw, key, x)
+
+
+def plain(w, x):
+    return x @ w["w"]
+
+
+CLOSED = {
+    "a batch": (product, KEY),
+    "in a call": (jax.jit(product), KEY),
+    "computed again": (jax.checkpoint(product), KEY),
+    "in a loop over examples": (lambda raw, key: jax.lax.map(lambda x: product(raw, key, x), BATCH), KEY),
+    "rows of a table": (lambda raw, key: jnp.tanh(NOISE.apply(raw, key)["w"][ROWS]), KEY),
+    "all but the labels": (error, KEY, ROWS),
+    "the key too": (lambda raw: product(raw, KEY),),
+}
+"""Functions that close over data, and their arguments after the raw tree."""
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_data_that_is_closed_over_is_refused(name):
+    loss, *args = CLOSED[name]
+    for call in (local_reparametrization(loss), jax.jit(local_reparametrization(loss))):
+        with pytest.raises(ValueError, match=r"has no effect: all rows share the noise of a weight \(raw/w\)"):
+            call(WEIGHTS, *args)
+    (weight,) = rpx.explain(local_reparametrization(loss), WEIGHTS, *args).weights
+    assert weight.reason.endswith(
+        "; its other input is closed over, or in an argument for weights: pass it as an argument of its own"
+    )
+
+
+def turned_over(w):
+    return w + w[::-1]
+
+
+NOT_CLOSED = {
+    "no noise": lambda raw, key, x: product(raw, key, p=NOISE.deterministic),
+    "dropout": lambda raw, key, x: product(raw, key, p=rpx.WeightDropout(0.3)),
+    "entries that depend on each other": lambda raw, key, x: BATCH @ turned_over(NOISE.apply(raw, key)["w"]),
+    "a matrix between data and weight": lambda raw, key, x: x @ product(raw, key, jnp.eye(3) + np.ones((3, 3))),
+    "the same in a loop": lambda raw, key, x: jax.lax.map(lambda y: y @ product(raw, key, np.ones((3, 3))), x),
+    "one example, and a table": lambda raw, key, x: product(raw, key, x[:1]) + BATCH,
+    "no product": lambda raw, key, x: jnp.square(NOISE.apply(raw, key)["w"]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CLOSED)
+def test_one_draw_for_all_for_another_reason_is_not_refused(name):
+    loss = NOT_CLOSED[name]
+    got, want = jax.jit(lambda *args: (local_reparametrization(loss)(*args), loss(*args)))(WEIGHTS, KEY, BATCH)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---- gradients, memory, reports

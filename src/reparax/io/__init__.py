@@ -1,8 +1,8 @@
-"""Files and state dicts of torch and PEFT, without torch or PEFT themselves.
+"""Reads and writes state dicts of torch and adapters of PEFT, without torch or PEFT themselves.
 
-Begin with ``_parameters.py``: torch's names and layouts of a model's parameters, on which all readers and writers rely.
-A stage that torch has too is a row of ``_torch_stages.py``. What PEFT stores of an adapted array is in
-``_peft_adapters.py``, and what its settings say in ``_peft_config.py``. Imports core, stages and numerics.
+Begin with ``_parameters.py``: all readers and writers rely on its names and layouts of a model's parameters in torch.
+The stages that torch has too are listed in ``_torch_stages.py``. ``_peft_adapters.py`` converts the adapter of one
+array, and ``_peft_config.py`` interprets PEFT's settings. Imports core, stages and numerics.
 """
 
 from reparax.io._peft_read import from_peft as from_peft

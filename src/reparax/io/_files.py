@@ -1,4 +1,4 @@
-"""What files hold, read without the libraries that wrote them: tensors as numpy arrays, and values as short texts."""
+"""Helpers for files of other libraries: tensors as numpy arrays, checks of settings, and short texts for errors."""
 
 import reprlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from reparax.numerics.arithmetic import is_array
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest number of a file, as weights are computed in float32."""
+"""The largest number that a file may hold, because weights are computed in float32."""
 
 
 def is_number(x: object) -> bool:
@@ -18,8 +18,8 @@ def is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
 
 
-def is_size(x: Any) -> TypeGuard[int]:
-    """Whether a file gives a size: a whole number of at least 1."""
+def is_positive_integer(x: Any) -> TypeGuard[int]:
+    """Whether a value from a file is an integer of at least 1."""
     return type(x) is int and x >= 1
 
 
@@ -30,13 +30,13 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
-    """The tensors, or arrays, of a file as numpy arrays.
+    """Converts the tensors, or arrays, of a file to numpy arrays.
 
     Args:
-      who: The function that takes them.
-      tensors: A dict of names and tensors.
-      what: What the function takes, in a word or two.
-      advice: How to get it.
+      who: The public function that was called, for errors.
+      tensors: A dict from names to tensors.
+      what: What the public function takes, in a word or two.
+      advice: How a user obtains that, for errors.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
@@ -44,7 +44,7 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
 
 
 def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
-    """A tensor or array in numpy; raises an error for what holds no plain numbers."""
+    """Converts a tensor or array to numpy. Raises an error if it does not store its numbers as a plain array."""
     if not isinstance(name, str):
         raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
     if not is_array(x):
@@ -54,25 +54,27 @@ def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
         )
     if not hasattr(x, "detach"):
         return np.asarray(x)
-    for kind, is_such, how in (
+    for kind, applies, advice in (
         ("on the meta device, without numbers", x.is_meta, "Load the numbers first."),
         ("quantized", x.is_quantized, "Pass `x.dequantize()`."),
         ("sparse", str(x.layout) != "torch.strided", "Pass `x.to_dense()`."),
     ):
-        if is_such:
-            raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {how}")
+        if applies:
+            raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {advice}")
     return _to_numpy(x)
 
 
 def _to_numpy(x: Any) -> np.ndarray:
-    """A tensor of torch as a numpy array."""
+    """Converts a tensor of torch to a numpy array."""
     dtype = str(x.dtype).removeprefix("torch.")
-    if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks them; float32 holds all their numbers
+    if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks these dtypes; float32 holds all their numbers
         return x.float().numpy(force=True).astype(getattr(jnp, dtype))
     return x.numpy(force=True)
 
 
-class _Shown(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
+    """Writes the ``repr`` of a value with a limited length."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 3
@@ -81,10 +83,10 @@ class _Shown(reprlib.Repr):
         self.maxother = 80
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write very long numbers.
+        # Python refuses to convert very long integers to text.
         return super().repr_int(x, level) if x.bit_length() < 256 else f"a number of {x.bit_length()} bits"
 
 
-def shown(value: object) -> str:
-    """The code of a value; Python's own may be as long as the file, or fail where lists are nested."""
-    return _Shown().repr(value)
+def short_repr(value: object) -> str:
+    """A short ``repr`` of a value. Python's own may be as long as the file, or fail for deeply nested lists."""
+    return _ShortRepr().repr(value)

@@ -1,8 +1,9 @@
-"""The axes of weights in torch and in JAX: the layouts there are, and what tells the layout of an array.
+"""Layouts: how the axes of a weight in JAX relate to its axes in torch, and how the layout of an array is found.
 
-A rule, the class of its module, its name or the roles of its axes tell it. Two matrices of the same shape, one (in,
-out) and one (out, in), cannot be told apart, and a square one loads into torch either way. So what nothing tells stays
-unknown, and whoever writes or reads such an array refuses it.
+A layout is a word such as ``"kernel"``, which means ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` in torch.
+A rule of the user determines it, or the class of the array's module, the array's name, or the roles of its axes. The
+shape is not enough: a matrix ``(in, out)`` may have the same shape as one ``(out, in)``, and a square one loads into
+torch either way. An array whose layout remains unknown is neither read nor written.
 """
 
 import math
@@ -17,8 +18,8 @@ from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
-# For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
-# convolution, a gradient of a convolution, uses a flipped kernel.
+# For each layout: which of our axes are torch's first two (None if all axes are in the same order), and whether the
+# spatial axes are reversed. Torch's transposed convolution, a gradient of a convolution, uses a flipped kernel.
 _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "same": (None, False),
     "kernel": ((-1, -2), False),
@@ -29,19 +30,19 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "vector": (None, False),
 }
 HEADS = {"to_heads": 1, "from_heads": 2}
-"""For kernels of attention, ``(in, heads, dim)`` and ``(heads, dim, out)``, how many axes are inputs."""
+"""The number of input axes of attention kernels: ``(in, heads, dim)`` has one, ``(heads, dim, out)`` has two."""
 EXPERTS = "experts:"
-"""Begins the layout of a stack of matrices that is one tensor in torch too: what follows is the layout of each."""
+"""The prefix of the layout of a stack of matrices that is one tensor in torch too, before the layout of each matrix."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
 def layout_of_matrix(layout: str) -> str:
-    """The layout of each matrix."""
+    """The layout of each matrix in a stack of experts; any other layout as it is."""
     return layout.removeprefix(EXPERTS)
 
 
 def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
-    """Our axes in torch's order: a ``kernel`` is ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` there."""
+    """Our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
     if layout.startswith(EXPERTS):
         return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
@@ -51,8 +52,8 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
     return (*channel_axes, *(axis for axis in range(ndim) if axis not in channel_axes))
 
 
-def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """The shape in torch, where vectors and heads are merged."""
+def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
+    """The shape of an array in torch, which merges the axes of vectors and of attention heads."""
     if layout == "vector":
         return (math.prod(shape),)
     if layout in HEADS:
@@ -61,12 +62,12 @@ def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """The inputs and the outputs of a kernel of attention."""
+    """The numbers of inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
     return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 
-def write_layout(x: Array, layout: str) -> Array:
-    """Converts our array to torch's layout."""
+def to_layout(x: Array, layout: str) -> Array:
+    """Converts our array to its form in torch."""
     if layout == "vector":  # (out, 1, ..., 1) here, or (heads, dim)
         return x.reshape(-1)
     if layout in HEADS:
@@ -74,22 +75,22 @@ def write_layout(x: Array, layout: str) -> Array:
     return _flip_kernel(x.transpose(axis_order(layout, x.ndim)), layout)
 
 
-def read_layout(x: Array, layout: str) -> Array:
-    """Converts torch's array to our layout; what is merged in torch still is."""
+def from_layout(x: Array, layout: str) -> Array:
+    """Converts torch's array to our order of axes. Axes that torch merges remain merged."""
     if layout in HEADS:
         return x.T
     return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
 
 
 def _flip_kernel(x: Array, layout: str) -> Array:
-    """``x`` with its spatial axes in reverse, if its layout has them so in torch."""
+    """Reverses the spatial axes of an array in torch's order if its layout requires it."""
     return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout_of_matrix(layout)][1] else x
 
 
 Layout = tuple[str | None, int]
-"""The layout of an array, None if it may be any, and the number of axes up to which that holds."""
+"""The layout of an array, or None if it could be any, and the largest number of axes for which it is certain."""
 
-_NAMES: Mapping[str, Layout] = {
+_LAYOUTS_BY_NAME: Mapping[str, Layout] = {
     "kernel": ("kernel", 2),
     "embedding": ("embedding", 2),
     "weight_ih": ("same", 2),  # torch's own names, which equinox has too
@@ -98,7 +99,11 @@ _NAMES: Mapping[str, Layout] = {
 
 
 def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_module: Layout | None) -> tuple[str, bool]:
-    """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
+    """The layout of an array by a rule, by its module or by its name, and whether it is certain.
+
+    Raises:
+      ValueError: If the rule's layout does not suit the shape of the array.
+    """
     if by_rule in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
         raise ValueError(f"the layout {by_rule!r} is for matrices {axes}, but {name!r} has shape {shape}.")
@@ -108,34 +113,35 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
             f"{shape}."
         )
     if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
-        what = "kernels of attention" if by_rule in HEADS else "stacks of matrices"
+        what = "attention kernels" if by_rule in HEADS else "stacks of matrices"
         raise ValueError(f"the layout {by_rule!r} is for {what} with three axes, but {name!r} has shape {shape}.")
-    if by_rule is not None:  # a kernel that is the same in torch has its inputs first there too
+    if by_rule is not None:  # a `kernel` with the same axes in torch has its inputs first there too
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
-    layout, axes = of_module or _NAMES.get(name, (None, 0))
+    layout, axes = of_module or _LAYOUTS_BY_NAME.get(name, (None, 0))
     if len(shape) < 2 or layout is None:
         return "same", len(shape) < 2
     return layout, len(shape) <= axes
 
 
-_Weights = Callable[[Any], dict[str, Layout]]
+_LayoutsOfModule = Callable[[Any], dict[str, Layout]]
+"""Returns the layouts of a module's arrays, by their names in the module."""
 
 
-def _flax_convolution(layout: Callable[[Any], str]) -> _Weights:
-    """What a convolution of flax tells: the layout and the number of axes of its kernel."""
+def _flax_convolution(layout: Callable[[Any], str]) -> _LayoutsOfModule:
+    """A function that returns the layout of a flax convolution's kernel."""
     return lambda module: {"kernel": (layout(module), np.size(module.kernel_size) + 2)}
 
 
-def _equinox_convolution(layout: str) -> _Weights:
-    """What a convolution of equinox tells: the layout and the number of axes of its weight and bias."""
+def _equinox_convolution(layout: str) -> _LayoutsOfModule:
+    """A function that returns the layouts of an equinox convolution's weight and bias."""
     return lambda module: {
         "weight": (layout, module.num_spatial_dims + 2),
         "bias": ("vector", module.num_spatial_dims + 1),
     }
 
 
-# For the class of a module, its arrays.
-_CLASSES: dict[tuple[str, str], _Weights] = {
+# The layouts of the arrays of a module, by the package and the name of its class.
+_LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
     ("flax", "Conv"): _flax_convolution(lambda module: "kernel"),
     ("flax", "ConvTranspose"): _flax_convolution(lambda m: "kernel" if m.transpose_kernel else "conv_transpose"),
     ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # the order of its axes is an argument
@@ -146,29 +152,30 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 }
 
 
-def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
-    """The layout of each array that the class of its module tells, or else Haiku's names, by path.
+def module_layouts(tree: PyTree) -> dict[str, Layout]:
+    """The layouts that follow from the class of an array's module, or else from Haiku's names, by path.
 
-    It is None for an array in a module of which it is not known how it computes, whatever the array's name.
+    The layout is None for each array of a module whose computation is unknown, whatever the array's name.
     """
     layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
         if which := _known_class(node):
-            layouts |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
+            layouts |= {path_text((*keys, name)): layout for name, layout in _LAYOUTS_BY_CLASS[which](node).items()}
     known = flatten(tree).frame.axes.items()
     return layouts | {path_text(place): (None, 0) for place, axes in known if axes.is_class and not axes.sizes}
 
 
 def _known_class(node: object) -> tuple[str, str] | None:
-    """The first class of a node that is listed here, by package and name; None if there is none."""
-    class_names = ((class_name.__module__.partition(".")[0], class_name.__name__) for class_name in type(node).__mro__)
-    return next((class_name for class_name in class_names if class_name in _CLASSES), None)
+    """The package and name of the first class of a node that has a row above; None if there is none."""
+    names = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(node).__mro__)
+    return next((name for name in names if name in _LAYOUTS_BY_CLASS), None)
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
-    """What Haiku's names tell: its trees have two levels, and the names of modules inside of others have a slash.
+    """The layouts that follow from Haiku's names, by path; empty if the tree is not one of Haiku's.
 
-    A `w` of another tree may have either order. Kernels of convolutions may be transposed.
+    Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a ``w`` may have
+    its axes in either order. A ``w`` of more than two axes may be the kernel of a transposed convolution.
     """
     if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
         return {}
@@ -176,21 +183,21 @@ def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
     return {path_text(names): layouts[names[1]] for names in paths if names[1] in layouts}
 
 
-_LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
+_LAYOUTS_BY_USE: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1,)): "kernel",
     (PRODUCT, (1,), (0,)): "same",
     (LOOKUP, (0,), (1,)): "embedding",
     (PRODUCT, (0,), (1, 2)): "to_heads",
     (PRODUCT, (0, 1), (2,)): "from_heads",
 }
-"""The layout of an array that the network uses in this way, with these inputs and outputs."""
+"""The layout of an array by how the network uses it, and by its input axes and output axes."""
 
 
-def layout_of(role: Role, count: int) -> str | None:
-    """The layout of an array without its first ``count`` axes, along which layers are stacked; None if it is not told.
+def layout_by_role(role: Role, count: int) -> str | None:
+    """The layout that a role determines for an array without its first ``count`` axes, along which layers are stacked.
 
-    A table that is looked up and is the output layer too is an embedding. Nothing tells whether other stacked arrays
-    are layers without names or experts in one tensor.
+    It is None if the role does not determine a layout. In particular, arrays that are stacked along further axes may be
+    unnamed layers or experts in one tensor. A table that is also the output layer has the layout of an embedding.
     """
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):
@@ -199,7 +206,7 @@ def layout_of(role: Role, count: int) -> str | None:
     ndim = len(role.shape) - count
     inputs, outputs, windows = (tuple(axis - count for axis in axes) for axes in (use.inputs, use.outputs, use.windows))
     if use.how != CONVOLUTION:
-        return _LAYOUTS.get((use.how, inputs, outputs))
+        return _LAYOUTS_BY_USE.get((use.how, inputs, outputs))
     orders: dict[tuple[Numbers, Numbers, Numbers], str] = {
         (tuple(range(ndim - 1)), (ndim - 1,), tuple(range(ndim - 2))): "kernel",
         (tuple(range(1, ndim)), (0,), tuple(range(2, ndim))): "same",

@@ -1,7 +1,11 @@
-"""The adapter of one array: its tensors as stages and raw values, and these as tensors.
+"""Converts the adapter of one array from PEFT's tensors to stages with raw values, and back.
 
-There are four: LoRA, with DoRA's lengths; the difference of a bias beside it; tokens; and the gains of IA3. What each
-holds is a dict of parts, by which it is read and written.
+There are four kinds of adapters: LoRA, with the lengths of DoRA; the trained difference of a bias, which accompanies
+the LoRA of its weight; trained tokens; and the gains of IA3. For each kind, a function returns a dict of conversions
+(:class:`Conversion`), one for each of its tensors, by which it is read and written.
+
+What a file stores (:class:`StoredAdapter`) becomes stages and values (:class:`Adapter`). In the other direction, the
+stage that produces an array of a chain (:class:`AdaptedArray`) becomes tensors and settings (:class:`PeftForm`).
 """
 
 import math
@@ -19,8 +23,8 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
 from reparax.core.plan import Plan
 from reparax.core.roles import one_or_tuple
-from reparax.io._parameters import require_known, unstack_stage
-from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, by_pattern, is_fed_forward, token_indices
+from reparax.io._parameters import require_layouts, unstack_stage
+from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, is_feedforward, number_for, token_indices
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
@@ -29,14 +33,14 @@ from reparax.stages.numbers import Scale
 _NO_DORA = "PEFT has no DoRA of experts"
 
 
-class Part(NamedTuple):
-    """A tensor of PEFT as a raw value.
+class Conversion(NamedTuple):
+    """How one tensor of PEFT is converted to a raw value, and back.
 
     Attributes:
-      place: Where the raw value is below the parameter: ``@lora/a``.
+      place: The place of the raw value below the parameter: ``@lora/a``.
       shape: The shape of the tensor.
-      read: Makes the raw value of the tensor.
-      write: Makes the tensor of the raw value, but for its shape.
+      read: Converts the tensor to the raw value.
+      write: Converts the raw value to the tensor, which is then reshaped to ``shape``.
     """
 
     place: str
@@ -45,41 +49,41 @@ class Part(NamedTuple):
     write: Callable[[Array], Array] = jnp.asarray
 
 
-class Adapted(NamedTuple):
-    """The stages on one array, in the order of a chain, and the raw values that PEFT stores, by their places below."""
+class Adapter(NamedTuple):
+    """The stages on one array, in chain order, and the raw values that PEFT stores, by their places below the array."""
 
     stages: tuple[Parametrization, ...]
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What a file says of one adapted array.
+class StoredAdapter:
+    """What PEFT stores for one adapted array.
 
     Attributes:
       target: The array.
-      tensors: The tensors of its module, by the ends of their names.
-      config: The configuration.
+      tensors: The tensors of the adapter, by the suffixes of their names.
+      config: The configuration of all adapters.
     """
 
     target: Target
     tensors: Mapping[str, np.ndarray]
     config: Mapping[str, Any]
 
-    def values(self, parts: Mapping[str, Part]) -> dict[str, Array]:
-        """The raw values of the tensors; raises an error if one is missing, unexpected or of another shape."""
-        require_shapes(self.tensors, {name: part.shape for name, part in parts.items()})
-        return {part.place: part.read(jnp.asarray(self.tensors[name])) for name, part in parts.items()}
+    def values(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
+        """The raw values, by place. Raises an error if a tensor is missing, unexpected or has another shape."""
+        require_shapes(self.tensors, {name: x.shape for name, x in conversions.items()})
+        return {x.place: x.read(jnp.asarray(self.tensors[name])) for name, x in conversions.items()}
 
 
 @dataclass(frozen=True)
-class Made:
-    """An array, or a value of another one, and the stage of a chain that makes it.
+class AdaptedArray:
+    """An array of the model, or a value of one of its stages, as a chain produces it.
 
     Attributes:
-      plan: What the chain does.
-      place: The key path of the array.
-      target: The parameter, which may be one of a stack, whereas raw values are those of the whole stack.
+      plan: Which stage of the chain produces which array.
+      place: The key path of the array or value.
+      target: The parameter. It may be one layer of a stack, whereas a raw value holds the whole stack.
     """
 
     plan: Plan
@@ -87,57 +91,61 @@ class Made:
     target: Target
 
     @property
-    def maker(self) -> Any:
-        """The stage that makes it; None if it is an array of the raw tree."""
+    def producer(self) -> Any:
+        """The stage that produces it; None for an array of the raw tree."""
         return self.plan.producers.get(self.place, (None,))[0]
 
     @property
     def stage(self) -> Any:
-        """The stage that makes it, as it acts on one array of a stack; refuses one that acts on a stack of its own."""
-        stage = unstack_stage(self.maker, len(self.target.index))
+        """The stage that produces it, as it acts on one layer and on one expert.
+
+        Raises:
+          ValueError: If it acts on all experts together, or on a stack of layers that are one tensor in torch.
+        """
+        stage = unstack_stage(self.producer, len(self.target.index))
         stacked = list_axes(getattr(stage, "stacked", ()))
         if self.target.n_experts and stacked != (0,):
             raise ValueError(
-                f"PEFT has one adapter for each expert, but {self.maker!r} acts on all together. Give it `stacked`, "
-                f"with the axis of experts"
+                f"PEFT has one adapter for each expert, but {self.producer!r} acts on all together. Pass `stacked` to "
+                f"it, set to the expert axis"
             )
         if stacked and not self.target.n_experts:
             raise ValueError(
-                f"PEFT has one adapter for each layer, but {self.maker!r} acts on a stack. Give the layers names with "
-                f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
+                f"PEFT has one adapter for each layer, but {self.producer!r} acts on a stack. Name its layers with "
+                f"{{i}} in `names`, such as 'layers.{{i}}.weight'"
             )
         return unstack_stage(stage, len(stacked))
 
-    def value(self, name: str) -> "Made":
-        """A value of the stage."""
+    def value(self, name: str) -> "AdaptedArray":
+        """A value of the stage that produces this array, such as the ``v`` of a WeightNorm."""
         return replace(self, place=self.plan.producers[self.place][1][name])
 
-    def other_stages(self, name: str) -> ValueError:
-        """The error for a value that other stages make than those of an adapter."""
-        return ValueError(f"an adapter is written without other stages on the {name!r} of {self.maker!r}")
+    def error_of_other_stage(self, name: str) -> ValueError:
+        """The error to raise if a value is produced by a stage that does not belong to an adapter."""
+        return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
 
-    def array(self, place: str) -> Array:
-        """The array of the raw tree at a place such as ``@gain/g``."""
+    def raw_array(self, place: str) -> Array:
+        """The raw array at a place below, such as ``@gain/g``. Raises an error if another stage produces it."""
         _, name, *below = place.split("/", 2)
         value = self.value(name)
-        if (value.maker and f"@{value.maker.kind}") != (below[0].partition("/")[0] if below else None):
-            raise self.other_stages(name)
-        return value.array(below[0]) if below else self.target.part(self.plan.raw.arrays[value.place])
+        if (value.producer and f"@{value.producer.kind}") != (below[0].partition("/")[0] if below else None):
+            raise self.error_of_other_stage(name)
+        return value.raw_array(below[0]) if below else self.target.slice_of(self.plan.raw.arrays[value.place])
 
-    def write(self, parts: Mapping[str, Part]) -> dict[str, Array]:
-        """The tensors of the raw values."""
-        return {name: part.write(self.array(part.place)).reshape(part.shape) for name, part in parts.items()}
+    def tensors(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
+        """The tensors that PEFT stores for the raw values, by the suffixes of their names."""
+        return {name: x.write(self.raw_array(x.place)).reshape(x.shape) for name, x in conversions.items()}
 
 
 @dataclass(frozen=True)
-class Written:
-    """The PEFT form of one array.
+class PeftForm:
+    """What PEFT stores for one adapted array of a chain.
 
     Attributes:
-      tensors: The tensors of the module.
-      settings: What the configuration says of it: those of LoRA must be equal for all modules.
-      rank: The rank, if the method has one.
-      factor: The factor of the difference, if the method has one.
+      tensors: The tensors of the adapter, by the suffixes of their names.
+      settings: The settings of the configuration for this array. Those of LoRA must be equal for all modules.
+      rank: The rank; 1 if the method has none.
+      factor: The number that multiplies the update; 1 if the method has none.
     """
 
     tensors: Mapping[str, Array]
@@ -146,10 +154,10 @@ class Written:
     factor: float = 1.0
 
 
-def read_adapter(stored: Stored) -> Adapted:
-    """The stages and raw values of an array, from its tensors."""
+def read_adapter(stored: StoredAdapter) -> Adapter:
+    """Converts what PEFT stores for an array to stages and raw values."""
     method = stored.config["peft_type"]
-    _require_layout(method, stored.target)
+    _require_supported_layout(method, stored.target)
     if method == "IA3":
         return _read_gains(stored)
     if method == "TRAINABLE_TOKENS":
@@ -159,197 +167,198 @@ def read_adapter(stored: Stored) -> Adapted:
     return _read_bias(stored) if BIAS in stored.tensors else _read_lora(stored)
 
 
-def write_adapter(made: Made) -> tuple[str, Written]:
-    """The method that adapts an array, and what PEFT stores of it."""
-    match made.stage:
+def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
+    """The method that adapts an array, and what PEFT stores for it."""
+    match array.stage:
         case LoRA():
             method, write = "LORA", _write_lora
-        case WeightNorm(detach=True) if isinstance(made.value("v").maker, LoRA):
+        case WeightNorm(detach=True) if isinstance(array.value("v").producer, LoRA):
             method, write = "LORA", _write_lora
-        case Delta() if len(made.target.shape) == 1 and isinstance(made.value("x").maker, Scale):
+        case Delta() if len(array.target.shape) == 1 and isinstance(array.value("x").producer, Scale):
             method, write = "LORA", _write_bias
         case TrainableSlices():
             method, write = "TRAINABLE_TOKENS", _write_tokens
         case Gain():
             method, write = "IA3", _write_gains
         case stage:
-            raise ValueError(f"LoRA, DoRA, IA3 and tokens are written, but not {stage!r}")
-    _require_layout(method, made.target)
-    return method, write(made)
+            raise ValueError(f"LoRA, DoRA, IA3 and trained tokens can be written, but not {stage!r}")
+    _require_supported_layout(method, array.target)
+    return method, write(array)
 
 
-def _require_layout(method: str, target: Target) -> None:
-    """Refuses a weight whose layout is not known, or of which no adapters of the method are read and written."""
-    require_known([target])
+def _require_supported_layout(method: str, target: Target) -> None:
+    """Raises an error if the layout of a weight is unknown, or if its adapters of this method are not supported."""
+    require_layouts([target])
     layouts = METHODS[method].layouts
     if target.layout not in layouts:
         *most, last = map(repr, layouts)
         raise ValueError(
-            f"{method} is read and written for weights of the layouts {', '.join(most)} and {last}, but this has "
+            f"{method} is supported for weights of the layouts {', '.join(most)} and {last}, but this has "
             f"{target.layout!r}"
         )
     if target.heads and method != "LORA":
-        raise ValueError(f"LoRA and DoRA are read and written for kernels of attention, but not {method}")
-    if target.n_experts == 1 and target.expert().layout == "conv1d":
-        raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
+        raise ValueError(f"LoRA and DoRA are supported for attention kernels, but not {method}")
+    if target.n_experts == 1 and target.one_expert().layout == "conv1d":
+        raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) if it has one expert")
 
 
-def _lora_parts(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Part]:
-    """The factors, and the lengths of DoRA; those of experts lie one after another in A, and alternate in B."""
-    outputs, ones = target.expert().outputs, target.ones
+def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
+    """The conversions of the factors A and B, and of DoRA's lengths.
+
+    For experts, the rows of A are stored expert by expert, whereas adjacent columns of B belong to different experts.
+    """
+    outputs, ones = target.one_expert().n_outputs, target.unit_axes
     if count := target.n_experts:
         inputs = math.prod(target.shape[1:]) // max(outputs, 1)
         a, b = (count, rank, inputs), (outputs, rank, count)
         return {
-            "lora_A.weight": Part("@lora/a", (count * rank, inputs), lambda x: x.reshape(a).mT, jnp.matrix_transpose),
-            "lora_B.weight": Part("@lora/b", (outputs, rank * count), lambda x: x.reshape(b).T, jnp.transpose),
+            "lora_A.weight": Conversion("@lora/a", (count * rank, inputs), lambda x: x.reshape(a).mT, lambda x: x.mT),
+            "lora_B.weight": Conversion("@lora/b", (outputs, rank * count), lambda x: x.reshape(b).T, jnp.transpose),
         }
-    place, as_matrix = "@weight_norm/v/@lora" if is_dora else "@lora", (outputs, rank)
+    place, b_shape = "@weight_norm/v/@lora" if is_dora else "@lora", (outputs, rank)
     a, b = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
-    parts = {
-        a: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
-        b: Part(f"{place}/b", (*as_matrix, *ones), lambda x: x.reshape(as_matrix).T, lambda x: x.reshape(rank, -1).T),
+    conversions = {
+        a: Conversion(f"{place}/a", target.input_factor_shape(rank), target.read_factor, target.write_factor),
+        b: Conversion(f"{place}/b", (*b_shape, *ones), lambda x: x.reshape(b_shape).T, lambda x: x.reshape(rank, -1).T),
     }
     if is_dora:
         lengths = [outputs if axis == target.output_axis else 1 for axis in range(len(target.shape))]
         shape = (1, outputs, *ones) if ones else (outputs,)
-        parts["lora_magnitude_vector"] = Part("@weight_norm/g", shape, lambda g: g.reshape(lengths))
-    return parts
+        conversions["lora_magnitude_vector"] = Conversion("@weight_norm/g", shape, lambda g: g.reshape(lengths))
+    return conversions
 
 
-def _read_lora(stored: Stored) -> Adapted:
-    """LoRA, with the lengths of DoRA."""
+def _read_lora(stored: StoredAdapter) -> Adapter:
+    """Reads LoRA, or DoRA."""
     target, (rank, alpha) = stored.target, _rank_and_alpha(stored)
     is_dora = bool(stored.config.get("use_dora"))
     if is_dora and target.n_experts:
         raise ValueError(_NO_DORA)
     stacked = 0 if target.n_experts else ()
-    how: dict[str, Any] = target.expert().sides | {"use_rslora": bool(stored.config.get("use_rslora"))}
+    how: dict[str, Any] = target.one_expert().axis_arguments | {"use_rslora": bool(stored.config.get("use_rslora"))}
     lora = LoRA(rank, alpha, stacked=stacked, **how)
     try:
-        values = stored.values(_lora_parts(target, rank, is_dora=is_dora))
+        values = stored.values(_lora_conversions(target, rank, is_dora=is_dora))
     except ValueError as error:
         if not target.n_experts:
             raise
         raise ValueError(
-            f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
+            f"{error}. Correct its layout, or the order of `names` if these tensors are another parameter's"
         ) from error
-    _, outputs = target.sides_of_array
+    _, outputs = target.input_and_output_axes
     is_last = outputs == (len(target.heads or target.shape) - 1,)
     axis = -1 if is_last else one_or_tuple(outputs)
-    return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
+    return Adapter((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
 
 
-def _rank_and_alpha(stored: Stored) -> tuple[int, float]:
-    """The rank and the alpha of LoRA for a module."""
-    config, owner = stored.config, stored.target.owner
-    return by_pattern(config, "rank_pattern", owner, "r"), float(
-        by_pattern(config, "alpha_pattern", owner, "lora_alpha")
-    )
+def _rank_and_alpha(stored: StoredAdapter) -> tuple[int, float]:
+    """The rank and the alpha of LoRA for one array."""
+    config, name = stored.config, stored.target.adapted_name
+    return number_for(name, config, "rank_pattern", "r"), float(number_for(name, config, "alpha_pattern", "lora_alpha"))
 
 
-def _write_lora(made: Made) -> Written:
-    """The factors, with the lengths of DoRA."""
-    target, is_dora = made.target, isinstance(made.maker, WeightNorm)
-    lora = (made.value("v") if is_dora else made).stage
-    target.expert().require_rows(lora)
+def _write_lora(array: AdaptedArray) -> PeftForm:
+    """Writes LoRA, or DoRA."""
+    target, is_dora = array.target, isinstance(array.producer, WeightNorm)
+    lora = (array.value("v") if is_dora else array).stage
+    target.one_expert().require_rows_are_inputs(lora)
     if lora.init_weights in ("pissa", "olora"):
-        raise ValueError(f"PEFT adds the factors to the base of its model, from which {lora!r} has taken them away")
+        raise ValueError(f"PEFT adds the factors to the original base, but {lora!r} has subtracted the initial ones")
     if is_dora:
-        _require_dora(made.stage, target)
-    tensors = made.write(_lora_parts(target, lora.rank, is_dora=is_dora))
+        _require_dora_axis(array.stage, target)
+    tensors = array.tensors(_lora_conversions(target, lora.rank, is_dora=is_dora))
     dtype = next(iter(tensors.values())).dtype
     divisor = math.sqrt(lora.rank) if lora.use_rslora else lora.rank
-    factor = 1.0 if lora.alpha is None else known_number(lora.alpha) / divisor
+    factor = 1.0 if lora.alpha is None else concrete_number(lora.alpha) / divisor
     settings = {"use_rslora": lora.use_rslora and lora.alpha is not None, "use_dora": is_dora, "lora_bias": False}
-    return Written({name: x.astype(dtype) for name, x in tensors.items()}, settings, lora.rank, factor)
+    return PeftForm({name: x.astype(dtype) for name, x in tensors.items()}, settings, lora.rank, factor)
 
 
-def _require_dora(stage: WeightNorm, target: Target) -> None:
-    """Refuses lengths that PEFT's DoRA does not have: those of experts, or along another axis than the outputs."""
+def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
+    """Raises an error for other lengths than PEFT's: DoRA has one for each output, and none for experts."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
-    axis, (_, outputs) = last_to_number(stage.axis), target.sides_of_array
+    axis, (_, outputs) = last_to_number(stage.axis), target.input_and_output_axes
     axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
     if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
         raise ValueError(
-            f"PEFT has lengths of outputs, along axis {one_or_tuple(outputs)}, but no equivalent of {stage!r}"
+            f"PEFT's DoRA has a length for each output, along axis {one_or_tuple(outputs)}, unlike {stage!r}"
         )
 
 
-def _read_bias(stored: Stored) -> Adapted:
-    """The difference of a bias, which has the factor of its weight."""
+def _read_bias(stored: StoredAdapter) -> Adapter:
+    """Reads the trained difference of a bias, which has the same factor as the LoRA of its weight."""
     if not stored.config.get("lora_bias"):
-        raise ValueError(f"{BIAS} is unexpected without lora_bias")
-    values = stored.values({BIAS: Part("@delta/x/@scale/x", stored.target.shape)})
+        raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
+    values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})
     rank, alpha = _rank_and_alpha(stored)
     divisor = math.sqrt(rank) if stored.config.get("use_rslora") else rank
-    return Adapted((Scale(alpha / divisor), Delta()), values)
+    return Adapter((Scale(alpha / divisor), Delta()), values)
 
 
-def _write_bias(made: Made) -> Written:
-    """The difference of a bias."""
-    factor = known_number(made.value("x").stage.factor)
-    return Written({BIAS: made.array("@delta/x/@scale/x")}, factor=factor)
+def _write_bias(array: AdaptedArray) -> PeftForm:
+    """Writes the trained difference of a bias."""
+    factor = concrete_number(array.value("x").stage.factor)
+    return PeftForm({BIAS: array.raw_array("@delta/x/@scale/x")}, factor=factor)
 
 
-def _token_parts(target: Target, name: str, count: int) -> dict[str, Part]:
-    """The rows of tokens, which are slices along an axis."""
+def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conversion]:
+    """The conversion of trained tokens, which are rows in PEFT and slices along the token axis here."""
     axis = _token_axis(target)
     as_rows = jnp.asarray if axis == 0 else jnp.transpose
-    return {name: Part("@trainable_slices/x", (count, target.shape[1 - axis]), as_rows, as_rows)}
+    return {name: Conversion("@trainable_slices/x", (count, target.shape[1 - axis]), as_rows, as_rows)}
 
 
 def _token_axis(target: Target) -> int:
-    """The axis of tokens: the inputs of a table, and the outputs of a head."""
+    """The token axis: that of the inputs of an embedding table, or of the outputs of a head."""
     if len(target.shape) != 2:
-        raise ValueError(f"tokens are read and written for matrices, but the array has shape {target.shape}")
+        raise ValueError(f"trained tokens are supported for matrices, but this has shape {target.shape}")
     return target.input_axes[0] if target.is_table else target.output_axis
 
 
-def _read_tokens(stored: Stored, name: str, indices: Sequence[int]) -> Adapted:
-    """Trained slices of a table, or of a head."""
+def _read_tokens(stored: StoredAdapter, name: str, indices: Sequence[int]) -> Adapter:
+    """Reads trained tokens of an embedding table, or of a head."""
     axis = _token_axis(stored.target)
-    values = stored.values(_token_parts(stored.target, name, len(indices)))
+    values = stored.values(_token_conversions(stored.target, name, len(indices)))
     if max(indices, default=0) >= stored.target.shape[axis]:
-        raise ValueError(f"expected tokens below {stored.target.shape[axis]}, got {max(indices)}")
-    return Adapted((TrainableSlices(tuple(indices), axis=axis),), values)
+        raise ValueError(f"expected token indices below {stored.target.shape[axis]}, got {max(indices)}")
+    return Adapter((TrainableSlices(tuple(indices), axis=axis),), values)
 
 
-def _write_tokens(made: Made) -> Written:
-    """The rows of trained slices."""
-    target, stage, axis = made.target, made.stage, _token_axis(made.target)
+def _write_tokens(array: AdaptedArray) -> PeftForm:
+    """Writes trained tokens."""
+    target, stage, axis = array.target, array.stage, _token_axis(array.target)
     if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
-        raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
-    tensors = made.write(_token_parts(target, DELTA, len(stage.indices)))
-    return Written(tensors, {"token_indices": stage.indices})
+        raise ValueError(f"PEFT has tokens along axis {axis}, so it has no equivalent of {stage!r}")
+    tensors = array.tensors(_token_conversions(target, DELTA, len(stage.indices)))
+    return PeftForm(tensors, {"token_indices": stage.indices})
 
 
-def _gain_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
-    """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
-    size = target.shape[axis]
-    return {"ia3_l": Part("@gain/g", (1, size, *target.ones) if inputs or target.ones else (size, 1), jnp.ravel)}
+def _gain_conversions(target: Target, axis: int, *, inputs: bool) -> dict[str, Conversion]:
+    """The conversion of IA3's factors. PEFT stores a column for outputs, but a row for inputs and in convolutions."""
+    size, ones = target.shape[axis], target.unit_axes
+    return {"ia3_l": Conversion("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
 
 
-def _read_gains(stored: Stored) -> Adapted:
-    """Factors on outputs, including the bias, or on inputs."""
-    inputs = is_fed_forward(stored.config, stored.target.module)
-    axis = stored.target.channel_axis if inputs else stored.target.output_axis
-    return Adapted((Gain(axis=axis),), stored.values(_gain_parts(stored.target, axis, inputs=inputs)))
+def _read_gains(stored: StoredAdapter) -> Adapter:
+    """Reads the factors of IA3, on the inputs or on the outputs (which include the bias)."""
+    inputs = is_feedforward(stored.config, stored.target.module)
+    axis = stored.target.input_channel_axis if inputs else stored.target.output_axis
+    return Adapter((Gain(axis=axis),), stored.values(_gain_conversions(stored.target, axis, inputs=inputs)))
 
 
-def _write_gains(made: Made) -> Written:
-    """The factors."""
-    target, gain = made.target, made.stage
+def _write_gains(array: AdaptedArray) -> PeftForm:
+    """Writes the factors of IA3."""
+    target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
-    if axis not in (target.channel_axis, target.output_axis):
-        raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
+    if axis not in (target.input_channel_axis, target.output_axis):
+        raise ValueError(f"IA3 multiplies the inputs or the outputs, so it has no equivalent of {gain!r}")
     inputs = axis != target.output_axis
-    return Written(made.write(_gain_parts(target, axis, inputs=inputs)), {"inputs": inputs})
+    return PeftForm(array.tensors(_gain_conversions(target, axis, inputs=inputs)), {"inputs": inputs})
 
 
 def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses tensors that are missing, unexpected, or of another shape."""
+    """Raises an error if tensors are missing, unexpected or of another shape."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in shapes]
     lines += [
@@ -361,8 +370,8 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
         raise ValueError("; ".join(lines))
 
 
-def known_number(x: Any) -> float:
-    """A hyperparameter, which must be known to be written."""
+def concrete_number(x: Any) -> float:
+    """A hyperparameter as a number. Raises an error if it is traced."""
     if isinstance(x, Tracer):
-        raise ValueError("its number is traced, but only known numbers can be written")
+        raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
     return float(x)

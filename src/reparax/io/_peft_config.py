@@ -1,11 +1,16 @@
-"""``adapter_config.json``: the methods and settings that are understood, and the modules that they name."""
+"""Interprets ``adapter_config.json``: which methods and settings are supported, and which modules they name.
+
+Each method is a row of ``METHODS``. It groups its settings by kind, such as "flag" or "names"; a kind is a row of
+``_KINDS``, which checks a value. The functions below :func:`read_config` tell what the settings mean for a module or a
+tensor, by PEFT's own rules. Most of these rules match names in the configuration with the ends of module names.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reparax.io._files import is_number, is_size, shown
+from reparax.io._files import is_number, is_positive_integer, short_repr
 
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 BIAS = "lora_B.bias"
@@ -18,19 +23,19 @@ class Method:
     """A method of PEFT.
 
     Attributes:
-      suffixes: The names of its tensors below their module, and of those that train beside it.
-      layouts: The layouts of the weights for which it is read and written.
-      settings: The settings of its configuration that are understood, besides those of all methods: by kind, names with
-        spaces between them.
+      suffixes: The names of its tensors below the name of their module, including those that train beside it.
+      layouts: The layouts of the weights for which it is supported.
+      settings: The settings that are supported, besides those of all methods. For each kind of setting, it holds their
+        names, separated by spaces.
     """
 
     suffixes: tuple[str, ...]
     layouts: tuple[str, ...]
     settings: Mapping[str, str]
 
-    def end_of(self, name: str) -> str | None:
-        """The one of the suffixes with which a name ends, or None."""
-        return next((end for end in self.suffixes if name.endswith(f".{end}")), None)
+    def suffix_of(self, name: str) -> str | None:
+        """The suffix with which a name ends, or None."""
+        return next((suffix for suffix in self.suffixes if name.endswith(f".{suffix}")), None)
 
 
 METHODS: Mapping[str, Method] = {
@@ -64,7 +69,7 @@ METHODS: Mapping[str, Method] = {
         settings={"indices": "token_indices", "any": "init_weights"},
     ),
 }
-"""The methods that are read and written, by ``peft_type``."""
+"""The methods that are supported, by ``peft_type``."""
 
 _COMMON = {
     "any": "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type",
@@ -74,24 +79,24 @@ _COMMON = {
     "layers": "layers_to_transform",
     "patterns": "layers_pattern",
 }
-"""The settings that each method has."""
+"""The settings that all methods have, by kind."""
 
-_STARTS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
-"""The starts of LoRA, as ``repr`` has them; the others change the base too, or keep a factor fixed."""
+_INITIALIZATIONS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
+"""The supported initializations of LoRA, by ``repr``. All others also change the base, or keep a factor fixed."""
 
 
-def in_a_name(pattern: str) -> str:
-    """The expression by which PEFT looks for a pattern at the end of a module's name."""
+def at_end_of_name(pattern: str) -> str:
+    """The regular expression with which PEFT looks for a pattern at the end of a module's name."""
     return rf"(.*\.)?({pattern})"
 
 
-def _number_after(pattern: str) -> str:
-    """The expression by which PEFT looks for the number of a layer, after a pattern."""
+def _before_layer_number(pattern: str) -> str:
+    """The regular expression with which PEFT looks for the number of a layer after a pattern."""
     return rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\."
 
 
 def _is_pattern(text: Any, placed: Callable[[str], str] = str) -> bool:
-    """Whether a value is a regular expression that Python compiles, alone and where PEFT places it."""
+    """Whether a value is a regular expression that compiles, both alone and inside PEFT's own expression."""
     try:
         return isinstance(text, str) and all(map(re.compile, (text, placed(text))))
     except (re.error, RecursionError, OverflowError):
@@ -104,7 +109,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_indices(value: Any) -> bool:
-    """Whether a value is a list of whole numbers from 0 to 2^31 - 1."""
+    """Whether a value is a list of integers from 0 to 2^31 - 1."""
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 
@@ -113,54 +118,54 @@ def _are_names_or_pattern(value: Any) -> bool:
     return _are_names(value) or _is_pattern(value)
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    """A list, or the one value of a list."""
+def _as_list(value: Any) -> Sequence[Any]:
+    """A list as it is; any other value as a list of one."""
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _by_pattern(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is a dict of regular expressions and, for each, a value that fits."""
-    return lambda value: isinstance(value, Mapping) and all(_is_pattern(x, in_a_name) and fits(value[x]) for x in value)
+def _is_dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A function that checks whether a value is a dict from regular expressions to values that fit."""
+    return lambda x: isinstance(x, Mapping) and all(_is_pattern(key, at_end_of_name) and fits(x[key]) for key in x)
 
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "any": (lambda value: True, ""),
     "flag": (lambda value: isinstance(value, bool), "True or False"),
     "number": (is_number, "a finite number"),
-    "rank": (is_size, "a whole number of at least 1"),
+    "rank": (is_positive_integer, "an integer of at least 1"),
     "biases": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
     "names": (_are_names, "a list of names"),
-    "names or pattern": (_are_names_or_pattern, "a list of names, or a regular expression"),
-    # Of a model with the shorthand, PEFT saves the names: it knows the classes of layers, and which one is the head.
+    "names or pattern": (_are_names_or_pattern, "a list of names or a regular expression"),
+    # PEFT saves names in place of this shorthand. Only PEFT knows the classes of the layers, and which one is the head.
     "modules": (
         lambda value: _are_names_or_pattern(value) and str(value).lower() != "all-linear",
-        "a list of names, or a regular expression, in place of 'all-linear'",
+        "a list of names or a regular expression, and not 'all-linear',",
     ),
-    "layers": (lambda value: _are_indices(_listed(value)), "a whole number, or a list of them,"),
+    "layers": (lambda value: _are_indices(_as_list(value)), "an integer or a list of integers"),
     "patterns": (
-        lambda value: all(_is_pattern(x, _number_after) for x in _listed(value)),
-        "a regular expression, or a list of them,",
+        lambda value: all(_is_pattern(x, _before_layer_number) for x in _as_list(value)),
+        "a regular expression or a list of them",
     ),
-    "indices": (_are_indices, "a list of whole numbers"),
+    "indices": (_are_indices, "a list of integers"),
     "indices by name": (
         lambda value: _are_indices(value) or (isinstance(value, Mapping) and all(map(_are_indices, value.values()))),
-        "a list of whole numbers, or a dict of names and, for each, such a list",
+        "a list of integers or a dict from names to such lists",
     ),
     "ranks by pattern": (
-        _by_pattern(is_size),
-        "a dict of regular expressions and, for each, a whole number of at least 1",
+        _is_dict_of(is_positive_integer),
+        "a dict from regular expressions to integers of at least 1",
     ),
-    "numbers by pattern": (_by_pattern(is_number), "a dict of regular expressions and, for each, a finite number"),
+    "numbers by pattern": (_is_dict_of(is_number), "a dict from regular expressions to finite numbers"),
 }
-"""For each kind of setting, whether a value is one that PEFT takes, and these in words."""
+"""For each kind of setting, a check of a value, and the values that PEFT accepts in words."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The settings that have a value, with PEFT's defaults of others; ``peft_type`` is the name of a method.
+    """The settings that are not None, with PEFT's defaults; ``peft_type`` becomes the name of a method.
 
     Raises:
-      ValueError: If the method is not known here, or a setting is not understood and has a value other than a neutral
-        one, which means "none", or if its value is not one that PEFT takes.
+      ValueError: If the method is not supported; if an unsupported setting has a value, such as True, that is not
+        neutral; or if PEFT itself does not accept the value of a setting.
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
@@ -176,44 +181,48 @@ def read_config(config: Any) -> dict[str, Any]:
     values = {key: value for key, value in config.items() if value is not None}
     known = [*METHODS[name].settings.items(), *_COMMON.items()]
     kinds = {key: kind for kind, keys in known for key in keys.split()}
-    wrong = [f"{key}={shown(value)}" for key, value in values.items() if not _is_understood(name, key, value, kinds)]
+    wrong = [f"{key}={short_repr(x)}" for key, x in values.items() if not _is_supported(name, key, x, kinds)]
     if wrong:
-        raise ValueError(f"from_peft has no stage for {name} with {', '.join(wrong)}. {MERGE}")
+        raise ValueError(f"from_peft does not support {name} with {', '.join(wrong)}. {MERGE}")
     return {"r": 8, "lora_alpha": 8, "bias": "none", **values, "peft_type": name}
 
 
-def _is_understood(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:
-    """Whether a setting is known, or neutral; raises an error for a value that PEFT itself does not take."""
+def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:
+    """Whether a setting is supported, or neutral. Raises an error for a value that PEFT itself does not accept."""
     if (method, key) == ("LORA", "init_lora_weights"):
-        return shown(value).lower() in _STARTS  # PEFT does not distinguish the cases of words
+        return short_repr(value).lower() in _INITIALIZATIONS  # PEFT ignores the case of letters here
     if key not in kinds:
         return not value
     fits, expected = _KINDS[kinds[key]]
     if not fits(value):
-        raise ValueError(f"from_peft takes {expected} as {key} of {method}, but got {shown(value)}. Correct `config`.")
+        got = short_repr(value)
+        raise ValueError(f"from_peft takes {expected} as {key} of {method}, but got {got}. Correct `config`.")
     return True
 
 
-def by_pattern(config: Mapping[str, Any], patterns: str, module: str, common: str) -> Any:
-    """The number for a module: that of the first pattern that matches its name, or the common one."""
+def number_for(module: str, config: Mapping[str, Any], patterns: str, common: str) -> Any:
+    """The number for a module: that of the first pattern that matches its name, or else the common one."""
     numbers = config.get(patterns) or {}
-    return next((x for pattern, x in numbers.items() if re.fullmatch(in_a_name(pattern), module)), config[common])
+    return next((x for pattern, x in numbers.items() if re.fullmatch(at_end_of_name(pattern), module)), config[common])
 
 
 def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
-    """The tokens of a table that train beside LoRA, whose numbers may be given by table."""
+    """The indices of the tokens of a table that train beside LoRA; the setting has one list, or one for each table."""
     indices = config.get("trainable_token_indices") or {}
     by_table = indices if isinstance(indices, Mapping) else {module: indices}
-    return next((by_table[table] for table in by_table if names_end([table], module)), [])
+    return next((by_table[table] for table in by_table if matches_names([table], module)), [])
 
 
-def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
-    """The settings that name a parameter, and for each the ends of names of which a file has at least one."""
+def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
+    """The settings that name a parameter, each with suffixes. A file must have a tensor with at least one of these.
+
+    The suffix ``""`` stands for the parameter itself.
+    """
     module, _, name = tensor.rpartition(".")
     if is_saved(config, module):
         return {"modules_to_save": ("",)}
     adapted, tables, biases = is_adapted(config, module), config.get("trainable_token_indices"), config["bias"]
-    of_adapter = tuple(end for end in METHODS[config["peft_type"]].suffixes if end != TOKENS)
+    of_adapter = tuple(suffix for suffix in METHODS[config["peft_type"]].suffixes if suffix != TOKENS)
     rows = {
         "weight": (
             ("target_modules", adapted, of_adapter),
@@ -224,41 +233,41 @@ def ends_by_setting(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[s
             ("bias", biases == "all" or (adapted and biases == "lora_only"), ("",)),
         ),
     }
-    of_itself = ("target_parameters", names_end(config.get("target_parameters", ()), tensor), of_adapter)
-    return {setting: ends for setting, is_named, ends in (*rows.get(name, ()), of_itself) if is_named}
+    of_itself = ("target_parameters", matches_names(config.get("target_parameters", ()), tensor), of_adapter)
+    return {setting: suffixes for setting, is_named, suffixes in (*rows.get(name, ()), of_itself) if is_named}
 
 
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:
     """Whether ``target_modules`` names a module, by PEFT's rules."""
     names = config.get("target_modules") or ()
     excluded = config.get("exclude_modules") or ()
-    if names_end(excluded, module) or is_saved(config, module) or not names_end(names, module):
+    if matches_names(excluded, module) or is_saved(config, module) or not matches_names(names, module):
         return False
     return isinstance(names, str) or module in names or _is_in_layers(config, module)
 
 
-def names_end(names: Any, module: str) -> bool:
-    """Whether a regular expression matches a module, or one of several names is its name or the end of it."""
+def matches_names(names: Any, module: str) -> bool:
+    """Whether a regular expression matches a module's name, or one of several names is that name or its end."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return f".{module}".endswith(tuple(f".{name}" for name in names))
 
 
 def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
-    """Whether a module belongs to the layers to transform, which have numbers in its name."""
-    layers = _listed(config.get("layers_to_transform", []))
-    patterns = _listed(config.get("layers_pattern") or r"[^.]+\.[^.]*")
-    found = (re.match(_number_after(pattern), module) for pattern in patterns)
+    """Whether the number of a layer in a module's name is one of ``layers_to_transform``, or that setting is absent."""
+    layers = _as_list(config.get("layers_to_transform", []))
+    patterns = _as_list(config.get("layers_pattern") or r"[^.]+\.[^.]*")
+    found = (re.match(_before_layer_number(pattern), module) for pattern in patterns)
     return not layers or next((int(match["number"]) for match in found if match), None) in layers
 
 
 def is_saved(config: Mapping[str, Any], module: str) -> bool:
-    """Whether ``modules_to_save`` names a module or one that holds it, by PEFT's rules."""
+    """Whether ``modules_to_save`` names a module or one that contains it, by PEFT's rules."""
     parts, names = module.split("."), tuple(config.get("modules_to_save") or ())
     return any(".".join(parts[: i + 1]).endswith(names) for i in range(len(parts)))
 
 
-def is_fed_forward(config: Mapping[str, Any], module: str) -> bool:
+def is_feedforward(config: Mapping[str, Any], module: str) -> bool:
     """Whether IA3 multiplies the inputs of a module, by PEFT's rules."""
     names = config.get("feedforward_modules") or []
     if isinstance(names, str):

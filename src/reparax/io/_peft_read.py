@@ -1,7 +1,9 @@
-"""Reads PEFT adapters: a chain and a raw tree from tensors and a configuration.
+"""Reads PEFT adapters: converts tensors and a configuration to a chain and a raw tree.
 
-The tensors are those of a file, or of a model in memory, whose ``state_dict()`` holds the base too, and the name of
-each adapter.
+The tensors come from a file, or from the ``state_dict()`` of a model in memory, which also holds the base and has the
+name of an adapter in the name of each tensor. They are grouped by :class:`Target`: an array of the model, or one layer
+of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Finally, the layers of a stack are
+joined into one stage, and so are equal stages on different arrays. One error reports all targets that fail.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.where import all_but
-from reparax.io._files import is_finite, read_tensors, shown
-from reparax.io._layouts import permute, read_layout
-from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_known, stack_parts
-from reparax.io._peft_adapters import Adapted, Stored, read_adapter, require_shapes
-from reparax.io._peft_config import BIAS, MERGE, METHODS, TOKENS, Method, ends_by_setting, is_fed_forward, read_config
-from reparax.io._peft_target import ATTENTION, WRAPPED, Target, is_loaded, names_by_parameter, targets_of
+from reparax.io._files import is_finite, read_tensors, short_repr
+from reparax.io._layouts import from_layout, torch_shape
+from reparax.io._parameters import Index, Rules, group_keys, pattern_of, require_layouts, stack_parts
+from reparax.io._peft_adapters import Adapter, StoredAdapter, read_adapter, require_shapes
+from reparax.io._peft_config import BIAS, MERGE, METHODS, TOKENS, Method, expected_suffixes, is_feedforward, read_config
+from reparax.io._peft_target import ATTENTION, WRAPPED, Target, is_loaded, plain_names_of, targets_by_name
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
@@ -61,28 +63,28 @@ def from_peft(
 
     Args:
       state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of
-        a model in memory, of which the base is left out.
+        a model in memory, whose base is ignored.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
       adapter: The name of the adapter in a ``state_dict()`` that holds several.
-      names: As for :func:`from_torch`: the torch name of a parameter of the base model. PEFT does not write which of
-        several stacks of experts in one module is which, so each needs its own rule, in the order of the module: in
+      names: As for :func:`from_torch`: the torch name of a parameter of the base model. PEFT does not record which
+        of several stacks of experts in a module is which, so each needs its own rule, in the module's order: in
         transformers, ``gate_up_proj`` before ``down_proj``.
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
-        shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
+        shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` is equivalent. ``fan_in_fan_out`` in
         the file does not identify them, as PEFT finds them by their class. A factor with all axes of a ``kernel``
-        identifies a convolution. ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; its inputs are
-        those along which ``lora_A`` lies.
+        identifies a convolution. ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; the
+        inputs are the axis along which ``lora_A`` lies.
       roles: As for :func:`from_torch`: they decide the layouts that you leave out.
 
     Returns:
       The chain, and its raw tree.
 
     Raises:
-      ValueError: If a tensor is unexpected, missing or has another shape, or holds anything but finite floating
-        numbers; if the configuration names a module, tokens or biases of which the file has no tensor; or if no stage
-        supports a setting. The error names each of them.
+      ValueError: If a tensor is unexpected, missing or has another shape, or holds anything but finite
+        floating-point numbers; if the configuration names a module, tokens or biases without a tensor in the file; or
+        if a setting is not supported. The error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
@@ -103,20 +105,20 @@ def from_peft(
     arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     if attention := next((name for name in arrays if ".base_layer.out_proj.lora_" in name), None):
         raise ValueError(f"from_peft does not read {attention!r}: {ATTENTION}. {MERGE}")
-    arrays = _of_adapter(arrays, config, adapter)
+    arrays = _tensors_of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
-        targets = targets_of(like, names, layouts, roles)
-        plain_names = names_by_parameter(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
-    _require_different(plain_names)
+        targets = targets_by_name(like, names, layouts, roles)
+        plain_names = plain_names_of(arrays, METHODS[config["peft_type"]].suffixes, config, targets)
+    _require_unique(plain_names)
     tensors_of, whole, lines = _sort_tensors(config, targets, arrays, plain_names)
-    wholes, errors_of_wholes = _read_each(_read_whole, targets, whole)
-    adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, config), targets, tensors_of)
+    wholes, errors_of_wholes = _read_by_path(_read_whole, targets, whole)
+    adapters, errors_of_adapters = _read_by_path(functools.partial(_read_adapter, config), targets, tensors_of)
     counts = Counter(target.path for target in targets.values())
-    lines += _missing_tensors(config, targets, tensors_of, whole)
+    lines += _missing_tensor_errors(config, targets, tensors_of, whole)
     lines = [*lines, *errors_of_wholes, *errors_of_adapters] or [
-        *_tied_tables(adapters, like),
-        *_missing_layers(counts, adapters),
-        *_missing_layers(counts, wholes),
+        *_tied_table_errors(adapters, like),
+        *_missing_layer_errors(counts, adapters),
+        *_missing_layer_errors(counts, wholes),
     ]
     if lines or not adapters:
         text = "\n  ".join(lines or ["it contains no tensor of an adapter"])
@@ -126,49 +128,49 @@ def from_peft(
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
-    free = whole_arrays.keys() - layers.keys()  # the others are bases
+    free = whole_arrays.keys() - layers.keys()  # the others are bases of adapters
     frozen = Freeze(where=all_but(pattern_of(free, counts))) if free else Freeze()
-    ties, gains = _gains_of_biases(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
+    ties, gains = _bias_ties_and_gains(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _place_values(with_any_key(p.init)(_place_values(like, whole_arrays)), values)
+    return p, _replace_values(with_any_key(p.init)(_replace_values(like, whole_arrays)), values)
 
 
-def _of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
-    """The tensors of one adapter, by the names that its file has; those of a file as they are."""
-    # PEFT's unused original of a module whose copy trains.
+def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
+    """The tensors of one adapter, by their names in a file. The tensors of a file are returned as they are."""
+    # This is the unused original of a module that PEFT saves whole. Its copy is the one that trains.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
     method = METHODS[config["peft_type"]]
-    pattern = _live_names(method)
+    pattern = _live_name_pattern(method)
     match_of_name = {name: match for name in arrays if (match := re.fullmatch(pattern, name))}
     names = sorted({match[2] for match in match_of_name.values()})
     if not names and adapter is None:
         return arrays
     adapter = _choose_adapter(names, adapter)
     others = {name: x for name, x in arrays.items() if name not in match_of_name}
-    if bare := next((name for name in others if method.end_of(name)), None):
+    if bare := next((name for name in others if method.suffix_of(name)), None):
         raise ValueError(
-            f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and "
-            f"{next(iter(match_of_name))!r} of a model in memory. Read them one by one."
+            f"from_peft takes the tensors of one adapter, but {bare!r} belongs to a file, and "
+            f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
-    # The lengths of DoRA are the weight of a module in memory, but not in a file.
+    # In memory, DoRA's lengths are the `.weight` of a module; in a file, their name has no such suffix.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
-    file_names = {name: x if method.end_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
-    modules = {name.removesuffix(f".{method.end_of(name)}") for name in file_names.values()}
-    file_names |= _names_beside(others, adapter, config["bias"], modules)
-    _require_different(file_names)
+    file_names = {name: x if method.suffix_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
+    modules = {name.removesuffix(f".{method.suffix_of(name)}") for name in file_names.values()}
+    file_names |= _names_of_other_trained(others, adapter, config["bias"], modules)
+    _require_unique(file_names)
     return {file_name: arrays[name] for name, file_name in file_names.items()}
 
 
-def _require_different(names: Mapping[str, str]) -> None:
-    """Refuses two tensors that mean the same one; ``names`` says for each what it means."""
+def _require_unique(names: Mapping[str, str]) -> None:
+    """Raises an error if two tensors stand for the same one. ``names`` maps each name to the one that it stands for."""
     owners: dict[str, str] = {}
-    for name, meant in names.items():
-        if (other := owners.setdefault(meant, name)) != name:
+    for name, plain in names.items():
+        if (other := owners.setdefault(plain, name)) != name:
             raise ValueError(
-                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} are both {meant!r}. Leave "
-                f"out one of them."
+                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} are both {plain!r}. Leave "
+                f"one of them out."
             )
 
 
@@ -177,18 +179,18 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
-            f"from_peft takes one adapter, but the tensors hold {names_text}. Give its name, `adapter=...`."
+            f"from_peft reads one adapter, but the tensors hold {names_text}. Pass the name of one as `adapter`."
         )
     if adapter is not None and adapter not in names:
-        has = f"adapters named {names_text}" if names else "no adapter's name, as in a file"
-        raise ValueError(f"from_peft got adapter={shown(adapter)}, but the tensors hold {has}. Correct `adapter`.")
+        has = f"adapters named {names_text}" if names else "no names of adapters, as in a file"
+        raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}. Correct `adapter`.")
     return adapter or names[0]
 
 
-def _names_beside(
+def _names_of_other_trained(
     names: Collection[str], adapter: str, biases: str, adapted_modules: Collection[str]
 ) -> dict[str, str]:
-    """The names in a file of what trains beside an adapter: modules that it saves whole, and biases, all or some."""
+    """The names in a file of what trains beside an adapter: modules that are saved whole, and all or some biases."""
     file_names: dict[str, str] = {}
     for name in names:
         is_adapted = name.removesuffix(f"{WRAPPED}.bias") in adapted_modules
@@ -198,83 +200,84 @@ def _names_beside(
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             file_names[name] = name
         elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
-            file_names[name] = name  # of a kind that is not read, which is an error later
+            file_names[name] = name  # an unsupported kind of adapter, which causes an error later
     return file_names
 
 
-def _live_names(method: Method) -> str:
-    """What the names of adapters' tensors are in a model, in three parts, of which the second is the adapter's name."""
-    heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", end)) for end in method.suffixes}))
+def _live_name_pattern(method: Method) -> str:
+    """The regular expression for the names of adapters' tensors in a model. Its second group is the adapter's name."""
+    heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", suffix)) for suffix in method.suffixes}))
     return rf"(.*\.(?:{heads}))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?"
 
 
 def _sort_tensors(
     config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Tensors, plain_names: Mapping[str, str]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
-    """The tensors of each adapted parameter, by their suffixes, the whole parameters, and errors for all others."""
+    """The tensors of each adapted parameter, by suffix; the parameters saved whole; an error for each other tensor."""
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
     lines = list[str]()
     for file_name, x in arrays.items():
         name = plain_names[file_name]
-        end = METHODS[config["peft_type"]].end_of(name)
-        parameter = name if end is None else _parameter_of(name, end, targets)
+        suffix = METHODS[config["peft_type"]].suffix_of(name)
+        parameter = name if suffix is None else _adapted_parameter(name, suffix, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            lines.append(f"{name}: expected floating numbers, got {x.dtype}")
+            lines.append(f"{name}: expected floating-point numbers, got {x.dtype}")
         elif not is_finite(x):
-            lines.append(f"{name}: expected finite numbers, got infinite ones or NaN")
+            lines.append(f"{name}: expected finite numbers, got infinity or NaN")
         elif parameter not in targets:
             lines.append(f"{name}: {_why_unread(config['peft_type'], parameter, targets)}")
-        elif not is_loaded(config, parameter, end or "", file_name):
-            lines.append(f"{file_name}: PEFT's model has no such tensor by this `config`, so PEFT ignores it")
-        elif end is None:
+        elif not is_loaded(config, parameter, suffix or "", file_name):
+            lines.append(f"{file_name}: with this `config`, PEFT's model has no such tensor and ignores it")
+        elif suffix is None:
             whole[name] = x
         else:
-            tensors_of.setdefault(parameter, {})[end] = x
+            tensors_of.setdefault(parameter, {})[suffix] = x
     return tensors_of, whole, lines
 
 
-def _parameter_of(name: str, end: str, targets: Mapping[str, Target]) -> str:
-    """The parameter that a tensor with this suffix adapts: a stack of experts, or a weight or a bias of a module."""
-    owner = name.removesuffix(f".{end}")
+def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) -> str:
+    """The torch name of the parameter that a tensor adapts: a stack of experts, or the weight or bias of a module."""
+    owner = name.removesuffix(f".{suffix}")
     if owner in targets and targets[owner].n_experts:
         return owner
-    return f"{owner}.{'bias' if end == BIAS else 'weight'}"
+    return f"{owner}.{'bias' if suffix == BIAS else 'weight'}"
 
 
 def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
-    """Why a tensor is not read, which would be that of a parameter: the model lacks it, or it is of another kind."""
+    """Why the tensor of a parameter is not read: the model lacks the parameter, or the tensor is of another kind."""
     owners = (target.module for target in targets.values() if parameter.startswith(f"{target.module}."))
     module = next(owners, None)
     if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
         return f"the model has no {parameter}"
-    return f"of {module!r} are read, for {method}: its parameters, {', '.join(METHODS[method].suffixes)}"
+    suffixes = ", ".join(METHODS[method].suffixes)
+    return f"expected a parameter of {module!r}, or for {method} one of {suffixes}"
 
 
-def _missing_tensors(
+def _missing_tensor_errors(
     config: Mapping[str, Any], targets: Collection[str], tensors_of: Mapping[str, Tensors], whole: Tensors
 ) -> list[str]:
-    """For each setting that names what trains, an error if the file has no tensor of a part of it."""
+    """An error for each setting that names a parameter to train for which the file has no tensor."""
     missing: dict[str, list[str]] = {}
     for tensor in targets:
-        held = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
-        for setting, ends in ends_by_setting(config, tensor).items():
-            if held.isdisjoint(ends):
+        suffixes = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
+        for setting, expected in expected_suffixes(config, tensor).items():
+            if suffixes.isdisjoint(expected):
                 missing.setdefault(setting, []).append(tensor)
     tokens = config.get("trainable_token_indices")
     if tokens and not isinstance(tokens, Mapping) and not any(TOKENS in found for found in tensors_of.values()):
         missing["trainable_token_indices"] = ["tokens of a table"]
     return [
         f"{setting} names {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}, but the file has "
-        f"no tensor of {'them' if names[1:] else 'it'}"
+        f"no tensor for {'them' if names[1:] else 'it'}"
         for setting, names in missing.items()
     ]
 
 
-def _read_each(
+def _read_by_path(
     read: Callable[[Target, Any], Any], targets: Mapping[str, Target], stored: Mapping[str, Any]
 ) -> tuple[dict[str, dict[Index, Any]], list[str]]:
-    """What ``read`` makes of the tensors of each parameter, by path and index, and an error for each that fails."""
+    """What ``read`` returns for each target and its tensors, by path and index, and an error for each that fails."""
     values: dict[str, dict[Index, Any]] = {}
     lines: list[str] = []
     for name, tensors in stored.items():
@@ -287,15 +290,15 @@ def _read_each(
 
 
 def _read_whole(target: Target, x: np.ndarray) -> Array:
-    """A parameter that trains whole, in our layout."""
-    target = target.like([x])
-    require_known([target])
-    require_shapes({target.tensor: x}, {target.tensor: permute(target.shape, target.layout)})
-    return read_layout(jnp.asarray(x), target.layout).reshape(target.shape)
+    """Converts a parameter that PEFT saved whole to our layout."""
+    target = target.confirm_unambiguous_kernel([x])
+    require_layouts([target])
+    require_shapes({target.tensor: x}, {target.tensor: torch_shape(target.shape, target.layout)})
+    return from_layout(jnp.asarray(x), target.layout).reshape(target.shape)
 
 
-def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
-    """An error for each table with trained tokens that another array repeats: PEFT moves both if they are tied."""
+def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], like: PyTree) -> list[str]:
+    """An error for each table with trained tokens that equals another array: if they are tied, PEFT trains both."""
     arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
     tables = [
         path
@@ -303,34 +306,34 @@ def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: Py
         if any("@trainable_slices/x" in x.values for x in layers.values())
     ]
     return [
-        f"{path}: {other!r} holds the same numbers, and if they are tied in torch, PEFT moves the tokens of both. Give "
-        f"the model one array for both, or merge the adapter in PEFT"
+        f"{path}: {other!r} holds the same numbers. If both are tied in torch, PEFT trains the tokens of both. Use one "
+        f"array for both in the model, or merge the adapter in PEFT"
         for path in tables
         for other, x in arrays.items()
         if path in arrays and path != other and any(np.array_equal(x, w) for w in (arrays[path], arrays[path].T))
     ]
 
 
-def _missing_layers(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
-    """An error for each stack of which some layers are missing."""
+def _missing_layer_errors(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
+    """An error for each stack with missing layers."""
     return [
-        f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Do not stack these"
+        f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Unstack the layers"
         for path, parts in layers_of_path.items()
         if len(parts) < counts[path]
     ]
 
 
-def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
-    """The stages on a stack, from those on its layers."""
+def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
+    """Combines the adapters of the layers of a stack into one. Raises an error if their stages differ."""
     if () in layers:
         return layers[()]
-    (first_index, first_layer), *others_left = layers.items()
-    for index, other_layer in others_left:
+    (first_index, first_layer), *other_layers = layers.items()
+    for index, other_layer in other_layers:
         if other_layer.stages != first_layer.stages:
             chains = " and ".join(" >> ".join(map(repr, layer.stages)) for layer in (first_layer, other_layer))
             raise ValueError(
-                f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers "
-                f"{first_index} and {index} have {chains}. Do not stack these."
+                f"from_peft: {path!r} is a stack, whose layers must have the same rank and alpha, but layers "
+                f"{first_index} and {index} have {chains}. Unstack the layers."
             )
     values = {
         name: stack_parts({index: jnp.asarray(layer.values[name]) for index, layer in layers.items()})
@@ -339,35 +342,36 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     count, stages = len(first_index), list[Any](first_layer.stages)
     stacked_axes = [(*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages]
     stacked_stages = (replace(stage, stacked=axes) for stage, axes in zip(stages, stacked_axes, strict=True))
-    return Adapted(tuple(stacked_stages), values)
+    return Adapter(tuple(stacked_stages), values)
 
 
-def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapted:
-    """The adapter of one parameter, from its tensors."""
-    target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
-    return read_adapter(Stored(target, tensors, config))
+def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapter:
+    """Reads the adapter of one target."""
+    target = target.confirm_kernel(tensors.values())  # PEFT does not adapt transposed convolutions
+    return read_adapter(StoredAdapter(target, tensors, config))
 
 
-def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:
-    """The stages of all arrays; equal stages are joined into one."""
+def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
+    """The stages of all arrays, with equal stages joined into one."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
     for stages, paths in group_keys(stages_of).items():
         arrays = pattern_of(paths, known_paths)
-        arrays_above = f"({'|'.join(map(re.escape, sorted(paths)))})"  # as places of values are longer than known paths
-        joined += [replace(x, where=arrays if x.where is None else arrays_above + x.where) for x in stages]
+        # A value's place is longer than all known paths, so its pattern cannot be shortened with their help.
+        literal = f"({'|'.join(map(re.escape, sorted(paths)))})"
+        joined += [replace(x, where=arrays if x.where is None else literal + x.where) for x in stages]
     return joined
 
 
-def _gains_of_biases(
-    targets: Mapping[str, Target], layers: Mapping[str, Adapted], config: Mapping[str, Any]
+def _bias_ties_and_gains(
+    targets: Mapping[str, Target], layers: Mapping[str, Adapter], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
-    """The ties of gains of biases in IA3 to those of the outputs, and these gains."""
+    """For IA3: the ties of the gains of biases to the gains of the outputs, and the stages of these gains."""
     ties: dict[str, str] = {}
     stacks: dict[int, set[str]] = {}
     for target in targets.values():
         bias = targets.get(f"{target.module}.bias")
-        if bias is not None and target.path in layers and not is_fed_forward(config, target.module):
+        if bias is not None and target.path in layers and not is_feedforward(config, target.module):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
             stacks.setdefault(len(bias.index), set()).add(bias.path)
     known_paths = {target.path for target in targets.values()}
@@ -378,8 +382,8 @@ def _gains_of_biases(
     return [Tie(ties)] if ties else [], [*gains]
 
 
-def _place_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """A tree with these values at their paths, cast to its dtypes; heads that are merged in torch are split."""
+def _replace_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
+    """The tree with new values at their paths, in its own dtypes and shapes, where heads are not merged."""
     paths, leaves, treedef = flatten_with_names(tree)
     places = zip(map(path_text, paths), leaves, strict=True)
     return treedef.unflatten(

@@ -1,8 +1,8 @@
-"""The arrays that PEFT adapts: their names there, and their axes of inputs and outputs.
+"""Targets: the arrays that PEFT can adapt, with their names in PEFT and their axes of inputs and outputs.
 
-PEFT wraps a module once for each parameter that it adapts by itself, such as fused experts, in the order in which the
-module has them, so the last one's wrapper is the outer one. A file tells how deep a wrapper lies, but not whose it is:
-the order of ``names`` does.
+PEFT wraps a module that it adapts. If a configuration names parameters rather than modules, such as fused experts, PEFT
+wraps their module once for each of them, in the module's order, so the wrapper of the last one is the outermost. A file
+shows how deep a wrapper lies, but not which parameter it belongs to. That follows from the order of ``names``.
 """
 
 import math
@@ -21,66 +21,66 @@ from reparax.io._layouts import (
     EXPERTS,
     HEADS,
     axis_order,
+    from_layout,
     layout_of_matrix,
     merged_shape,
-    permute,
-    read_layout,
-    write_layout,
+    to_layout,
+    torch_shape,
 )
 from reparax.io._parameters import Entry, Rules, group_keys, list_entries
-from reparax.io._peft_config import TOKENS, ends_by_setting, is_adapted, is_saved, names_end
+from reparax.io._peft_config import TOKENS, expected_suffixes, is_adapted, is_saved, matches_names
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer"
-"""What PEFT adds to the name of a module that it has wrapped."""
+"""What PEFT appends to the name of a module that it has wrapped."""
 
 ATTENTION = (
     "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
 )
-"""Why adapters of torch's attention are not read or written, as in PEFT 0.21."""
+"""Why adapters of torch's attention are neither read nor written; this is so in PEFT 0.21."""
 
 
 @dataclass(frozen=True)
 class Target(Entry):
-    """One array of the model, or one of a stack."""
+    """An array of the model, or one layer of a stack, in the shape that PEFT adapts: heads are merged, as in torch."""
 
     heads: tuple[int, ...] = ()
-    """Of a kernel of attention, the shape before its heads are merged."""
+    """The shape of an attention kernel before its heads are merged; empty for other arrays."""
     n_inputs: int = 1
-    """How many axes of that shape are inputs."""
+    """The number of axes of that shape that are inputs."""
 
     @property
     def is_table(self) -> bool:
-        """Whether it is an embedding table, whose inputs are its rows; PEFT adapts the transposed matrix."""
+        """Whether it is an embedding table. Its inputs are its rows, and PEFT adapts the transposed matrix."""
         return self.layout == "embedding"
 
     @property
     def module(self) -> str:
-        """The torch name of its module."""
+        """The torch name of the module that holds it."""
         return self.tensor.rpartition(".")[0]
 
     @property
     def n_experts(self) -> int:
-        """How many matrices it is a stack of, in torch too, or 0."""
+        """The number of matrices in a stack of experts; 0 for other arrays."""
         return self.shape[0] if self.layout.startswith(EXPERTS) else 0
 
     @property
-    def owner(self) -> str:
-        """The torch name of what PEFT adapts: its module, or a stack of experts by itself."""
+    def adapted_name(self) -> str:
+        """The torch name of what PEFT wraps: the stack of experts itself, or else the module."""
         return self.tensor if self.n_experts else self.module
 
-    def expert(self) -> "Target":
-        """One matrix of a stack of experts."""
+    def one_expert(self) -> "Target":
+        """One matrix of a stack of experts; any other target as it is."""
         return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property
     def adapter_layout(self) -> str:
-        """The layout of its adapter, which has the outputs first also for tables and transformers' ``Conv1D``."""
+        """The layout of its adapter, which has the outputs first even for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
     def output_axis(self) -> int:
-        """The axis of the outputs, in our array."""
+        """The axis of the outputs in our array, whose heads are merged."""
         return axis_order(self.adapter_layout, len(self.shape))[0]
 
     @property
@@ -89,75 +89,75 @@ class Target(Entry):
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
-    def sides_of_array(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of inputs and of outputs, of the array as it is in the model."""
+    def input_and_output_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the inputs and of the outputs in the model's array, whose heads are not merged."""
         if not self.heads:
             return self.input_axes, (self.output_axis,)
         axes = tuple(range(len(self.heads)))
         return axes[: self.n_inputs], axes[self.n_inputs :]
 
     @property
-    def channel_axis(self) -> int:
-        """The axis of the input channels, torch's second."""
+    def input_channel_axis(self) -> int:
+        """The axis of the input channels, which is torch's second axis."""
         return self.input_axes[-1] if self.output_axis == len(self.shape) - 1 else self.input_axes[0]
 
     @property
-    def outputs(self) -> int:
-        """How many outputs there are."""
+    def n_outputs(self) -> int:
+        """The number of outputs."""
         return self.shape[self.output_axis]
 
     @property
-    def ones(self) -> tuple[int, ...]:
+    def unit_axes(self) -> tuple[int, ...]:
         """The axes of size 1 that PEFT adds to vectors of a convolution."""
         return (1,) * (len(self.shape) - 2)
 
     @property
-    def sides(self) -> dict[str, Any]:
-        """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
-        inputs, outputs = self.sides_of_array
+    def axis_arguments(self) -> dict[str, Any]:
+        """The arguments for a stage whose rows are the inputs; none if the array's name implies ``(in, out)``."""
+        inputs, outputs = self.input_and_output_axes
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
-        if is_named and not self.unlike_class and (inputs, outputs) == ((0,), (1,)):
+        if is_named and not self.in_unknown_module and (inputs, outputs) == ((0,), (1,)):
             return {}
         return {"rows": one_or_tuple(inputs), "columns": one_or_tuple(outputs)}
 
-    def require_rows(self, stage: Any) -> None:
-        """Refuses a stage whose rows are not the inputs."""
-        ndim, (inputs, outputs) = len(self.heads or self.shape), self.sides_of_array
+    def require_rows_are_inputs(self, stage: Any) -> None:
+        """Raises an error if the rows of a stage are not the inputs."""
+        ndim, (inputs, outputs) = len(self.heads or self.shape), self.input_and_output_axes
         if stage.rows is not None:
             rows = tuple(axis % ndim for axis in list_axes(stage.rows))
         else:
             columns = list_axes(-1 if stage.columns is None else stage.columns)
             rows = tuple(sorted(set(range(ndim)) - {axis % ndim for axis in columns}))
-        is_turned = self.heads and stage.axes_of(ndim) != (inputs, outputs)
-        if set(rows) != set(inputs) or is_turned:
+        has_other_axes = self.heads and stage.axes_of(ndim) != (inputs, outputs)
+        if set(rows) != set(inputs) or has_other_axes:
             raise ValueError(
-                f"PEFT has adapters from inputs to outputs (rows={inputs}, columns={one_or_tuple(outputs)}), but no "
+                f"PEFT's adapters map inputs to outputs (rows={inputs}, columns={one_or_tuple(outputs)}), so it has no "
                 f"equivalent of {stage!r}"
             )
 
-    def read_inputs(self, factor: Array) -> Array:
-        """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
-        return jnp.moveaxis(read_layout(factor, self.adapter_layout), self.output_axis, -1)
+    def read_factor(self, factor: Array) -> Array:
+        """Converts PEFT's factor ``(rank, in, *spatial)`` to ours: the input axes in our order, then the rank."""
+        return jnp.moveaxis(from_layout(factor, self.adapter_layout), self.output_axis, -1)
 
-    def write_inputs(self, factor: Array) -> Array:
-        """Converts our factor to PEFT's."""
+    def write_factor(self, factor: Array) -> Array:
+        """Converts our factor on the inputs to PEFT's."""
         factor = factor.reshape(*(self.shape[axis] for axis in self.input_axes), factor.shape[-1])
-        return write_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
+        return to_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
 
-    def inputs_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of PEFT's factor."""
-        return (rank, *permute(self.shape, self.adapter_layout)[1:])
+    def input_factor_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of PEFT's factor on the inputs."""
+        return (rank, *torch_shape(self.shape, self.adapter_layout)[1:])
 
 
-def targets_of(
+def targets_by_name(
     params: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_stage: Mapping[str, str] | None = None
 ) -> dict[str, Target]:
-    """The parameters by their torch names; what torch merges is merged."""
+    """The targets of a model's parameters, by their names in torch."""
     return {entry.tensor: _target_of(entry) for entry in list_entries(params, names, layouts, roles, by_stage)}
 
 
 def _target_of(entry: Entry) -> Target:
-    """The array of an entry, as a matrix if it is a kernel of attention, and as a vector if it is one in torch."""
+    """The target of an entry: a matrix for an attention kernel, and a vector for an array that is one in torch."""
     target = Target(**vars(entry))
     if entry.layout in HEADS:
         shape = merged_shape(entry.shape, entry.layout)
@@ -166,7 +166,7 @@ def _target_of(entry: Entry) -> Target:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
+    """The name of a tensor without PEFT's prefix and without the names of its wrappers."""
     parts = name.removeprefix(PREFIX).split(".")
     return ".".join(
         part
@@ -176,52 +176,52 @@ def plain_name(name: str) -> str:
 
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
-    """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
+    """PEFT's name of the wrapper of each given parameter, by the parameter's name in torch."""
     names: dict[str, str] = {}
     for module, siblings in group_keys({target: target.module for target in targets}).items():
         rules_given = {target.rule for target in siblings} - {None}
         if len(siblings) > 1 and len(rules_given) < len(siblings):
             rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in siblings)
             raise ValueError(
-                f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
-                f"module. Give each its own rule in that order, such as names={{{rules}}}."
+                f"PEFT adapts several parameters of {module!r} in the module's order, without recording which is "
+                f"which. Give each its own rule in that order, such as names={{{rules}}}."
             )
-        # PEFT wraps the module once for each parameter, and the last one of them stands outside.
+        # PEFT wraps the module once for each parameter, and the wrapper of the last one is the outermost.
         outermost_first = sorted(siblings, key=lambda target: target.rule or 0, reverse=True)
         names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(outermost_first)}
     return names
 
 
-def names_by_parameter(
-    names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
+def plain_names_of(
+    names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
-    """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
-    parameters = _adapted_parameters(config, targets)
+    """The plain name of each tensor in a file, with the name of a stack of experts in place of its wrapper."""
+    parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
     for name in names:
-        end = next((end for end in ends if name.endswith(f".{end}")), None)
-        tensor = None if end is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{end}")))
-        plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
+        suffix = next((suffix for suffix in suffixes if name.endswith(f".{suffix}")), None)
+        tensor = None if suffix is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{suffix}")))
+        plain_names[name] = f"{tensor}.{suffix}" if tensor and targets[tensor].n_experts else plain_name(name)
     return plain_names
 
 
 def _plain_wrapper(wrapper: str) -> str:
-    """The name of a wrapper, with that of its module without PEFT's prefix."""
+    """The name of a wrapper, where the name of its module is the plain one."""
     module = wrapper
     while module.endswith(WRAPPED):
         module = module.removesuffix(WRAPPED)
     return plain_name(module) + wrapper.removeprefix(module)
 
 
-def _adapted_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
-    """The parameters that a configuration lists to adapt by themselves: matrices, and stacks of experts."""
+def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
+    """The parameters that ``target_parameters`` lists: matrices, and stacks of experts."""
     names = config.get("target_parameters", ())
-    parameters = [target for target in targets.values() if names_end(names, target.tensor)]
+    parameters = [target for target in targets.values() if matches_names(names, target.tensor)]
     for target in parameters:
         if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(
-                f"PEFT adapts {target.path!r} separately, which needs the layout of experts: "
+                f"PEFT adapts {target.path!r} as a parameter, so it needs a layout of experts: "
                 f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
                 f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
                 f"both."
@@ -229,16 +229,18 @@ def _adapted_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]
     return parameters
 
 
-def is_loaded(config: Mapping[str, Any], tensor: str, end: str, name: str) -> bool:
-    """Whether PEFT's model has a file's name for a parameter, or for the end of one that an adapter has for it.
+def is_loaded(config: Mapping[str, Any], tensor: str, suffix: str, name: str) -> bool:
+    """Whether PEFT's model has a tensor with a name from a file.
 
-    Which modules a configuration without names means, only PEFT knows, and which table a list of tokens.
+    ``tensor`` is the parameter that the name stands for. ``suffix`` identifies the tensor of its adapter; it is empty
+    for the parameter itself. Only PEFT knows which modules a configuration without names adapts, and to which table a
+    list of tokens belongs, so these are assumed to fit.
     """
     if config.get("target_modules") is None and config.get("target_parameters") is None:
         return True
-    if end:
-        is_of_the_table = end == TOKENS and not isinstance(config.get("trainable_token_indices"), Mapping)
-        return is_of_the_table or any(end in ends for ends in ends_by_setting(config, tensor).values())
+    if suffix:
+        is_of_unnamed_table = suffix == TOKENS and not isinstance(config.get("trainable_token_indices"), Mapping)
+        return is_of_unnamed_table or any(suffix in suffixes for suffixes in expected_suffixes(config, tensor).values())
     parts, module = name.split("."), tensor.rpartition(".")[0]
     if is_saved(config, module):
         return "base_layer" not in parts

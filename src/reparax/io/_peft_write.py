@@ -1,4 +1,9 @@
-"""Writes PEFT adapters: tensors and a configuration from a raw tree."""
+"""Writes PEFT adapters: converts a raw tree to tensors and a configuration.
+
+The arrays of the model are divided into those with an adapter (:class:`AdaptedArray`) and those that train whole. Each
+adapter is converted separately to what PEFT stores for it (:class:`PeftForm`). Then these are collected by module, and
+one configuration is found that describes them all. One error reports all arrays that have no equivalent in PEFT.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,11 @@ from reparax.core.checks import locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import PyTree
 from reparax.core.plan import Plan, plan_for
-from reparax.io._layouts import write_layout
-from reparax.io._parameters import Rules, require_known
-from reparax.io._peft_adapters import Made, Written, known_number, write_adapter
-from reparax.io._peft_config import BIAS, is_adapted, is_fed_forward
-from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
+from reparax.io._layouts import to_layout
+from reparax.io._parameters import Rules, require_layouts
+from reparax.io._peft_adapters import AdaptedArray, PeftForm, concrete_number, write_adapter
+from reparax.io._peft_config import BIAS, is_adapted, is_feedforward
+from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_by_name, wrapper_names
 from reparax.stages.adapters import Gain, LoRA
 from reparax.stages.norms import WeightNorm
 from reparax.stages.quantized import FakeQuantized, Quantized
@@ -33,6 +38,7 @@ from reparax.stages.sparse import Freeze
 
 _MERGE = "Merge it with `p.fold(raw)`."
 Targets = Mapping[str, Target]
+Forms = dict[str, PeftForm]
 
 
 def to_peft(
@@ -47,7 +53,7 @@ def to_peft(
 
     Args:
       p: The chain, for one of the methods that :func:`from_peft` reads.
-      raw: A raw tree of it.
+      raw: A raw tree of ``p``.
       names: As for :func:`from_peft`.
       layouts: As for :func:`from_peft`.
       roles: As for :func:`from_peft`.
@@ -58,7 +64,7 @@ def to_peft(
     Raises:
       TypeError: If ``p`` is not a parametrization.
       ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. Also for
-        LoRA that began with ``init_weights="pissa"`` or ``"olora"``, as PEFT would add it to a base that it has left.
+        LoRA with ``init_weights="pissa"`` or ``"olora"``, as it has changed the base, but PEFT adds it to the original.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -74,7 +80,7 @@ def to_peft(
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         plan = plan_for(weights, raw, mean=True)
-        targets = targets_of(plan.effective, names, layouts, roles, _layouts_by_stage(plan))
+        targets = targets_by_name(plan.effective, names, layouts, roles, _layouts_by_stage(plan))
     adapted, free, lines = _sort_arrays(plan, targets)
     written_by_method, errors = _write_adapters(adapted, targets)
     tokens = written_by_method.pop("TRAINABLE_TOKENS", {}) if "LORA" in written_by_method else {}
@@ -83,7 +89,7 @@ def to_peft(
     with locate_errors("to_peft"):
         wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
     try:
-        modules = _with_biases(written, targets)
+        modules = _written_by_module(written, targets)
         config = _configure(method, modules, wrappers, {target.module for target in targets.values()})
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. {_MERGE}") from error
@@ -95,70 +101,72 @@ def to_peft(
         tensors |= _name_tensors({f"{module}.token_adapter": table for module, table in tables.items()})
         indices = {module: [*table.settings["token_indices"]] for module, table in tables.items()}
         config["trainable_token_indices"] = indices
-    beside, config_beside = _write_beside(method, free, targets, {targets[tensor].module for tensor in written})
+    beside, config_beside = _write_other_trained(method, free, targets, {targets[tensor].module for tensor in written})
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
-def _write_adapters(adapted: Mapping[str, Made], targets: Targets) -> tuple[dict[str, dict[str, Written]], list[str]]:
-    """What PEFT stores of each adapted tensor, by the method, and an error for each that is not written."""
+def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tuple[dict[str, Forms], list[str]]:
+    """What PEFT stores for each adapted tensor, by method, and an error for each that has no equivalent."""
     lines: list[str] = []
-    written_by_method: dict[str, dict[str, Written]] = {}
-    for tensor, made in adapted.items():
+    written_by_method: dict[str, Forms] = {}
+    for tensor, array in adapted.items():
         try:
-            _require_writable(tensor, targets)
-            if _is_tied_gain(made, adapted, targets):
-                continue
-            method, written = write_adapter(made)
-            _require_found(written, made.target)
+            _require_no_torch_attention(tensor, targets)
+            if isinstance(array.producer, Gain):
+                _require_ia3_gain(array, adapted, targets)
+                if len(array.target.shape) == 1:
+                    continue  # the gain of a bias is tied to that of the outputs, so IA3 does not store it
+            method, written = write_adapter(array)
+            _require_findable_name(written, array.target)
             written_by_method.setdefault(method, {})[tensor] = written
         except ValueError as error:
-            lines.append(f"{made.target.path}: {error}")
+            lines.append(f"{array.target.path}: {error}")
     return written_by_method, lines
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
-    """The method of all adapters; raises an error for the lines, or if there is none or another one too."""
+    """The one method of all adapters. Raises an error if there is none or several, or if there are lines of errors."""
     if not names and not lines:
         raise ValueError(
-            "to_peft: expected adapters of one method, got none. Write a model without adapters by "
+            "to_peft: expected adapters of one method, got none. Write a model without adapters with "
             "`rpx.io.to_torch(p, raw)`."
         )
     if len(names) > 1 and not lines:
         lines = [f"expected adapters of one method, got {', '.join(sorted(names))}"]
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
-        raise ValueError(f"to_peft does not write this adapter:\n  {text}\n{_MERGE}")
+        raise ValueError(f"to_peft cannot write this adapter:\n  {text}\n{_MERGE}")
     return next(iter(names))
 
 
 def _configure(
-    method: str, modules: Mapping[str, Written], wrappers: Mapping[str, str], known_modules: Collection[str]
+    method: str, modules: Forms, wrappers: Mapping[str, str], known_modules: Collection[str]
 ) -> dict[str, Any]:
-    """The configuration for adapted modules, some of which are stacks of experts with wrappers of their own."""
+    """The configuration for adapted modules, and for stacks of experts, which have wrappers of their own."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= _chosen("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
+    config |= _names_setting("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
         config |= _configure_lora(modules)
     elif method == "IA3":
         inputs = {module for module, written in modules.items() if written.settings["inputs"]}
-        config |= _chosen("feedforward_modules", is_fed_forward, inputs, modules)
+        config |= _names_setting("feedforward_modules", is_feedforward, inputs, modules)
     else:
-        config |= {"token_indices": _one_of_all(modules, "token_indices")}
+        config |= {"token_indices": _equal_setting(modules, "token_indices")}
     return config | ({"target_parameters": sorted(wrappers)} if wrappers else {})
 
 
-def _configure_lora(modules: Mapping[str, Written]) -> dict[str, Any]:
-    """Ranks and alphas, and the flags, of which PEFT has one each; alphas have ranks or their roots as divisors."""
+def _configure_lora(modules: Forms) -> dict[str, Any]:
+    """The ranks, alphas and flags of LoRA. PEFT divides an alpha by the rank, or by its root with ``use_rslora``."""
     by_root = all(written.settings["use_rslora"] for written in modules.values())
     ranks = {module: written.rank for module, written in modules.items()}
     divisors = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
     alphas = {module: written.factor * divisors[module] for module, written in modules.items()}
-    flags = {name: _one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": by_root}
-    return flags | _most_common("r", "rank_pattern", ranks) | _most_common("lora_alpha", "alpha_pattern", alphas)
+    flags = {name: _equal_setting(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": by_root}
+    return flags | _number_setting("r", "rank_pattern", ranks) | _number_setting("lora_alpha", "alpha_pattern", alphas)
 
 
-def _one_of_all(modules: Mapping[str, Written], name: str) -> Any:
-    """The value of a setting, which must be equal for all modules."""
+def _equal_setting(modules: Forms, name: str) -> Any:
+    """The value of a setting that PEFT has only once. Raises an error if it differs between modules."""
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
@@ -166,12 +174,12 @@ def _one_of_all(modules: Mapping[str, Written], name: str) -> Any:
     return values.pop()
 
 
-def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """The most common number, and by name the numbers of the other modules."""
+def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The setting of a number that may differ: the most common one, and patterns with those of the other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    # PEFT would match a plain name with suffixes too.
+    # PEFT would also find a plain name at the end of longer names.
     exceptions = {
         f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
         for module, x in number_of_module.items()
@@ -180,61 +188,61 @@ def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict
     return {name: common, patterns: dict(sorted(exceptions.items()))}
 
 
-def _chosen(
+def _names_setting(
     setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    """The setting that names these modules: a list, or an expression where PEFT would find a name in others too."""
+    """The setting that names these modules: a list, or a regular expression if PEFT would find more by a list."""
     config: dict[str, Any] = {setting: sorted(modules)}
     is_clear = {module for module in known if names(config, module)} <= set(modules)
     return config if is_clear else {setting: "|".join(map(re.escape, sorted(modules)))}
 
 
-def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[str, Written]:
-    """What is written for each module; a difference of its bias is multiplied by the factor of its weight."""
+def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
+    """What PEFT stores for each module. The difference of a bias is rescaled to have the factor of the weight."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
-    modules = {targets[tensor].owner: x for tensor, x in written_of.items() if BIAS not in x.tensors}
+    modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
         if module not in modules:
-            raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
+            raise ValueError(f"PEFT adapts a bias only if its weight is adapted, but that of {module!r} is not")
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
-            x = x * (known_number(bias.factor) / known_number(weight.factor))
+            x = x * (concrete_number(bias.factor) / concrete_number(weight.factor))
         settings = {**weight.settings, "lora_bias": True}
         modules[module] = replace(weight, tensors={**weight.tensors, BIAS: x}, settings=settings)
     return modules
 
 
-def _name_tensors(modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
-    """The tensors of all modules by their names."""
+def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
+    """The tensors of all modules, by their full names."""
     return {
-        f"{PREFIX}{module}.{end}": np.asarray(x)
+        f"{PREFIX}{module}.{suffix}": np.asarray(x)
         for module, written in modules.items()
-        for end, x in written.tensors.items()
+        for suffix, x in written.tensors.items()
     }
 
 
-def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, Made], dict[str, Array], list[str]]:
-    """The adapted tensors, the other tensors that train, and an error for each whose layout is not known."""
-    adapted: dict[str, Made] = {}
+def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray], dict[str, Array], list[str]]:
+    """The adapted arrays, the arrays that train whole, and an error for each of these whose layout is unknown."""
+    adapted: dict[str, AdaptedArray] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
-        made = Made(plan, plan.places[target.path], target)
+        array = AdaptedArray(plan, plan.places[target.path], target)
         try:
-            if made.maker:
-                adapted |= {} if isinstance(made.maker, Freeze | Quantized) else {tensor: made}
-            elif made.place in plan.raw.frame.state:
-                continue  # no optimizer moves it
-            elif jnp.issubdtype((x := plan.raw.arrays[made.place]).dtype, jnp.inexact):
-                require_known([target])
-                free[tensor] = target.part(x).reshape(target.shape)
+            if array.producer:
+                adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
+            elif array.place in plan.raw.frame.state:
+                continue  # state, which no optimizer changes
+            elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
+                require_layouts([target])
+                free[tensor] = target.slice_of(x).reshape(target.shape)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
     return adapted, free, lines
 
 
 def _layouts_by_stage(plan: Plan) -> dict[str, str]:
-    """The layouts that LoRA tells: a kernel to the heads of attention has two axes of outputs, and no convolution."""
+    """The layouts that the axes of LoRA determine: only an attention kernel has one input axis and two output axes."""
     layouts: dict[str, str] = {}
     for path, place in plan.places.items():
         stage, values = plan.producers.get(place, (None, {}))
@@ -247,8 +255,8 @@ def _layouts_by_stage(plan: Plan) -> dict[str, str]:
     return layouts
 
 
-def _require_writable(tensor: str, targets: Targets) -> None:
-    """Refuses the tensors of torch's attention."""
+def _require_no_torch_attention(tensor: str, targets: Targets) -> None:
+    """Raises an error for a tensor of torch's ``nn.MultiheadAttention``."""
     module = targets[tensor].module
     attention = module.removesuffix("out_proj") if tensor.endswith("out_proj.weight") else f"{module}."
     in_proj, out_proj = f"{attention}in_proj_weight", f"{attention}out_proj.weight"
@@ -256,70 +264,66 @@ def _require_writable(tensor: str, targets: Targets) -> None:
         raise ValueError(ATTENTION)
 
 
-def _is_tied_gain(made: Made, adapted: Mapping[str, Made], targets: Targets) -> bool:
-    """Whether an array is a bias whose gain is that of its outputs, of which IA3 stores nothing.
+def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> None:
+    """Raises an error if IA3 has no equivalent of the gain on an array.
 
-    Raises:
-      ValueError: If it has a gain that is not one of IA3.
+    IA3 multiplies a frozen weight. With a gain on the outputs, it also multiplies the bias by the same numbers.
     """
-    gain, target = made.maker, made.target
-    if not isinstance(gain, Gain):
-        return False
-    base = made.value("w").maker
+    gain, target = array.producer, array.target
+    base = array.value("w").producer
     if base is None:
-        raise ValueError(f"PEFT does not train what {gain!r} multiplies. Put `Freeze()` before it")
+        raise ValueError(f"PEFT does not train the array that {gain!r} multiplies. Put `Freeze()` before it")
     if not isinstance(base, Freeze | Quantized):
-        raise made.other_stages("w")
+        raise array.error_of_other_stage("w")
     if len(target.shape) == 1:
-        if not isinstance(made.value("g").maker, Tie):
-            raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
-        return True
-    bias, axis = f"{target.module}.bias", made.stage.axis
+        if not isinstance(array.value("g").producer, Tie):
+            raise ValueError("PEFT multiplies a bias by the same factors as the outputs. Tie the two gains")
+        return
+    bias, axis = f"{target.module}.bias", array.stage.axis
     is_of_outputs = isinstance(axis, int) and axis % len(target.shape) == target.output_axis
     if is_of_outputs and bias in targets and bias not in adapted:
         raise ValueError(
-            f"PEFT also multiplies {targets[bias].path!r} by the factors of its outputs. Give it a tied Gain"
+            f"PEFT also multiplies {targets[bias].path!r} by these factors. Add a `Gain` for it, tied to this one"
         )
-    return False
 
 
-def _require_found(written: Written, target: Target) -> None:
-    """Refuses an adapter of an array that PEFT would not find by its name."""
+def _require_findable_name(written: PeftForm, target: Target) -> None:
+    """Raises an error if PEFT would not find the adapted array by its name."""
     module, _, name = target.tensor.rpartition(".")
     expected = "bias" if BIAS in written.tensors else "weight"
     if not target.n_experts and (name != expected or not module):
         raise ValueError(
             f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but this is {target.tensor!r} in "
-            f"torch. Name it by `names`"
+            f"torch. Rename it with `names`"
         )
 
 
 def _is_bias(tensor: str) -> bool:
-    """Whether PEFT takes a tensor for a bias."""
+    """Whether PEFT considers a tensor a bias."""
     return tensor.rpartition(".")[2] == "bias"
 
 
-def _write_beside(
+def _write_other_trained(
     method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors that train beside the adapters, and their configuration."""
+    """The tensors that train beside the adapters, and the settings for them."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
-    _require_saved(saved_modules, adapted_modules, free, targets)
+    _require_savable_modules(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
     tensors: dict[str, np.ndarray] = {}
     for tensor, x in free.items():
         module, _, name = tensor.rpartition(".")
         wrapped = f"{module}.base_layer.{name}" if module in adapted_modules else tensor
-        tensors[PREFIX + wrapped] = np.asarray(write_layout(x, targets[tensor].layout))
-    which_biases = _which_biases(method, free.keys() & others.keys(), others, adapted_modules)
-    config = {"bias": which_biases} if method == "LORA" else {}
+        tensors[PREFIX + wrapped] = np.asarray(to_layout(x, targets[tensor].layout))
+    biases = _biases_setting(method, free.keys() & others.keys(), others, adapted_modules)
+    config = {"bias": biases} if method == "LORA" else {}
     return tensors, config | {"modules_to_save": sorted(saved_modules) or None}
 
 
-def _require_saved(
+def _require_savable_modules(
     saved_modules: Collection[str], adapted_modules: Collection[str], free: Collection[str], targets: Targets
 ) -> None:
-    """Refuses modules to save whole that PEFT would adapt, freeze in part, or find in others."""
+    """Raises an error if a module to save whole is adapted or partly frozen, or if its name is ambiguous for PEFT."""
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:
@@ -337,18 +341,18 @@ def _require_saved(
             )
 
 
-def _which_biases(method: str, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str:
-    """PEFT's word for the biases that train: none of the targets, all of them, or those of adapted modules."""
+def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str:
+    """The setting ``bias``: which biases of the targets train. PEFT has none, all, and those of adapted modules."""
     all_biases = {tensor for tensor in targets if _is_bias(tensor)}
     adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
     paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))
     if not biases:
         return "none"
     if method != "LORA":
-        raise ValueError(f"to_peft: PEFT trains no biases with {method}, but here train {paths_text}. Freeze them.")
+        raise ValueError(f"to_peft: PEFT trains no biases with {method}, but these train: {paths_text}. Freeze them.")
     if biases not in (all_biases, adapted_biases):
         raise ValueError(
-            f"to_peft: PEFT trains all biases, or those of adapted modules, but here train {paths_text}. Freeze them, "
+            f"to_peft: PEFT trains all biases or those of adapted modules, but these train: {paths_text}. Freeze them, "
             f"or train the others too."
         )
     return "all" if biases == all_biases else "lora_only"

@@ -1,4 +1,8 @@
-"""Converts state dicts of torch to raw trees, and back."""
+"""Converts state dicts of torch to raw trees, and back.
+
+Both directions make the same plan (:class:`TorchPlan`): which tensor of torch holds which raw value. It lists the raw
+values in groups (:class:`StageValues` of ``_torch_stages.py``), one for each stage on each tensor of the model.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for
 from reparax.io._files import read_tensors
-from reparax.io._layouts import HEADS, LAYOUTS, permute, write_layout
+from reparax.io._layouts import HEADS, LAYOUTS, to_layout, torch_shape
 from reparax.io._parameters import (
     ORTHOGONAL_MAPS,
     Entry,
     Index,
     Rules,
-    given_words,
+    choices_by_path,
     list_entries,
-    names_by_layer,
-    require_different_names,
-    require_known,
+    per_layer_names,
+    require_layouts,
+    require_unique_names,
     stack_parts,
 )
 from reparax.io._torch_stages import EXCHANGE_PLAIN, NameMap, Naming, StageValues, read_values, write_values
@@ -56,8 +60,36 @@ def from_torch(
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
     matrices have other coordinates: gradient descent takes equal steps only with ``map="householder"``, and even then a
-    square matrix that torch stores transposed starts again from its weight, with its base there. So does every matrix
-    whose map in torch is not that of ``p``. The hook of spectral norm iterates ``v`` before ``u``.
+    square matrix that torch stores transposed restarts from its weight, which becomes its base. So does every matrix
+    whose map in torch is not that of ``p``. The hook of spectral norm updates ``v`` before ``u``.
+
+    A layout says how the axes of an array here relate to those in torch:
+
+    * ``"kernel"``: ``(*spatial, in, out)`` here, ``(out, in, *spatial)`` in torch. The default for matrices named
+      ``kernel``.
+    * ``"same"``: ``(out, in, *spatial)`` in both.
+    * ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch, and flipped along the
+      spatial axes. For flax's transposed convolutions without ``transpose_kernel=True``.
+    * ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch, and flipped too. For equinox's
+      transposed convolutions.
+    * ``"conv1d"``: ``(in, out)`` in both. For the weights of ``Conv1D`` in transformers.
+    * ``"embedding"``: ``(num, features)`` in both. The default for matrices named ``embedding``.
+    * ``"vector"``: ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch. For the biases of equinox's
+      convolutions and of attention.
+    * ``"to_heads"``: an attention kernel ``(in, heads, dim)`` here, ``(heads * dim, in)`` in torch.
+    * ``"from_heads"``: an attention kernel ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch.
+    * ``"experts:kernel"``: ``(experts, in, out)`` here, ``(experts, out, in)`` in torch. For stacks of experts that are
+      one tensor there too, as in Mixtral and Qwen-MoE of transformers 5.
+    * ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in GPT-OSS.
+    * ``"experts:same"``: ``(experts, out, in)`` in both.
+
+    No layout is needed for arrays of one axis; for linear layers, convolutions and tables of nnx and equinox, whose
+    classes decide it if the layer computes as its class does; for ``w`` and ``embeddings`` of two axes in Haiku's
+    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names,
+    and those of modules of your own need a layout, or ``{i}`` in their names: the shape of a square matrix does not
+    show whether it is transposed. A ``kernel`` of more axes can be read without a layout if its tensor has as many
+    axes, which only a convolution has; with as many inputs as outputs, it may be a transposed convolution, so it needs
+    a layout. For recurrent cells, use :func:`convert`.
 
     Args:
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
@@ -69,34 +101,15 @@ def from_torch(
         with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
         array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
         along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
-      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here, ``(out,
-        in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here too,
-        ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch,
-        and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
-        ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
-        convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
-        ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
-        ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch; for the biases of equinox's convolutions and
-        of attention. ``"to_heads"``: a kernel of attention ``(in, heads, dim)``, ``(heads * dim, in)`` in torch;
-        ``"from_heads"``: ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch. ``"experts:kernel"``:
-        ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
-        too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
-        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
-        linear layers, convolutions and tables of nnx and equinox, whose classes decide it if the layer computes as its
-        class does; for ``w`` and ``embeddings`` of two axes in Haiku's nested modules; and for ``weight_ih`` and
-        ``weight_hh``. All other arrays of two axes or more, whatever their names, and those of modules of your own need
-        a layout, or ``{i}`` in their names: the shape of a square matrix does not show
-        whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
-        that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
-        For recurrent cells, use :func:`convert`.
+      layouts: The layouts of parameters, as a dict from regular expressions to the names above.
       roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions, tables
-        and kernels of attention for which neither ``layouts`` nor a class gives one, by how the network multiplies
+        and attention kernels for which neither ``layouts`` nor a class gives one, by how the network multiplies
         them. It does not identify ``"conv1d"``, transposed convolutions or experts.
-      orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:
-        ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"``, if it was called without, which means
-        ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. A word for all, or a dict of
-        regular expressions. Not needed where :class:`Orthogonal` has torch's default, or where the matrix is still at
-        its base.
+      orthogonal_map: The ``orthogonal_map`` that torch's ``orthogonal`` was called with, which a state dict does not
+        hold: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"`` if it was called without one, which
+        means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. One word for all
+        matrices, or a dict from regular expressions to words. Not needed where :class:`Orthogonal` has torch's
+        default, or where the matrix is still at its base.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -105,7 +118,7 @@ def from_torch(
     Raises:
       TypeError: If ``p`` is not a parametrization.
       ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
-        names each of them. Also if a mask holds numbers other than 0 and 1, or if it is not known which map makes an
+        names each of them. Also if a mask holds numbers other than 0 and 1, or if it is not known which map produces an
         orthogonal matrix.
 
     Example:
@@ -126,15 +139,10 @@ def from_torch(
     arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
-        plan = _make_plan(
-            p,
-            raw_types,
-            (names, layouts, roles, orthogonal_map),
-            arrays,
-        )
+        plan = _make_plan(p, raw_types, names, layouts, roles, orthogonal_map, arrays)
         found = {entry: [arrays[name] for name in of_entry if name in arrays] for entry, of_entry in plan.names.items()}
-        require_known(entry.like(tensors) for entry, tensors in found.items() if tensors)
-        _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
+        require_layouts(entry.confirm_unambiguous_kernel(tensors) for entry, tensors in found.items() if tensors)
+        _require_matching(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
         raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, raw_types)
         _require_tied(plan, arrays, raw)
     return raw
@@ -164,18 +172,18 @@ def to_torch(
 
     Args:
       p: The chain.
-      raw: A raw tree of it.
+      raw: A raw tree of ``p``.
       names: As for :func:`from_torch`.
       layouts: As for :func:`from_torch`; but there is no tensor to show the number of axes, so name all convolutions of
         linen, or give ``roles``.
       roles: As for :func:`from_torch`.
       orthogonal_map: As for :func:`from_torch`. An orthogonal matrix for which torch takes another map than ``p`` is
-        written with its base at the weight.
+        written with its weight as the base.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
-        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style. A word for all, or
-        a dict of regular expressions for paths, of which the first that matches decides; the default for the others.
-      like: Instead of ``style``, a state dict of the module, or the names in it, which say the style of each tensor.
+        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style. One word for
+        all, or a dict from regular expressions for paths to words: the first match decides, or else the default.
+      like: Instead of ``style``, a state dict of the module, or the names in it, which show the style of each tensor.
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
@@ -192,8 +200,8 @@ def to_torch(
     with locate_errors("to_torch"):
         if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
             raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")
-        plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), like, style)
-        require_known(plan.names)
+        plan = _make_plan(p, raw, names, layouts, roles, orthogonal_map, like, style)
+        require_layouts(plan.names)
 
         def has_base(group: StageValues) -> bool:
             return group.entry.style != "no_trivialization" if like is None else group.names.get("base") in like
@@ -204,50 +212,50 @@ def to_torch(
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """The plan for one raw tree.
+    """Which tensor of torch holds which raw value, for the raw trees of one chain.
 
     Attributes:
       weights: The chain without perturbations; its effective weights are those of torch.
-      raw_values: The values, grouped by stage.
-      tied: The tensors of parameters without a value of their own.
+      groups: The raw values, grouped by stage and tensor.
+      tied: The tensors of tied parameters, which have no raw values of their own.
     """
 
     weights: Parametrization
-    raw_values: Sequence[StageValues]
+    groups: Sequence[StageValues]
     tied: Sequence[Entry]
 
     @property
     def names(self) -> dict[Entry, list[str]]:
-        """The names in torch of all values of each parameter."""
+        """The names of all tensors in torch that hold a parameter, for each entry."""
         names = {entry: [entry.tensor] for entry in self.tied}
-        for group in self.raw_values:
+        for group in self.groups:
             names.setdefault(group.entry, []).extend(group.names.values())
         return names
 
     def state_dict(self, raw: PyTree, has_base: Callable[[StageValues], bool] = lambda group: True) -> dict[str, Array]:
-        """The state dict of a raw tree, concrete or not; ``has_base`` says which orthogonal matrices have one there."""
+        """The state dict of a raw tree, concrete or traced. ``has_base`` tells whether torch stores a group's base."""
         arrays = dict(items(raw))
         state = dict[str, Array]()
-        for group in self.raw_values:
+        for group in self.groups:
             with locate_errors(repr(group.entry.path)):
-                values = {value: group.entry.part(arrays[keys]) for value, keys in group.keys.items()}
+                values = {value: group.entry.slice_of(arrays[keys]) for value, keys in group.keys.items()}
                 tensors = write_values(group.stage, values, group.entry, with_base=has_base(group))
             state |= {group.names[value]: x for value, x in tensors.items()}
         return state | self.tied_tensors(raw)
 
     def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
-        """The tied weights, which torch has under both names."""
+        """The tied weights, which torch stores under both names."""
         effective = {path_text(names): x for names, x in items(self.weights.fold(raw))} if self.tied else {}
-        return {entry.tensor: write_layout(entry.part(effective[entry.path]), entry.layout) for entry in self.tied}
+        return {entry.tensor: to_layout(entry.slice_of(effective[entry.path]), entry.layout) for entry in self.tied}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
         type_at = dict(zip(paths, leaves, strict=True))
         parts = dict[Names, dict[Index, Array]]()
-        for group in self.raw_values:
+        for group in self.groups:
             values = {value: state[name] for value, name in group.names.items() if name in state}
-            types = {value: group.entry.part(type_at[keys]) for value, keys in group.keys.items()}
+            types = {value: group.entry.slice_of(type_at[keys]) for value, keys in group.keys.items()}
             with locate_errors(repr(group.entry.path)):
                 values = read_values(group.stage, values, group.entry, types)
             for value, x in values.items():
@@ -258,45 +266,50 @@ class TorchPlan:
 def _make_plan(
     p: Parametrization,
     raw: PyTree,
-    rules: tuple[Rules, Rules, PyTree, str | Rules],
-    held: Collection[str] | None,
+    names: Rules,
+    layouts: Rules,
+    roles: PyTree,
+    orthogonal_map: str | Rules,
+    names_in_torch: Collection[str] | None,
     style: str | Rules = None,
 ) -> TorchPlan:
-    """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps.
+    """The plan for a raw tree of ``p``, concrete or abstract.
 
-    The names of torch that are ``held`` say which of them are hooks; without them, ``style`` does.
+    ``names_in_torch`` are the names in a state dict, which show where torch uses hooks. If they are None, ``style``
+    determines this. The other arguments are those of :func:`from_torch`.
     """
 
-    def by_hook(entry: Entry, tensor: str, name_map: NameMap) -> bool:
-        return entry.style == "hooks" if held is None else any(tensor + x in held for x in name_map.hooked.values())
+    def is_hooked(entry: Entry, tensor: str, name_map: NameMap) -> bool:
+        if names_in_torch is None:
+            return entry.style == "hooks"
+        return any(tensor + suffix in names_in_torch for suffix in name_map.hooked.values())
 
-    *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     plan = plan_for(weights, raw, mean=True)
-    naming = Naming(plan.producers, by_hook)
-    raw_values = list[StageValues]()
+    naming = Naming(plan.producers, is_hooked)
+    groups = list[StageValues]()
     tied_entries = list[Entry]()
-    entries = list_entries(plan.effective, *of_arrays)
+    entries = list_entries(plan.effective, names, layouts, roles)
     paths = [entry.path for entry in entries]
-    maps = given_words(paths, orthogonal_map, "orthogonal_map", "map of torch", ("default", *ORTHOGONAL_MAPS))
-    styles = given_words(paths, style, "style", "style", _STYLES)
+    maps = choices_by_path(paths, orthogonal_map, "orthogonal_map", "map of torch", ("default", *ORTHOGONAL_MAPS))
+    styles = choices_by_path(paths, style, "style", "style", _STYLES)
     for entry in entries:
         place = plan.places[entry.path]
         entry = replace(entry, orthogonal_map=maps.get(entry.path), style=styles.get(entry.path, entry.style))
         if plan.has_values(place):
-            raw_values += naming.values_of(place, entry)
+            groups += naming.groups_of(place, entry)
         else:
             tied_entries.append(entry)
-    torch_plan = TorchPlan(weights, raw_values, tied_entries)
-    require_different_names((name, entry.path) for entry, of_entry in torch_plan.names.items() for name in of_entry)
+    torch_plan = TorchPlan(weights, groups, tied_entries)
+    require_unique_names((name, entry.path) for entry, of_entry in torch_plan.names.items() for name in of_entry)
     return torch_plan
 
 
-def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Refuses a state dict of other names or types than the chain has, with a line for each difference."""
+def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Raises an error if the names or types of a state dict differ from the expected ones, with a line for each."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
     optional = {entry.tensor for entry in plan.tied}
-    optional |= {group.names["base"] for group in plan.raw_values if isinstance(group.stage, Orthogonal)}
+    optional |= {group.names["base"] for group in plan.groups if isinstance(group.stage, Orthogonal)}
     missing = types.keys() - state.keys() - optional
     lines = {name: f"missing, expected {describe_as_stored(types[name])} for {owners[name].path}" for name in missing}
     for name, x in state.items():
@@ -305,13 +318,13 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
         if expected is None:
             lines[name] = f"unexpected, holds {found}"
         elif found != expected:
-            fit = _explain_fit(plan, name, tuple(x.shape))
+            fit = _suggest_fit(plan, name, tuple(x.shape))
             lines[name] = f"expected {expected} for {owners[name].path}, got {found}{fit}"
     if not lines:
         return
     entries_missing = [owners[name] for name in sorted(missing)]
-    doubtful = [x.path for x in entries_missing if not x.known and not any(name in state for name in plan.names[x])]
-    stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
+    doubtful = [x.path for x in entries_missing if not x.is_known and not any(name in state for name in plan.names[x])]
+    stack = f"If {doubtful[0]!r} is a stack, name each layer: {per_layer_names(doubtful[0])}. " if doubtful else ""
     text = "\n  ".join(f"{name}: {lines[name]}" for name in sorted(lines))
     raise ValueError(
         f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
@@ -319,15 +332,15 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
     )
 
 
-def _explain_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
-    """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    group = next((group for group in plan.raw_values if name in group.names.values()), None)
+def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
+    """A text with the axis or layout for which a tensor's shape would fit; empty if there is none, or for a matrix."""
+    group = next((group for group in plan.groups if name in group.names.values()), None)
     if group is None or len(group.entry.shape) <= 2:
         return ""
     entry = group.entry
     if isinstance(group.stage, WeightNorm) and name == group.names["g"]:
         axes = [
-            axis for axis in range(-len(entry.shape), 0) if permute(_norm_shape(entry, axis), entry.layout) == shape
+            axis for axis in range(-len(entry.shape), 0) if torch_shape(_norm_shape(entry, axis), entry.layout) == shape
         ]
         axis = last_to_number(group.stage.axis)
         fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
@@ -337,22 +350,22 @@ def _explain_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
     if expected is not None and not entry.by_class:
         others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
         others = others if len(entry.shape) == 3 else [layout for layout in others if layout not in HEADS]
-        layouts = [layout for layout in others if permute(expected, layout) == shape]
+        layouts = [layout for layout in others if torch_shape(expected, layout) == shape]
         fits += [f"layouts={{{entry.path!r}: {layout!r}}}" for layout in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
 
 
 def _norm_shape(entry: Entry, axis: int) -> tuple[int, ...]:
-    """The shape of norms along an axis."""
+    """The shape of an array's norms along an axis."""
     return tuple(size if i == axis % len(entry.shape) else 1 for i, size in enumerate(entry.shape))
 
 
 def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
-    """Refuses tied parameters whose values differ from those that they are tied to."""
+    """Raises an error if the tensor of a tied parameter differs from the parameter it is tied to."""
     tied_tensors = plan.tied_tensors(raw)
     for entry in plan.tied:
         name = entry.tensor
         if name in state and not np.array_equal(tied_tensors[name], state[name]):
             raise ValueError(
-                f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
+                f"{name!r} differs from the parameter that {entry.path!r} is tied to. Remove the tie, or this tensor."
             )

@@ -1,9 +1,12 @@
-"""The stages that torch has too: its names for their raw values in a state dict, and its values for ours.
+"""The stages that torch has too: torch's names for their raw values, and the conversion of each value.
 
-A new stage is a row of ``NAME_MAPS``, and a case of the functions that write and read one value. Torch stores a tall
-orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which only the first columns
-count. With the first columns of B as the base, ours is the same f of :math:`X = B L`. For reflections, torch stores
-signs in the diagonal of L. They start at -1; ours are always -1.
+To add a stage, add a row to ``NAME_MAPS``, and a case to the functions that write and read one value. Torch has stages
+in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``; the weight that it replaces is
+called its original. A hook keeps its values beside the weight, with suffixes: ``weight_g``.
+
+Torch stores a tall orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which only the
+first columns count. Ours is the same f of :math:`X = B L`, with the first columns of B as the base. For reflections,
+torch stores signs in the diagonal of L, which are initially -1; ours are always -1.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +21,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.raw import parameter_path
-from reparax.io._layouts import HEADS, axis_order, permute, read_layout, write_layout
+from reparax.io._layouts import HEADS, from_layout, to_layout, torch_shape
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, identity, product
@@ -34,14 +37,14 @@ Values = dict[str, Array]
 
 @dataclass(frozen=True)
 class NameMap:
-    """Torch's names for the values of a stage.
+    """Torch's names for the raw values of a stage.
 
     Attributes:
-      listed: The names for a parametrization, below ``parametrizations.weight``; values that are not originals are
-        under the number of the parametrization.
+      listed: The names for a parametrization, below ``parametrizations.weight``. The number of the parametrization
+        comes before the name, except for originals.
       hooked: The suffixes for a hook, after ``weight``.
-      fields: The fields of the stage that torch has too, or that have no effect on what its module computes; all others
-        must have their defaults. None: all of them, as the values alone tell what the stage does.
+      fields: The fields of the stage that torch has too, or that do not affect what the module computes; all others
+        must have their defaults. None allows all fields, if the values alone determine what the stage does.
     """
 
     listed: Mapping[str, str]
@@ -65,11 +68,11 @@ NAME_MAPS: dict[type[Parametrization], NameMap] = {
 
 @dataclass(frozen=True)
 class StageValues:
-    """The raw values of one stage for a parameter.
+    """The raw values of one stage on one tensor of the model.
 
     Attributes:
-      stage: The stage on one of the stacked arrays; None for an array that no stage replaced.
-      entry: The tensor of torch.
+      stage: The stage as it acts on one array of a stack; None for an array of the raw tree that no stage produces.
+      entry: The tensor.
       keys: The path of each value in the raw tree.
       names: The torch name of each value.
     """
@@ -82,24 +85,25 @@ class StageValues:
 
 @dataclass(frozen=True)
 class Naming:
-    """Torch's names for the values of a chain.
+    """Finds torch's names for the raw values of a chain.
 
     Attributes:
-      producers: How each array is made that stages compute, by its place.
-      by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
+      producers: The stage that produces an array, and the places of the values that it uses, by the array's place.
+      is_hooked: Whether torch uses a hook for a tensor, if its stage exists as a hook and as a parametrization.
     """
 
     producers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
-    by_hook: Callable[[Entry, str, NameMap], bool]
+    is_hooked: Callable[[Entry, str, NameMap], bool]
 
-    def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
-        """The raw values for a tensor of torch, by their stages."""
-        return self._walk(place, entry, entry.tensor)[1]
+    def groups_of(self, place: Names, entry: Entry) -> list[StageValues]:
+        """The raw values for a tensor of the model, grouped by stage."""
+        return self._visit(place, entry, entry.tensor)[1]
 
-    def _walk(self, place: Names, entry: Entry, tensor: str, outer: str | None = None) -> tuple[int, list[StageValues]]:
-        """How many parametrizations make the array at a place, whose name in torch is ``tensor``, and their values.
+    def _visit(self, place: Names, entry: Entry, tensor: str, outer: str = "") -> tuple[int, list[StageValues]]:
+        """The number of parametrizations that produce the array at a place, and all their groups of values.
 
-        ``outer`` is the list of parametrizations of which it is the original, if it is one.
+        ``tensor`` is the array's name in torch. If the array is the original of a parametrization, ``outer`` is the
+        name of the list that holds this parametrization.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
@@ -108,15 +112,16 @@ class Naming:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map = NAME_MAPS[type(stage)]
         computed = [value for value, place in places.items() if place in self.producers]
-        is_hook = outer is None and bool(name_map.hooked) and self.by_hook(entry, tensor, name_map)
+        is_hook = not outer and bool(name_map.hooked) and self.is_hooked(entry, tensor, name_map)
         is_listed = bool(name_map.listed) and not is_hook
         number, inner = 0, list[StageValues]()
-        names = {value: tensor + end for value, end in name_map.hooked.items()}
+        names = {value: tensor + suffix for value, suffix in name_map.hooked.items()}
         if is_listed:
-            parametrizations = outer or _list_of(tensor)
+            parametrizations = outer or _parametrizations_of(tensor)
+            # If another stage produces the original, torch keeps both in one list, with the other stage first.
             original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
-            if original is not None:  # the first stage of the chain has the number 0
-                number, inner = self._walk(places[original], entry, f"{parametrizations}.original", parametrizations)
+            if original is not None:
+                number, inner = self._visit(places[original], entry, f"{parametrizations}.original", parametrizations)
                 computed.remove(original)
                 places = {value: place for value, place in places.items() if value != original}
             names = {
@@ -124,36 +129,36 @@ class Naming:
                 for value, name in name_map.listed.items()
             }
         for value in computed:
-            inner += self._walk(places[value], entry, names[value])[1]
+            inner += self._visit(places[value], entry, names[value])[1]
         if name_map.listed:
             with locate_errors(repr(entry.path)):
                 stage = unstack_stage(stage, len(entry.index))
-                _require_fields(stage, name_map)
+                _require_supported_fields(stage, name_map)
         stored = {value: place for value, place in places.items() if value not in computed}
         group = StageValues(stage, entry, stored, {value: names[value] for value in stored})
         return number + is_listed, [*inner, group]
 
 
-def _list_of(tensor: str) -> str:
-    """The name of the list of parametrizations of a tensor."""
+def _parametrizations_of(tensor: str) -> str:
+    """The name of the list of a tensor's parametrizations: ``a.weight -> a.parametrizations.weight``."""
     module, dot, name = tensor.rpartition(".")
     return f"{module}{dot}parametrizations.{name}"
 
 
-def _require_fields(stage: Any, name_map: NameMap) -> None:
-    """Refuses a stage with a field that torch does not have."""
+def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
+    """Raises an error if a field of the stage has a value for which torch has no equivalent."""
     for field in fields(stage):
         is_foreign = name_map.fields is not None and field.name not in name_map.fields
         if is_foreign and getattr(stage, field.name) != field.default:
-            how = "Name each layer of a stack, with {i}, by `names`. " if field.name == "stacked" else ""
+            how = "Name each layer of a stack with {i} in `names`. " if field.name == "stacked" else ""
             raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
 
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
-    """The values that torch stores, in the dtype of the weight, like in torch."""
+    """Converts raw values to those that torch stores, which have the dtype of the weight."""
     _require_plain_heads(stage, entry)
     if stage is None:
-        return {name: write_layout(x, entry.layout) for name, x in values.items()}
+        return {name: to_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
         tensors = _orthogonal_to_torch(*_with_rows_first(stage, entry), values, with_base=with_base)
     else:
@@ -163,7 +168,7 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
 
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
-    """Our raw values, in the shapes and dtypes of ``like``."""
+    """Converts torch's values to raw values, in the shapes and dtypes of ``like``."""
     _require_plain_heads(stage, entry)
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
@@ -175,64 +180,64 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
 
 
 def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
-    """One of our raw values as torch stores it."""
+    """Converts one raw value to what torch stores."""
     match stage, name:
         case WeightNorm(axis=axis), "g":
             if isinstance(axis, tuple) or axis == EACH:
-                raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
-            return x.reshape(()) if axis is None else write_layout(x, entry.layout)
+                raise ValueError(f"torch has norms along a single axis only, unlike {stage!r}. {EXCHANGE_PLAIN}")
+            return x.reshape(()) if axis is None else to_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(), "v":
-            return write_layout(x.reshape(_shape_without_column(stage, entry.shape)), entry.layout).reshape(-1)
+            return to_layout(x.reshape(_shape_of_column(stage, entry.shape)), entry.layout).reshape(-1)
         case _, "mask":
-            return write_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
+            return to_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
         case _:
-            return write_layout(x, entry.layout)
+            return to_layout(x, entry.layout)
 
 
 def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
-    """One of torch's values as ours, whose shape is given."""
+    """Converts one of torch's values to our raw value, which has the given shape."""
     match stage, name:
         case WeightNorm(axis=None), "g":
             return x.reshape(shape)
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(), "v":
-            torch_shape = permute(_shape_without_column(stage, entry.shape), entry.layout)
-            return read_layout(x.reshape(torch_shape), entry.layout).reshape(-1)
+            shape_in_torch = torch_shape(_shape_of_column(stage, entry.shape), entry.layout)
+            return from_layout(x.reshape(shape_in_torch), entry.layout).reshape(-1)
         case _, "mask":
-            return _mask_of_slices(_require_binary(read_layout(x, entry.layout)), shape)
+            return _mask_of_slices(_require_binary(from_layout(x, entry.layout)), shape)
         case _:
-            return read_layout(x, entry.layout).reshape(shape)
+            return from_layout(x, entry.layout).reshape(shape)
 
 
 def _require_plain_heads(stage: Parametrization | None, entry: Entry) -> None:
-    """Refuses a stage on a kernel of attention, whose heads are merged in torch."""
+    """Raises an error for a stage on an attention kernel, whose heads torch merges."""
     if entry.layout in HEADS and not isinstance(stage, Freeze | None):
-        raise ValueError(f"torch merges heads, on which it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch merges attention heads, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
-def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array without its column, of which torch has one axis."""
+def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one column of an array, which has size 1 along the column axis. Torch has one such axis."""
     _, columns = stage.axes_of(len(shape))
     if len(columns) > 1:
-        raise ValueError(f"torch has one axis as columns, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch has one column axis, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
 
 
 def _require_binary(mask: Array) -> Array:
-    """A mask of zeros and ones; other numbers would have other gradients than in torch, so they are refused."""
+    """Returns a mask if it is binary. Raises an error for other numbers, whose gradients would differ from torch's."""
     if not jnp.all((mask == 0) | (mask == 1)):
         raise ValueError(
             "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
-            "torch with `prune.remove`, and start again with `init`."
+            "torch with `prune.remove`, and call `init` with the result."
         )
     return mask
 
 
 def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
-    """A mask of single weights as a mask of slices, if the stage has such a mask."""
+    """Reduces a mask of single weights to a mask of slices, if the raw value has such a shape."""
     axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
     slice_mask = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(slice_mask == mask):
@@ -241,9 +246,9 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
-    """A stage of which the array has one axis of rows and one of columns, as one of its matrix, ``(rows, columns)``.
+    """The stage and entry of the matrix ``(rows, columns)``, if the array has one axis of rows and one of columns.
 
-    The raw values are those of this matrix. Stages of other arrays stay as they are.
+    The raw values belong to this matrix. For other arrays, the stage and entry are returned as they are.
     """
     axes = stage.axes_of(2) if len(entry.shape) == 2 else None
     if axes not in (((0,), (1,)), ((1,), (0,))):
@@ -252,107 +257,106 @@ def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry
 
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
-    """Raw values of Orthogonal as torch stores them; without a base unless ``with_base``."""
-    has_coordinates = _has_coordinates(stage, values, entry)
-    in_layout = {name: write_layout(x, entry.layout) for name, x in values.items()}
-    if has_coordinates and (with_base or (stage.map != "householder" and has_identity(in_layout))):
-        written = write_orthogonal(stage, in_layout)
+    """Converts raw values of Orthogonal to torch's; without a base unless ``with_base``."""
+    _require_same_matrices(stage, values, entry)
+    shares_coordinates = _shares_coordinates(stage, entry)
+    in_layout = {name: to_layout(x, entry.layout) for name, x in values.items()}
+    if shares_coordinates and (with_base or (stage.map != "householder" and _has_identity_base(in_layout))):
+        written = _write_orthogonal(stage, in_layout)
         return written if with_base else {"x": written["x"]}
-    w = write_layout(widened(stage.apply_leaf(values)), entry.layout)
+    w = to_layout(widened(stage.apply_leaf(values)), entry.layout)
     if with_base:
-        return write_orthogonal(stage, at_weight(w))
-    if in_torch(stage, entry).map == "householder":
-        return {"x": write_reflections(w)}
+        return _write_orthogonal(stage, _with_base_at_weight(w))
+    if _torch_map(entry) == "householder":
+        return {"x": _write_reflections(w)}
     raise ValueError(
-        f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix, or the map "
-        f"of torch another one. Use style='parametrizations', or map='householder', which torch can invert."
+        f"without trivialization, torch's base is the identity, but {stage!r} has another base, or another map than "
+        f"torch. Use style='parametrizations', or map='householder', which torch can invert."
     )
 
 
 def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> Values:
-    """Torch's values as raw values of Orthogonal."""
-    has_coordinates = _has_coordinates(stage, values, entry)
-    require_map(stage, values["x"], entry)
-    torch_stage = in_torch(stage, entry)
-    raw_values = read_orthogonal(torch_stage, values)
-    if not has_coordinates:
-        raw_values = at_weight(torch_stage.apply_leaf(raw_values))
-    return {name: read_layout(x, entry.layout) for name, x in raw_values.items()}
+    """Converts torch's values to raw values of Orthogonal."""
+    _require_same_matrices(stage, values, entry)
+    _require_known_map(stage, values["x"], entry)
+    torch_stage = replace(stage, map=_torch_map(entry))
+    raw_values = _read_orthogonal(torch_stage, values)
+    if not _shares_coordinates(stage, entry):
+        raw_values = _with_base_at_weight(torch_stage.apply_leaf(raw_values))
+    return {name: from_layout(x, entry.layout) for name, x in raw_values.items()}
 
 
-def _has_coordinates(stage: Orthogonal, values: Values, entry: Entry) -> bool:
-    """Whether torch has our coordinates: it has our map, and for reflections does not transpose a square matrix."""
-    is_reflected_otherwise = _is_transposed(stage, values, entry) and entry.shape[-2] == entry.shape[-1]
-    return in_torch(stage, entry).map == stage.map and not (stage.map == "householder" and is_reflected_otherwise)
+def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
+    """Whether torch's coordinates are ours: the map is the same, and it is not a reflection of a transposed square."""
+    is_transposed_square = entry.has_other_order and entry.shape[-2] == entry.shape[-1]
+    return _torch_map(entry) == stage.map and not (stage.map == "householder" and is_transposed_square)
 
 
-def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
-    """Whether torch has the transposed matrix; refuses matrices without an equivalent in torch."""
+def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> None:
+    """Raises an error if the matrices of torch are not those of the stage."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
     has_named_axes = stage.rows is not None or stage.columns is not None
-    is_transposed = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
-    if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (is_transposed and leading):
+    if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (entry.has_other_order and leading):
         raise ValueError(
-            f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
+            f"the matrices of {stage!r} and of torch lie in the last two axes, which differ between the two. "
             f"{EXCHANGE_PLAIN}"
         )
-    return is_transposed
 
 
-def in_torch(stage: Orthogonal, entry: Entry) -> Orthogonal:
-    """The stage with the map that torch has for a weight, if the user says nothing else."""
+def _torch_map(entry: Entry) -> str:
+    """Our name for the map that torch uses for a weight: the user's ``orthogonal_map``, or else torch's default."""
     is_square = entry.shape[-2] == entry.shape[-1]
     default = "expm" if is_square or jnp.issubdtype(entry.dtype, jnp.complexfloating) else "householder"
-    return replace(stage, map=ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", default))
+    return ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", default)
 
 
-def require_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
-    """Refuses coordinates of which it is not known by which map they make a matrix; all maps agree at the base."""
-    default_map = in_torch(stage, entry).map
+def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
+    """Raises an error if the map that produces a matrix is unknown, unless the matrix is at its base."""
+    default_map = _torch_map(entry)
     is_known = entry.orthogonal_map is not None or default_map == stage.map
     if is_known or not jnp.any(jnp.tril(_as_tall(original), -1)):
         return
     name_in_torch = {name: torch_name for torch_name, name in ORTHOGONAL_MAPS.items()}
     raise ValueError(
-        f"torch's file does not say which map makes this matrix: {stage!r} has map={stage.map!r}, but torch takes "
+        f"torch's file does not say which map produces this matrix: {stage!r} has map={stage.map!r}, but torch takes "
         f"{name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
-        f"torch's `orthogonal` was called without a map, or orthogonal_map={name_in_torch[stage.map]!r} if with that "
-        f"one."
+        f"torch's `orthogonal` was called without a map, or orthogonal_map={name_in_torch[stage.map]!r} if with "
+        f"this one."
     )
 
 
-def at_weight(w: Array) -> Values:
-    """The values of a weight that is its own base, which no map moves."""
+def _with_base_at_weight(w: Array) -> Values:
+    """The raw values with the weight as the base, for which all maps give the weight."""
     w = widened(w)
     return {"x": jnp.zeros_like(w), "base": w}
 
 
-def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
+def _write_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts our values to torch's original and square base, for the same weight."""
     x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
     original = _as_lower(stage, product(adjoint(square), x)) - identity(x)
-    return {"x": _turn_like(original, values["x"]), "base": square}
+    return {"x": _transpose_like(original, values["x"]), "base": square}
 
 
-def has_identity(values: Values) -> bool:
+def _has_identity_base(values: Values) -> bool:
     """Whether the base is the identity, as without torch's trivialization."""
     base = _as_tall(values["base"])
     return bool(jnp.array_equal(base, identity(base)))
 
 
-def write_reflections(w: Array) -> Array:
-    """Torch's original of reflections without a base, for this weight: the factors of LAPACK, as in torch."""
+def _write_reflections(w: Array) -> Array:
+    """Torch's original of reflections without a base, for a weight. As in torch, it holds the factors of LAPACK."""
     reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
     diagonal = identity(factors) * jnp.expand_dims(signs, -2)
-    return _turn_like(jnp.tril(factors, -1) + diagonal, w)
+    return _transpose_like(jnp.tril(factors, -1) + diagonal, w)
 
 
-def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
+def _read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _as_tall(widened(values["x"]))
     base, x = identity(original), jnp.tril(original, -1)
@@ -365,11 +369,11 @@ def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
         base, x = -base * signs, -x * signs
     elif jnp.iscomplexobj(x):
         x = x + base * (diagonal - diagonal.conj()) / 2
-    return {"x": _turn_like(x, values["x"]), "base": _turn_like(base, values["x"])}
+    return {"x": _transpose_like(x, values["x"]), "base": _transpose_like(base, values["x"])}
 
 
 def _signs_in_torch(diagonal: Array) -> Array:
-    """The signs of reflections as torch reads them: the integer part of the numbers."""
+    """The signs of reflections as torch reads them: the integer parts of the numbers on the diagonal."""
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
         raise ValueError(
@@ -397,6 +401,6 @@ def _as_tall(x: Array) -> Array:
     return x.mT if x.shape[-2] < x.shape[-1] else x
 
 
-def _turn_like(x: Array, like: Array) -> Array:
+def _transpose_like(x: Array, like: Array) -> Array:
     """``x``, transposed if ``like`` is wide."""
     return x.mT if like.shape[-2] < like.shape[-1] else x

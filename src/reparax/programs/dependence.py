@@ -127,11 +127,16 @@ class Analysis(ABC, Generic[T]):
 
     A fact is of the type ``T``, such as bool for ``IsKnown``. :func:`analyze` applies an analysis to a program. For it
     to end at loops, facts must be elements of a finite lattice, in which :meth:`join` is the least upper bound.
+
+    Attributes:
+      constant: The fact about literals.
+      closed_over: The fact about the constants of bodies: ``constant``, unless a transform sets another one.
+      analyzed: The facts about the values of each program, for each choice of facts about its inputs.
     """
 
     def __init__(self, constant: T) -> None:
         """Takes the fact about literals and constants. No program has been analyzed yet."""
-        self.constant = constant
+        self.constant = self.closed_over = constant
         self.analyzed: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
 
     @abstractmethod
@@ -180,7 +185,7 @@ def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis:
 
     ``body`` has its constants as its first inputs, and their values, but ``inputs`` has only the other ones.
     """
-    return facts_of_outputs(body[0], [*(analysis.constant for _ in body[1]), *inputs], analysis)
+    return facts_of_outputs(body[0], [*(analysis.closed_over for _ in body[1]), *inputs], analysis)
 
 
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:

@@ -292,7 +292,7 @@ def _interpreted_body(
       in_arrays: Whether sums among the outputs become arrays.
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[branch]
-    facts_of_inputs = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    facts_of_inputs = [*(operation.interpreter.rules.analysis.closed_over for _ in consts), *facts]
     interpreter = operation.interpreter.inside(operation.eqn, branch)
     run = interpreter.arrays if in_arrays else interpreter.run
     return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
@@ -380,7 +380,7 @@ def _interpret_scan(operation: Operation) -> Outs:
     eqn, interpreter = operation.eqn, operation.interpreter
     (jaxpr, consts), length = jaxprs.body(eqn), Scan(eqn).length
     inputs, facts = _inputs_of_scan(operation)
-    body_facts = [*(FACTS_OF_CONSTANT for _ in consts), *facts]
+    body_facts = [*(interpreter.rules.analysis.closed_over for _ in consts), *facts]
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:

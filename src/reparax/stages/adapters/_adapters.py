@@ -1,4 +1,9 @@
-"""Small differences to fixed weights: of low rank, of slices, gains and rotations."""
+"""Adapters: trained changes of fixed weights, such as low-rank differences, factors, slices and rotations.
+
+Most of these stages store the array of the model as the *base*, the fixed raw value ``w``, and train other raw values,
+which initially change nothing. In a chain, stages that store or freeze weights act on the base, all others on the
+trained values.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a fini
 class Delta(Reparametrization):
     r"""A trained difference of full size to fixed weights: :math:`w = w_0 + x`.
 
-    Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
+    Raw values: ``x`` (main), like ``w``, initially zeros; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
     store or freeze act on the base: ``Quantized("int8") >> Delta()``.
@@ -167,11 +172,11 @@ class Gain(Reparametrization):
 
 
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """At least one whole number from 0 on, all different."""
+    """The indices as a tuple of integers. Raises an error if there are none, or if one is negative or occurs twice."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
-        raise TypeError(f"{who} takes whole numbers from 0 on as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
-        raise ValueError(f"{who} got {name}={value}, but takes different numbers, at least one.")
+        raise ValueError(f"{who} got {name}={value}, but takes one or more distinct integers.")
     return tuple(map(int, value))
 
 
@@ -231,7 +236,7 @@ class TrainableSlices(Reparametrization):
 class Rotated(RowsAndColumns):
     r"""Fixed weights times a trained block-diagonal matrix (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, identities at the start; ``w``
+    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, initially identities; ``w``
     (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the
     angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision matrices are
     computed in float32.
@@ -275,23 +280,23 @@ class Rotated(RowsAndColumns):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, r = values["w"], widened(values["r"])
-        parts = widened(w).reshape(self.num_blocks, -1, w.shape[1])
-        return product(r, parts).reshape(w.shape).astype(w.dtype)
+        blocks = widened(w).reshape(self.num_blocks, -1, w.shape[1])
+        return product(r, blocks).reshape(w.shape).astype(w.dtype)
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
-    """Uniform numbers with the bound of PEFT."""
+    """The factor A with uniform numbers, with the bound that PEFT uses."""
     bound = w.shape[0] ** -0.5
     return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
 
 
 def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
-    """Normal numbers."""
+    """The factor A with normal numbers of standard deviation ``1 / rank``."""
     return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
 
 
 def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """The factors of the largest singular values, of equal norms."""
+    """The factors A and B, of equal norms, of the part of ``w`` with the largest singular values."""
     u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
     nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
@@ -300,14 +305,14 @@ def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """The first rows and columns of the QR decomposition of the transposed matrix."""
+    """The factors A and B from the QR decomposition of the transposed matrix: first rows of R, first columns of Q."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T
 
 
 def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
-    """Factors of the nearest product of a smaller rank, of equal norms."""
+    """Factors of equal norms whose product is the matrix of this smaller rank that is nearest to ``a @ b``."""
     (q, r), (q_of_rows, r_of_rows) = jnp.linalg.qr(widened(a)), jnp.linalg.qr(adjoint(widened(b)))
     u, singular, vh = jnp.linalg.svd(product(r, adjoint(r_of_rows)), full_matrices=False)
     root = jnp.sqrt(singular[:rank])
@@ -315,23 +320,23 @@ def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
     return nearest_a.astype(a.dtype), nearest_b.astype(b.dtype)
 
 
-DRAWN = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
-"""Starts that draw A, where B is zero."""
-SPLIT = {"pissa": _split_pissa, "olora": _split_olora}
-"""Starts that move a part of the base into both factors."""
-Start = Literal["kaiming", "gaussian", "pissa", "olora"]
+RANDOM_A = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
+"""The values of ``init_weights`` for which A is random and B is zero."""
+FROM_BASE = {"pissa": _split_pissa, "olora": _split_olora}
+"""The values of ``init_weights`` that move a part of the base into both factors."""
+InitWeights = Literal["kaiming", "gaussian", "pissa", "olora"]
 
 
 class LoRA(RowsAndColumns):
     r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`, like ``W``. Where several axes are the columns, ``b`` has each, as in ``(rank, heads, dim)``, and
-    ``a`` has each of the rows. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
+    base :math:`W_0`, like ``W``. If there are several column axes, ``b`` has all of them, as in ``(rank, heads, dim)``,
+    and ``a`` has all row axes. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
     the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
     Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
     computed in float32. Both factors start in the dtype of W; in bfloat16 the small steps of an optimizer round to
-    nothing, so cast the free values of ``rpx.partition(raw)`` to float32, which ``apply`` takes.
+    nothing, so cast the free values of ``rpx.partition(raw)`` to float32, which ``apply`` accepts.
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
@@ -346,7 +351,7 @@ class LoRA(RowsAndColumns):
     the trainable values. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
-    With ``init_weights="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
+    With ``init_weights="pissa"`` and ``"olora"`` the base becomes W without the difference, so save the whole raw tree.
 
     Args:
       rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
@@ -364,7 +369,8 @@ class LoRA(RowsAndColumns):
       rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
         first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
         and equinox, pass ``rows=1``.
-      columns: The column axes. Default: all axes not in ``rows``; else the outputs, as for :class:`WeightNorm`.
+      columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the outputs, as for
+        :class:`WeightNorm`.
 
     Raises:
       TypeError: If ``rank``, ``alpha`` or ``use_rslora`` has the wrong type.
@@ -389,7 +395,7 @@ class LoRA(RowsAndColumns):
     rank: int = field(check_positive_integer)
     alpha: FieldOf[OneNumber | None] = field(by_array(optional(check_number)), default=None)
     use_rslora: bool = field(check_flag, default=False, kw_only=True)
-    init_weights: Start = field(one_of(Start), default="kaiming", kw_only=True)
+    init_weights: InitWeights = field(one_of(InitWeights), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),
@@ -402,25 +408,25 @@ class LoRA(RowsAndColumns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in SPLIT:
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in FROM_BASE:
             raise ValueError(
                 f"LoRA got alpha=0.0 and init_weights={self.init_weights!r}, which moves a part of the base into "
                 "factors that alpha multiplies. Use another alpha, or init_weights='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return rank_error(self.rank, w) if self.init_weights in SPLIT or 0 in w.shape else None
+        return rank_error(self.rank, w) if self.init_weights in FROM_BASE or 0 in w.shape else None
 
     @property
     def random_init(self) -> bool:
-        return self.init_weights in DRAWN
+        return self.init_weights in RANDOM_A
 
     def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)
-        if self.init_weights in DRAWN:
-            a = DRAWN[self.init_weights](x, self.rank, key).astype(w.dtype)
+        if self.init_weights in RANDOM_A:
+            a = RANDOM_A[self.init_weights](x, self.rank, key).astype(w.dtype)
             return {"a": a, "b": jnp.zeros((self.rank, w.shape[1]), w.dtype), "w": w}
-        a, b = (factor.astype(w.dtype) for factor in SPLIT[self.init_weights](x, self.rank, self._factor(x)))
+        a, b = (factor.astype(w.dtype) for factor in FROM_BASE[self.init_weights](x, self.rank, self._factor(x)))
         return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -428,7 +434,7 @@ class LoRA(RowsAndColumns):
         return (x + self._difference(values["a"], values["b"]).astype(x.dtype)).astype(values["w"].dtype)
 
     def _factor(self, like: Array) -> Array:
-        """The number c."""
+        """The factor c of the difference."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
         return scalar(self.alpha, like.real) / self._divisor
@@ -439,17 +445,17 @@ class LoRA(RowsAndColumns):
         return self.rank**0.5 if self.use_rslora else self.rank
 
     def _difference(self, a: Array, b: Array) -> Array:
-        """The scaled product of the factors."""
+        """The difference to the base, :math:`c A B`."""
         a, b = widened(a), widened(b)
         return self._factor(a).astype(a.dtype) * product(a, b)
 
-    def _has_factor_of(self, other: LoRA) -> bool:
-        """Whether both are known to have the same number c."""
+    def _has_same_factor(self, other: LoRA) -> bool:
+        """Whether both stages are known to have the same factor c."""
         factors = [1.0 if stage.alpha is None else stage.alpha / stage._divisor for stage in (self, other)]
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
     def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
-        """The same product of factors, scaled otherwise; the nearest one of a smaller rank."""
+        """The values of ``old`` for this stage. They give the same difference, or the nearest one of a smaller rank."""
 
         def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
             a, b = values["a"], values["b"]
@@ -459,7 +465,7 @@ class LoRA(RowsAndColumns):
                 new_columns = fresh["a"].reshape(a.shape[0], self.rank)[:, -missing:]
                 a = jnp.concatenate((a, new_columns.astype(a.dtype)), 1)
                 b = jnp.concatenate((b, jnp.zeros((missing, b.shape[1]), b.dtype)))
-            if not self._has_factor_of(old):
+            if not self._has_same_factor(old):
                 old_factor, factor = old._factor(widened(b)), self._factor(widened(b))
                 b = (widened(b) * (old_factor / jnp.where(factor == 0, 1, factor))).astype(b.dtype)
             return {"a": a, "b": b, "w": values["w"]}
@@ -469,7 +475,7 @@ class LoRA(RowsAndColumns):
     def _grown_values(self, old: LoRA) -> Sequence[str]:
         if self.rank < old.rank:
             return ()
-        return ("a", "b") if self._has_factor_of(old) else ("a",)
+        return ("a", "b") if self._has_same_factor(old) else ("a",)
 
 
 class VeRA(RowsAndColumns):

@@ -1,4 +1,9 @@
-"""Orthogonal matrices, and maps to them about a base."""
+"""Stages for orthogonal matrices.
+
+The effective matrix is a fixed orthogonal matrix, the *base*, moved by a free matrix ``x`` of the same shape. The
+functions ``cayley``, ``exponential`` and ``householder`` return the moved matrix, which is the base for ``x = 0``. They
+take tall or square matrices; ``_Orthonormal`` transposes wide ones.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +24,44 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """``x`` as a skew matrix that rotates within the columns of the base, and the part orthogonal to them."""
+    """Splits ``x`` into a skew matrix, which rotates the base within its columns, and the part orthogonal to these."""
     along = product(adjoint(base), x)
     return along - adjoint(along), x - product(base, along)
 
 
 def cayley(base: Array, x: Array) -> Array:
-    r""":math:`(I - A/2)^{-1} (I + A/2) B`; by block elimination only a k x k system is solved."""
+    r"""The Cayley map :math:`(I - A/2)^{-1} (I + A/2) B`, where B is the base and :math:`A = X B^H - B X^H`.
+
+    For a base of shape ``(n, k)``, block elimination leaves only a k x k system to solve.
+    """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # otherwise nothing is orthogonal to the base
+    if base.shape[-2] != base.shape[-1]:  # nothing is orthogonal to the columns of a square base
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
 
 
 def exponential(base: Array, x: Array) -> Array:
-    r""":math:`e^A B`, by the 2k x 2k matrix of A on the columns of ``base`` and the part orthogonal to them."""
+    r"""The exponential map :math:`e^A B`, where B is the base and :math:`A = X B^H - B X^H`.
+
+    For a base of shape ``(n, k)``, A acts within the span of the base and of the part of ``x`` orthogonal to it, so the
+    exponential of a 2k x 2k matrix is enough.
+    """
     skew, across = _split_by_base(base, x)
     if base.shape[-2] == base.shape[-1]:
         return product(base, expm(skew))
     eye = identity(skew)
-    turning = jnp.block([[skew, -product(adjoint(across), across)], [eye, jnp.zeros_like(eye)]])
-    return product(jnp.concatenate([base, across], axis=-1), expm(turning)[..., : base.shape[-1]])
+    restricted = jnp.block([[skew, -product(adjoint(across), across)], [eye, jnp.zeros_like(eye)]])
+    return product(jnp.concatenate([base, across], axis=-1), expm(restricted)[..., : base.shape[-1]])
 
 
 def householder(base: Array, x: Array) -> Array:
-    r""":math:`-H_1 \cdots H_k B`, where :math:`H_j` reflects along :math:`b_j` plus a part of :math:`x_j`.
+    r"""The base after k reflections, :math:`-H_1 \cdots H_k B`.
 
-    That part is orthogonal to b_1, ..., b_j. At ``x = 0`` the reflections negate each column of the base, hence the
-    sign. Their product is :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
+    :math:`H_j` reflects along :math:`b_j` plus the part of :math:`x_j` that is orthogonal to :math:`b_1, \ldots, b_j`.
+    At ``x = 0`` the reflections negate each column of the base, hence the minus sign. The product of the reflections is
+    :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
     """
     vectors = base + x - product(base, jnp.triu(product(adjoint(base), x)))
     gram = product(adjoint(vectors), vectors)
@@ -64,7 +77,7 @@ OrthogonalMap = Literal["cayley", "expm", "householder"]
 
 
 class _Orthonormal(RowsAndColumns, Constraint):
-    """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
+    """The base class of this file's stages: a free matrix ``x`` moves the effective matrix away from a fixed base."""
 
     map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 
@@ -87,36 +100,36 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(w), "base": self.nearest(widened(w))}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return self._point(values).astype(values["x"].dtype)
+        return self._effective_matrix(values).astype(values["x"].dtype)
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
+        return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._effective_matrix(values))}
 
-    def _point(self, values: dict[str, Array]) -> Array:
-        """The matrix that the values stand for; a wide one is transposed, computed, and transposed back."""
+    def _effective_matrix(self, values: dict[str, Array]) -> Array:
+        """The effective matrix. The transpose of a wide matrix is computed first, as the maps need tall matrices."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
 
     def nearest(self, w: Array) -> Array:
-        """The point of the image nearest to ``w``."""
+        """The matrix in the image that is nearest to ``w``."""
         return polar(w)
 
     def move(self, base: Array, x: Array) -> Array:
-        """The matrix that ``x`` reaches from ``base``; both have at least as many rows as columns."""
+        """The effective matrix for ``base`` and ``x``, both with at least as many rows as columns."""
         return _MAPS[self.map](base, x)
 
 
 class Orthogonal(_Orthonormal):
     r"""Orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
-    Raw values: ``x`` (main), like ``w``; ``base`` (fixed), a point of the image in the shape of ``w``, in float32 for
+    Raw values: ``x`` (main), like ``w``; ``base`` (fixed), an orthogonal matrix of the shape of ``w``, in float32 for
     half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
     (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
     X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
     the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
-    base. The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to where it is.
-    For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
+    base. The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to the current
+    matrix. For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
       map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all
@@ -213,7 +226,7 @@ class Stiefel(_Orthonormal):
         if (why := super().refuse_leaf(w)) or w.shape[-2] >= w.shape[-1]:
             return why
         return (
-            f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
+            f"expected matrices with at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
             f"or use `Orthogonal`."
         )
 
@@ -253,7 +266,7 @@ class Grassmann(_Orthonormal):
     def refuse_leaf(self, w: Array) -> str | None:
         if (why := super().refuse_leaf(w)) or w.shape[-2] > w.shape[-1]:
             return why
-        return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
+        return f"expected matrices with more rows than columns, got shape {w.shape}. Leave it out with `where`."
 
     def move(self, base: Array, x: Array) -> Array:
         return super().move(base, x - product(base, product(adjoint(base), x)))

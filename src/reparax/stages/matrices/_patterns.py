@@ -1,4 +1,8 @@
-"""Matrices in which entries repeat or vanish, positive definite ones, and the images of other spaces."""
+"""Matrices with a pattern of equal or zero entries, positive definite matrices, and projections from other spaces.
+
+A *pattern* (``_Pattern``) is a square matrix whose entries are all 0 or taken from a vector ``x``, the raw value. Each
+subclass has a function from the row and column of an entry to its index in ``x``.
+"""
 
 from __future__ import annotations
 
@@ -43,42 +47,42 @@ class _Pattern(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         n = w.shape[-1]
-        size, places = self.size(n), self._all_places(n)
-        sums = jnp.zeros((*w.shape[:-2], size + 1), widened(w).dtype).at[..., places].add(widened(w))[..., :size]
-        counts = jnp.zeros(size + 1, sums.dtype).at[places].add(1)[:size]
+        length, indices = self._length(n), self._indices(n)
+        sums = jnp.zeros((*w.shape[:-2], length + 1), widened(w).dtype).at[..., indices].add(widened(w))[..., :length]
+        counts = jnp.zeros(length + 1, sums.dtype).at[indices].add(1)[:length]
         return {"x": (sums / jnp.broadcast_to(counts, sums.shape)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
-        n = next(n for n in itertools.count() if self.size(n + 1) > x.shape[-1])
+        n = next(n for n in itertools.count() if self._length(n + 1) > x.shape[-1])
         with_zero = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
-        return with_zero[..., self._all_places(n)]
+        return with_zero[..., self._indices(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
+        return jnp.zeros((), values["x"].real.dtype)  # the raw values are entries of the matrix
 
-    def _all_places(self, n: int) -> Array:
-        """The index in ``x`` of each entry of a matrix of n rows."""
+    def _indices(self, n: int) -> Array:
+        """The index in ``x`` of each entry of an n x n matrix; -1 for a zero."""
         i, j = jnp.indices((n, n))
-        return self.places(i, j, n)
+        return self._index_of_entry(i, j, n)
 
     @abstractmethod
-    def size(self, n: int) -> int:
-        """The length of ``x`` for a matrix of n rows."""
+    def _length(self, n: int) -> int:
+        """The length of ``x`` for an n x n matrix."""
 
     @abstractmethod
-    def places(self, i: Array, j: Array, n: int) -> Array:
-        """The index in ``x`` of the entry at row i and column j; -1 for a zero."""
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
+        """The index in ``x`` of the entry in row i and column j of an n x n matrix; -1 for a zero."""
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """The indices of a lower triangle, row by row; -1 above it, and on the diagonal if ``strict``."""
+    """Where a lower triangle, stored row by row, has entry (i, j); -1 above it, and on the diagonal if ``strict``."""
     row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
     return jnp.where(i > j if strict else i >= j, row + j, -1)
 
 
 def _triangle_size(n: int, *, strict: bool) -> int:
-    """The number of entries in a triangle of ``n`` rows; without the diagonal if ``strict``."""
+    """The number of entries in a triangle of ``n`` rows, not counting the diagonal if ``strict``."""
     return n * (n - 1) // 2 if strict else n * (n + 1) // 2
 
 
@@ -101,10 +105,10 @@ class Symmetric(_Pattern):
       {'w': {'@symmetric': {'x': Array([1., 3., 5.], dtype=float32)}}}
     """
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return _triangle_size(n, strict=False)
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         del n
         return _triangle_indices(jnp.maximum(i, j), jnp.minimum(i, j), strict=False)
 
@@ -113,8 +117,8 @@ class Skew(_Pattern):
     r"""Skew-symmetric matrices: :math:`W = -W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
-    ``init`` takes that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, and otherwise starts at the
-    nearest one.
+    ``init`` takes these entries of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, and otherwise starts
+    at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -138,10 +142,10 @@ class Skew(_Pattern):
         lower = super().apply_leaf(values)
         return lower - lower.mT
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return _triangle_size(n, strict=True)
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         del n
         return _triangle_indices(i, j, strict=True)
 
@@ -176,10 +180,10 @@ class Triangular(_Pattern):
         w = super().apply_leaf(values)
         return w + identity(w) if self.unit_diagonal else w
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return _triangle_size(n, strict=self.unit_diagonal)
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         del n
         return _triangle_indices(*((i, j) if self.lower else (j, i)), strict=self.unit_diagonal)
 
@@ -187,8 +191,8 @@ class Triangular(_Pattern):
 class Diagonal(_Pattern):
     r"""Diagonal matrices: :math:`W_{ij} = 0` for :math:`i \ne j`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` keeps it; it is exact for diagonal matrices,
-    and otherwise starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` keeps the diagonal; it is exact for diagonal
+    matrices, and otherwise starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -212,10 +216,10 @@ class Diagonal(_Pattern):
         batch = "abcdefgh"[: values["x"].ndim - 1]
         return [Term(f"{batch}i->{batch}ii", values["x"])]
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return n
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         del n
         return jnp.where(i == j, i, -1)
 
@@ -247,10 +251,10 @@ class Circulant(_Pattern):
         batch = "abcdefgh"[: values["x"].ndim - 1]
         return [Term(f"{batch}(i-j)->{batch}ij", values["x"])]
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return n
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         return (i - j) % n
 
 
@@ -258,7 +262,8 @@ class Toeplitz(_Pattern):
     r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
 
     Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left.
-    ``init`` takes the mean of each; it is exact for Toeplitz matrices, and otherwise starts at the nearest one.
+    ``init`` takes the mean of each diagonal; it is exact for Toeplitz matrices, and otherwise starts at the nearest
+    one.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -273,10 +278,10 @@ class Toeplitz(_Pattern):
       {'w': {'@toeplitz': {'x': Array([0., 2., 4.], dtype=float32)}}}
     """
 
-    def size(self, n: int) -> int:
+    def _length(self, n: int) -> int:
         return 2 * n - 1
 
-    def places(self, i: Array, j: Array, n: int) -> Array:
+    def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
         return i - j + n - 1
 
 
@@ -328,16 +333,16 @@ class Fibration(Reparametrization):
     r"""An array that is a projection from a total space: :math:`w = \pi(x)`.
 
     It connects a stage on the total space with the model: in ``inner >> Fibration(project, embed)``, ``inner`` (a stage
-    or a chain) makes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), in the total space. ``init``
-    gives ``x = embed(w)``; it is exact if ``project(embed(w)) == w``. The chain is exact if, in addition, ``embed(w)``
-    is in the image of ``inner``.
+    or a chain) computes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), in the total space.
+    ``init`` gives ``x = embed(w)``; it is exact if ``project(embed(w)) == w``. The chain is exact if, in addition,
+    ``embed(w)`` is in the image of ``inner``.
 
     Args:
       project: The function from the total space to the shape of the effective array.
-      embed: A right inverse of it.
-      where: Which arrays to act on; give the stages before it the same one. Default: every floating or complex
+      embed: A right inverse of ``project``.
+      where: Which arrays to act on; pass the same ``where`` to the stages before it. Default: every floating or complex
         parameter.
-      stacked: As for :class:`Reparametrization`; give the stages before it the same one.
+      stacked: As for :class:`Reparametrization`; pass the same ``stacked`` to the stages before it.
 
     Raises:
       TypeError: If ``project`` or ``embed`` has the wrong type.
@@ -368,18 +373,18 @@ class Fibration(Reparametrization):
 
 
 def eigen(w: Array) -> tuple[Array, Array]:
-    """Eigenvalues, in ascending order, and eigenvectors of the symmetric or Hermitian part."""
+    """The eigenvalues, in ascending order, and the eigenvectors of the symmetric or Hermitian part of ``w``."""
     return jnp.linalg.eigh(w / 2 + adjoint(w) / 2, symmetrize_input=False)
 
 
-def definite_eigen(w: Array) -> tuple[Array, Array]:
-    """Like ``eigen``, with eigenvalues raised to the smallest that rounding distinguishes from zero."""
+def positive_eigen(w: Array) -> tuple[Array, Array]:
+    """As :func:`eigen`, but smaller eigenvalues are raised to a value that rounding distinguishes from zero."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
 
 def cholesky(values: Array, vectors: Array) -> Array:
-    """The Cholesky factor of a matrix from its eigenvalues, which may be very small."""
+    """The Cholesky factor of a matrix, from its eigenvalues and eigenvectors. Eigenvalues may be very small."""
     upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
     return upper.mT * jnp.where(_diagonal_of(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
 
@@ -390,12 +395,12 @@ def _diagonal_of(w: Array) -> Array:
 
 
 def _set_diagonal(w: Array, diagonal: Array) -> Array:
-    """The matrices with another diagonal."""
+    """The matrices with their diagonals replaced by ``diagonal``."""
     return jnp.where(identity(w) == 1, diagonal[..., None], w)
 
 
 def cholesky_of_entries(x: Array) -> Array:
-    """The lower triangular matrix with entries ``x``, and softplus of them on the diagonal."""
+    """The lower triangular matrix with entries ``x``, where softplus is applied to those on the diagonal."""
     lower = Triangular().apply_leaf({"x": widened(x)})
     return _set_diagonal(lower, jax.nn.softplus(_diagonal_of(lower)))
 
@@ -461,7 +466,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         return not_square_error(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        values, vectors = definite_eigen(w)
+        values, vectors = positive_eigen(w)
         if self.map == "cholesky":
             x = entries_of_cholesky(cholesky(values, vectors))
         else:
@@ -479,7 +484,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
-            raise ValueError(f"map={self.map!r} has no log_det, but map='cholesky' has. Use that map.")
+            raise ValueError(f"map={self.map!r} has no log_det. Use map='cholesky', which has one.")
         raw = Triangular().apply_leaf({"x": values["x"]})
         diagonal, lower = map(_diagonal_of, (raw, cholesky_of_entries(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
@@ -487,7 +492,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = definite_eigen(x)  # not through raw values, whose rounding should not count
+        values, vectors = positive_eigen(x)  # computed without raw values, whose rounding should not count
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
@@ -505,7 +510,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
     at the nearest such matrix, with the ``rank`` largest eigenvalues and zero for negative ones. Columns of eigenvalue
     zero start with a tiny norm, below rounding in W, so that they can train. A matrix without positive eigenvalues is
     an error: the nearest point is zero, where the gradient is zero, and it would never train. With
-    ``outside="unchecked"`` it starts there. Samples are Wishart matrices with mean I.
+    ``outside="unchecked"`` it starts at zero. Samples are Wishart matrices with mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
@@ -547,8 +552,8 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
 
     def flat_leaf(self, w: Array) -> Array:
         values, _ = eigen(widened(w))
-        size = jnp.max(jnp.abs(values), axis=-1)
-        return (values[..., -1] <= resolution(w, size) / 2)[..., None, None]
+        largest = jnp.max(jnp.abs(values), axis=-1)
+        return (values[..., -1] <= resolution(w, largest) / 2)[..., None, None]
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["x"])

@@ -1,4 +1,8 @@
-"""Matrices by their singular values, and products of factors."""
+"""Low-rank matrices, Kronecker products, and matrices whose singular values are constrained.
+
+The stages with constrained singular values share the base class ``_SingularValues``. A subclass gives the function f
+from free numbers ``s`` to singular values, as ``spectrum``, and its inverse, as ``coordinates``.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,8 @@ class LowRank(RowsAndColumns, Constraint):
       rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
         first axis of a matrix. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
         there are several row axes, the raw values have them too.
-      columns: The column axes. Default: all axes not in ``rows``; else the outputs that the class of a layer says, or
-        the last axis of a matrix. Arrays of more axes are refused.
+      columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the outputs, if the class of the
+        layer determines them, or the last axis of a matrix. Other arrays are refused.
 
     Raises:
       TypeError: If ``rank`` has the wrong type.
@@ -77,7 +81,7 @@ class LowRank(RowsAndColumns, Constraint):
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
     transposes: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # only rows of zeros are drawn
+    random_init: ClassVar[Any] = False  # no key is required, as only rows of zeros are random
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
@@ -98,14 +102,14 @@ class LowRank(RowsAndColumns, Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
-    """The factors of the nearest matrix of this rank, with more columns and rows of zeros if there are fewer."""
+    """Factors of the nearest matrix of this rank, padded with zeros if there are fewer singular values than that."""
     left_vectors, singular, right_vectors = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
     v = root[..., :, None].astype(right_vectors.dtype) * right_vectors[..., :rank, :]
     batch = [(0, 0)] * (w.ndim - 2)
-    more = (0, rank - root.shape[-1])
-    return jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
+    padding = (0, rank - root.shape[-1])
+    return jnp.pad(u, [*batch, (0, 0), padding]), jnp.pad(v, [*batch, padding, (0, 0)])
 
 
 class Kronecker(RowsAndColumns, Constraint):
@@ -141,7 +145,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     shape: tuple[int, int] = field(check_two)
 
-    random_init: ClassVar[Any] = False  # only rows of zeros are drawn
+    random_init: ClassVar[Any] = False  # no key is required, as only rows of zeros are random
 
     def refuse_leaf(self, w: Array) -> str | None:
         return not_divisible_error(self.shape, w)
@@ -156,13 +160,13 @@ class Kronecker(RowsAndColumns, Constraint):
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
     def _rearrange(self, w: Array) -> Array:
-        """W rearranged, with the entries of A as rows and those of B as columns; of rank 1 on the image."""
+        """W with one row per entry of A and one column per entry of B; of rank 1 if W is a Kronecker product."""
         blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 
     def _reshape_factors(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
-        """Vectors of a product of rank 1 as the matrices A and B."""
+        """The matrices A and B, from the two vectors whose product is the rearranged W."""
         rows, columns = self.shape
         *batch, n, m = w.shape
         return {
@@ -172,7 +176,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
 
 class _SingularValues(RowsAndColumns, Constraint):
-    r""":math:`W = U \operatorname{diag}(f(s)) V^H`, with U and V given by the Cayley map from fixed bases."""
+    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`; the Cayley map moves U and V away from fixed bases."""
 
     raw_values: ClassVar[Values] = {
         "u": main(decays=False, axes=("rows", "rank")),
@@ -205,21 +209,24 @@ class _SingularValues(RowsAndColumns, Constraint):
         return {**values, **rebase_side("u"), **rebase_side("v")}
 
     def rank_of(self, w: Array) -> int:
-        """The number of singular values."""
+        """The number of singular values of the effective matrix."""
         return min(w.shape[-2:])
 
     def left_vectors(self, u: Array, vh: Array) -> Array:
-        """The left singular vectors at the start."""
+        """The initial left singular vectors, from the singular value decomposition; a subclass may change signs."""
         del vh
         return u
 
     @abstractmethod
     def spectrum(self, s: Array) -> Array:
-        """The singular values."""
+        """The singular values f(s)."""
 
     @abstractmethod
     def coordinates(self, singular: Array, least: Array) -> Array:
-        """The ``s`` for given singular values, or for the nearest possible ones that are at least ``least``."""
+        """The inverse of ``spectrum``. Values that it does not reach are replaced by nearby ones.
+
+        Singular values up to ``least`` are zero up to rounding.
+        """
 
 
 _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that is not negative.", known=True)
@@ -292,8 +299,8 @@ class FixedRank(_BoundedBelow):
 class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values as for :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: with a
-    positive determinant at the start, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as
+    Raw values as for :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: if it is
+    positive initially, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as
     for :class:`FixedRank`; a singular matrix starts at the nearest matrix in the image.
 
     Args:
@@ -376,16 +383,16 @@ class SpecialLinear(_SingularValues):
     def coordinates(self, singular: Array, least: Array) -> Array:
         is_zero = singular <= least
         largest = jnp.max(jnp.where(is_zero, 1, singular), axis=-1, keepdims=True)
-        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # small numbers, whose rounding is small
+        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # small numbers, with small rounding errors
         count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
         sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
-        # Equal replacements of the zeros make the determinant 1, as far as they stay zeros up to rounding.
+        # Zeros get the value that makes the determinant 1, but at most `least`, so that they stay zero up to rounding.
         log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
         s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
 
 
-_RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes more than 0 and at most 1.", known=True)
+_RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes a number greater than 0 and at most 1.", known=True)
 
 
 class AlmostOrthogonal(_SingularValues):
@@ -423,6 +430,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        # At the edge the sine is flat, and s would not train.
+        # At the ends of the interval the sine is flat, so s would not train.
         edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

@@ -1,4 +1,8 @@
-"""Norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball."""
+"""Stages for norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball.
+
+Weights are computed in float32 if they are of half precision (``widened``), and the result is cast back. ``axis`` names
+the axes with one norm per index, ``along`` the axes of the vectors whose norm is taken.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import is_zero, max_abs, norm, scale_near_one, unit, with_length, with_length_detached
 
 
-class _OfChannels(Reparametrization):
-    """Stages that see one vector of all weights, or one for each output channel."""
+class _PerChannel(Reparametrization):
+    """The base class of stages that act on the weights of each output channel, or on all weights as one vector."""
 
     axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
 
@@ -30,7 +34,7 @@ class _OfChannels(Reparametrization):
     acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
 
 
-class WeightNorm(_OfChannels):
+class WeightNorm(_PerChannel):
     r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
 
     Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
@@ -55,13 +59,13 @@ class WeightNorm(_OfChannels):
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
         ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or equinox
         layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
-        By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
+        Axes are given by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
         of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper. ``v``
-        starts at ``w`` itself, for the base of an adapter to be that of the model: ``init`` is exact for norms from
-        4e-34 to 5e33, and in a slice of zeros first ``v`` trains, then ``g``.
+        starts at ``w`` itself, so that the base of an adapter equals the weights of the model: ``init`` is exact for
+        norms from 4e-34 to 5e33, and in a slice of zeros first ``v`` trains, then ``g``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -93,7 +97,7 @@ class WeightNorm(_OfChannels):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        if self.detach:  # of an adapter, of which this is the base
+        if self.detach:  # `v` may be the base of an adapter, which must equal the weights of the model
             return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
@@ -104,7 +108,7 @@ class WeightNorm(_OfChannels):
         return (with_length_detached if self.detach else with_length)(x, length, axes).astype(v.dtype)
 
 
-class WeightStandardization(_OfChannels, Constraint):
+class WeightStandardization(_PerChannel, Constraint):
     r"""Zero mean and unit variance: :math:`w = (v - \mu) / \sigma` over the inputs of each output channel.
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if ``w`` has mean 0 and variance 1, and
@@ -159,7 +163,7 @@ class WeightStandardization(_OfChannels, Constraint):
         if w.size == 0:
             return {"v": w}
         is_constant = jnp.all(w == jnp.max(w, axis=axes, keepdims=True), axis=axes, keepdims=True)
-        # Of the shape of w, as JAX selects only among arrays that lie on a mesh alike.
+        # All arrays get the shape of w, because JAX selects only among arrays with equal shardings.
         return {"v": jnp.where(is_constant & jnp.ones_like(w, bool), ramp + jnp.zeros_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -185,8 +189,8 @@ class Sphere(Constraint):
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
         output of a dense kernel ``(in, out)``. None for the whole array. Default: the only axis of a
-        vector, the inputs of each output, and the rows of a table, where they are known as for :class:`WeightNorm`. A
-        name is enough, as the vectors of a product are those of its outputs: points in the rows of a ``w`` need ``-1``.
+        vector, the inputs of each output, and the rows of a table, if they are known as for :class:`WeightNorm`. The
+        name of an array is enough for that. If the rows of a matrix ``w`` are points, pass ``-1``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -223,12 +227,12 @@ class Sphere(Constraint):
         return (scalar(self.radius, x) * unit(x, count_from_front(self.along, v))).astype(v.dtype)
 
 
-class MaxNorm(_OfChannels, Constraint):
+class MaxNorm(_PerChannel, Constraint):
     r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
-    otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, training is that of plain
-    weights. Outside, the map is the inversion in the sphere: rescaling would pass no gradient to the norm, so weights
+    otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, weights train as usual.
+    Outside, the map is the inversion in the sphere: rescaling would pass no gradient to the norm, so weights
     outside the ball could never come back. Half-precision arrays are computed in float32.
 
     Args:
@@ -291,8 +295,8 @@ class PoincareBall(Constraint):
     Args:
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
       along: The axes along which a point's coordinates lie. Default: the only axis of a vector, and the outputs, which
-        are the last axis of a table and of a kernel ``(in, out)``, where they are known as for :class:`WeightNorm`. A
-        name is enough, as points lie along the last axis outside of networks too.
+        are the last axis of a table and of a kernel ``(in, out)``, if they are known as for :class:`WeightNorm`. The
+        name of an array is enough, as points lie along the last axis outside networks too.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
@@ -324,7 +328,7 @@ class PoincareBall(Constraint):
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        length = jnp.minimum(self._length(w), _limit(w))
+        length = jnp.minimum(self._length(w), _largest_norm_inside(w))
         direction = unit(widened(w), count_from_front(self.along, w))
         root = jnp.sqrt(scalar(self.curvature, direction))
         return {"v": (jnp.arctanh(length) / root * direction).astype(w.dtype)}
@@ -332,12 +336,12 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        is_near_0 = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # here the quotient has no stable derivative
-        nonzero_length = jnp.where(is_near_0, jnp.ones_like(length), length)
+        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # the quotient has no stable derivative there
+        nonzero_length = jnp.where(is_small, jnp.ones_like(length), length)
         image = jnp.tanh(nonzero_length)
         # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
-        image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
-        return (widened(v) * jnp.where(is_near_0, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
+        image = image - jax.lax.stop_gradient(jnp.maximum(image - _largest_norm_inside(v), 0))
+        return (widened(v) * jnp.where(is_small, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
@@ -352,6 +356,6 @@ class PoincareBall(Constraint):
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 
-def _limit(w: Array) -> float:
+def _largest_norm_inside(w: Array) -> float:
     """The largest norm of a point that stays in the ball when its coordinates are rounded."""
     return 1 - 4 * float(jnp.finfo(w.dtype).eps)

@@ -1,4 +1,8 @@
-"""Spectral norm of matrices and of convolutions."""
+"""The stage ``SpectralNorm``, for matrices and for convolutions.
+
+Power iteration alternates between a linear map and its adjoint. The map multiplies by a matrix, or applies a
+``Convolution`` to an image; ``_times_matrix`` and ``_times_adjoint`` do either.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The shape of an image, without empty axes."""
+    """The shape of an image, of which each axis must have a size of at least 1."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
@@ -35,7 +39,7 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """An integer of at least 1, or one for each axis of an image."""
+    """An integer of at least 1, or a tuple with one for each axis of an image."""
     if is_integer(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
@@ -44,7 +48,7 @@ def check_sizes(value: Any, who: str, name: str) -> Sizes:
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
-    """A word, a number of zeros on each side, or a pair of such numbers for each axis."""
+    """A padding: a word, the number of zeros on each side, or a pair of such numbers for each axis."""
     if type(value) is str and value in _PADDINGS:
         return value
     if is_integer(value) and int(value) >= 0:
@@ -58,7 +62,7 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether a value is two whole numbers, neither of them negative."""
+    """Whether a value is a pair of integers of at least 0."""
     return isinstance(value, tuple | list) and len(value) == 2 and all(is_integer(n) and n >= 0 for n in value)
 
 
@@ -72,8 +76,8 @@ class Convolution:
     kernel_dilation: Sizes
     feature_group_count: int
 
-    def refuse(self, kernel: Any) -> str | None:
-        """Why the kernel does not fit this convolution, or None."""
+    def why_refused(self, kernel: Any) -> str | None:
+        """Why the kernel does not fit this convolution; None if it does."""
         ndim = len(self.input_shape)
         if kernel.ndim != ndim + 2:
             return (
@@ -85,7 +89,7 @@ class Convolution:
             if isinstance(value, tuple) and len(value) != ndim:
                 return (
                     f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
-                    "Correct it."
+                    f"Correct `{name}`."
                 )
         if not kernel.size:
             return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
@@ -94,22 +98,22 @@ class Convolution:
                 f"expected outputs that feature_group_count={self.feature_group_count} divides, got shape "
                 f"{kernel.shape}. Correct `feature_group_count`."
             )
-        image = jax.eval_shape(self, kernel, self.start(kernel))
+        image = jax.eval_shape(self, kernel, self.input_type(kernel))
         if not math.prod(image.shape):
             return (
                 f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
-                f"shape {kernel.shape}. Enlarge it."
+                f"shape {kernel.shape}. Enlarge `input_shape`."
             )
         return None
 
-    def start(self, kernel: Any) -> jax.ShapeDtypeStruct:
-        """The type of the input images."""
+    def input_type(self, kernel: Any) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of the input image, ``(*input_shape, in)``."""
         return jax.ShapeDtypeStruct((*self.input_shape, kernel.shape[-2] * self.feature_group_count), kernel.dtype)
 
     def __call__(self, kernel: Array, image: Array) -> Array:
         """The output image, of shape ``(..., out)``."""
         ndim = len(self.input_shape)
-        strides, dilation = (self._each(sizes) for sizes in (self.strides, self.kernel_dilation))
+        strides, dilation = (self._per_axis(sizes) for sizes in (self.strides, self.kernel_dilation))
         padding: Any = self.padding
         if isinstance(padding, int):
             padding = [(padding, padding)] * ndim
@@ -131,25 +135,26 @@ class Convolution:
             precision="highest",
         )[0]
 
-    def _each(self, sizes: Sizes) -> tuple[int, ...]:
+    def _per_axis(self, sizes: Sizes) -> tuple[int, ...]:
+        """The sizes with one entry for each axis of the image."""
         return (sizes,) * len(self.input_shape) if isinstance(sizes, int) else sizes
 
     def adjoint(self, kernel: Array, image: Array) -> Array:
-        """The adjoint map, applied to an image of shape ``(..., out)``."""
-        transpose = jax.linear_transpose(lambda image: self(kernel, image), self.start(kernel))
+        """The adjoint of the convolution, applied to an image of shape ``(..., out)``."""
+        transpose = jax.linear_transpose(lambda image: self(kernel, image), self.input_type(kernel))
         return transpose(image.conj())[0].conj()
 
 
-_OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
+_DEFAULTS = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
 
 _STEPS_TO_PROJECT = 500
-"""Steps of power iteration in ``project`` of a convolution, whose exact norm would take a matrix of all images."""
+"""Steps of power iteration in ``project`` for a convolution, as the exact norm would need a huge matrix."""
 
 
 class SpectralNorm(MatrixAxes, Constraint):
     r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
-    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with a number for each column and each
+    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with one number per column and per
     row, power-iteration estimates of the singular vectors, in float32 for half-precision weights. No gradient
     passes through ``u`` and ``v``. ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does.
     ``update`` iterates ``n_steps`` times; call it once per training step. ``apply`` and ``fold`` never iterate, so all
@@ -158,8 +163,8 @@ class SpectralNorm(MatrixAxes, Constraint):
     singular value from the SVD.
 
     The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. While the weights move,
-    one iteration per step lags behind, and the norm overshoots: 1.09 in our tests at usual learning rates, and more
-    with large steps. If the bound matters, raise ``n_steps`` to 5 or 15; ``project`` divides by the exact value.
+    one iteration per step lags behind, and the norm overshoots: 1.09 in our tests at usual learning rates, and
+    more with large steps. If the bound matters, raise ``n_steps`` to 5 or 15; ``project`` divides by the exact value.
 
     A matrix has the same norm as its transpose. For an array of more than two dimensions, name the output axes:
     ``columns=(1, 2)`` for a kernel of attention ``(in, heads, dim)``, ``columns=-1`` for its output projection
@@ -176,7 +181,7 @@ class SpectralNorm(MatrixAxes, Constraint):
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       rows: As for :class:`LowRank`.
       columns: As for :class:`LowRank`. One axis is torch's ``dim``: 0, and 1 for transposed convolutions. With
-        ``input_shape``, the axis of outputs, the first or the last one; its neighbour (1 or -2)
+        ``input_shape``, the axis of outputs, the first or the last one; its neighbor (1 or -2)
         is the input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the
         shape of its output images as ``input_shape``.
       input_shape: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
@@ -224,21 +229,21 @@ class SpectralNorm(MatrixAxes, Constraint):
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
     needs_update: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # any start of the iteration leads to the same vectors
+    random_init: ClassVar[Any] = False  # no key is required, as any start leads to the same vectors
     acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names_given = [name for name, usual in _OF_A_CONVOLUTION.items() if getattr(self, name) != usual]
+        names_given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
         if self.input_shape is None and names_given:
             raise ValueError(
                 f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`, the shape "
-                "of the input images. Give it, such as input_shape=(32, 32)."
+                "of the input images. Pass it, such as input_shape=(32, 32)."
             )
         if self.input_shape is not None and self.rows is not None:
             raise ValueError(
                 f"SpectralNorm got rows={self.rows!r} with `input_shape`, whose convolution has one output axis and "
-                "its neighbour as input axis. Leave `rows` out, and give the outputs, such as columns=-1."
+                "its neighbor as input axis. Leave `rows` out, and pass the output axis, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -258,12 +263,12 @@ class SpectralNorm(MatrixAxes, Constraint):
                 f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
                 f"{w.shape}. Use one of these."
             )
-        return self._convolution.refuse(jax.eval_shape(self._matrix, w))
+        return self._convolution.why_refused(jax.eval_shape(self._matrix, w))
 
     def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
-        start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape
-        u, v = _iterate(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
+        shape = matrix.shape[:1] if self._convolution is None else self._convolution.input_type(matrix).shape
+        u, v = _iterate(matrix, _as_unit(jax.random.normal(key, shape, matrix.dtype)), 15, self._convolution)
         return {"w": w, "u": u, "v": v}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -279,10 +284,10 @@ class SpectralNorm(MatrixAxes, Constraint):
         return (x / divisor).astype(w.dtype)
 
     def _largest_singular_value(self, matrix: Array) -> Array:
-        """That of a matrix, or of a convolution by power iteration until it changes no more."""
+        """The largest singular value of a matrix or, by many power iterations, of a convolution."""
         if self._convolution is None:
             return jnp.linalg.norm(matrix, 2)
-        start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
+        start = jax.random.normal(jax.random.key(0), self._convolution.input_type(matrix).shape, matrix.dtype)
         u, v = _iterate(matrix, _as_unit(start), _STEPS_TO_PROJECT, self._convolution)
         return jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
 
@@ -292,6 +297,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     @property
     def _convolution(self) -> Convolution | None:
+        """The convolution; None for plain matrices."""
         if self.input_shape is None:
             return None
         return Convolution(self.input_shape, self.strides, self.padding, self.kernel_dilation, self.feature_group_count)
@@ -307,35 +313,35 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """The output axis of a convolution's kernel; none if it cannot be the given one."""
+        """The output axis of a convolution's kernel, in a list; empty unless ``columns`` is the first or last axis."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
 
 def _times_matrix(matrix: Array, v: Array, convolution: Convolution | None) -> Array:
-    """The product of a vector with the matrix, or with that of a convolution."""
+    """The product of the vector ``v`` and the matrix, or the convolution of the image ``v``."""
     return jnp.matmul(v, matrix, precision="highest") if convolution is None else convolution(matrix, v)
 
 
 def _times_adjoint(matrix: Array, u: Array, convolution: Convolution | None) -> Array:
-    """The product of a vector with the adjoint of the matrix, or of a convolution."""
+    """The adjoint of ``_times_matrix``, applied to ``u``."""
     if convolution is None:
         return jnp.matmul(matrix.conj(), u, precision="highest")
     return convolution.adjoint(matrix, u)
 
 
 def _as_unit(x: Array) -> Array:
-    """``x`` over its norm as one vector."""
+    """``x`` divided by its norm as a single vector."""
     return unit(x, tuple(range(x.ndim)))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
-    """Both singular vectors after ``n_steps`` iterations from ``v``; jitted, so it is compiled once."""
+    """The singular vectors ``u`` and ``v`` after ``n_steps`` of power iteration; jitted, so it is compiled once."""
 
     def step(v: Array) -> tuple[Array, Array]:
         u = _as_unit(_times_matrix(matrix, v, convolution))
         image = _as_unit(_times_adjoint(matrix, u, convolution))
-        return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
+        return u, jnp.where(jnp.all(image == 0), v, image)  # v stays nonzero, as a zero matrix may change later
 
     return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

@@ -1,4 +1,12 @@
-"""Layouts of arrays that hold several: blocks, and cells of other libraries."""
+"""Layouts of the arrays of a cell, in this and in other libraries, and conversions between them.
+
+A *value* is a single array, such as ``input_i``, the kernel of an input gate. A *block* describes what an array of a
+model holds: one value, as a string, or several, as a :class:`Concat`. A *layout* maps the paths of a cell's arrays to
+blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins values into arrays.
+
+Shapes consist of numbers and letters. The sizes for the letters follow from the shapes of arrays: functions with an
+argument ``sizes`` add each size that they find to this dict.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +38,14 @@ class Concat:
 
     Args:
       parts: Values as strings, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists
-        its axes as numbers and letters; parentheses merge axes, and ``1`` adds one.
+        its axes as numbers and letters; parentheses merge axes, and ``1`` adds an axis.
       axis: The axis of concatenation, counted from the front.
       per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
         holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
 
     Raises:
       TypeError: If a part is neither a string nor a block.
-      ValueError: If a string is not of that form, if two values have one name, or if ``axis`` is negative.
+      ValueError: If a string is not of that form, if two values have the same name, or if ``axis`` is negative.
 
     Example:
       >>> import reparax as rpx
@@ -54,9 +62,9 @@ class Concat:
     def __post_init__(self) -> None:
         parts: Any = self.parts
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
-            raise TypeError(f"Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got {parts!r}.")
+            raise TypeError(f"Concat takes a tuple of blocks and strings such as 'bias: 4', but got {parts!r}.")
         if check_integer(self.axis, "Concat", "axis") < 0:
-            raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
+            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front, starting at 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
             object.__setattr__(self, name, as_python(value))
         require_unique(value_names(self), "Concat")
@@ -80,32 +88,38 @@ def require_unique(names: Sequence[str], who: str) -> None:
 
 @dataclass(frozen=True)
 class _Value:
-    """A parsed value: its own axes, and how groups of them form the axes of the array; axes of size 1 are omitted."""
+    """A parsed value, such as ``"out: heads value m -> (heads value) m"``.
+
+    Attributes:
+      name: The name of the value.
+      shape: The names of its axes, among which may be ``"1"``.
+      groups: For each axis of the array, the names of the value's axes that are merged into it.
+    """
 
     name: str
     shape: Axis
-    stands: tuple[Axis, ...]
+    groups: tuple[Axis, ...]
 
     @property
     def axes(self) -> Axis:
-        """The value's own axes."""
+        """The axes of the value, except those of size 1."""
         return tuple(name for name in self.shape if name != "1")
 
     @property
-    def standing(self) -> Axis:
-        """The value's axes in the order of the array."""
-        return tuple(name for group in self.stands for name in group if name != "1")
+    def array_axes(self) -> Axis:
+        """The same axes, in the order of the array."""
+        return tuple(name for group in self.groups for name in group if name != "1")
 
     @property
     def order(self) -> list[int]:
-        """For each axis in the array, its place in the value; axes of equal name are matched in order."""
-        places = {name: [place for place, axis in enumerate(self.axes) if axis == name] for name in self.axes}
-        return [places[name].pop(0) for name in self.standing]
+        """For each of ``array_axes``, its index in ``axes``; axes of equal name are matched in order."""
+        indices = {name: [i for i, axis in enumerate(self.axes) if axis == name] for name in self.axes}
+        return [indices[name].pop(0) for name in self.array_axes]
 
 
 @functools.cache
 def _parse_value(text: str) -> _Value:
-    """A value from its text; raises an error for text of another form."""
+    """Parses the text of a value; raises an error for text of another form."""
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
         raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
@@ -116,39 +130,37 @@ def _parse_value(text: str) -> _Value:
         tuple(shape.split()),
         tuple(tuple((merged_names or name_alone).split()) for merged_names, name_alone in groups),
     )
-    if sorted(value.axes) != sorted(value.standing):
+    if sorted(value.axes) != sorted(value.array_axes):
         raise ValueError(f"A block got {text!r}, whose two shapes have different axes. Write the same axes in both.")
     return value
 
 
 def value_names(block: Block) -> list[str]:
-    """The values in a block, in its order."""
-    return (
-        [_parse_value(block).name]
-        if isinstance(block, str)
-        else [name for part in block.parts for name in value_names(part)]
-    )
+    """The names of the values in a block, in order."""
+    if isinstance(block, str):
+        return [_parse_value(block).name]
+    return [name for part in block.parts for name in value_names(part)]
 
 
 def value_texts(block: Block) -> list[str]:
-    """The text of each value in a block, without its place in the array."""
+    """The text of each value in a block, without its shape in the array."""
     if isinstance(block, str):
         return [f"{_parse_value(block).name}: {' '.join(_parse_value(block).shape)}"]
     return [text for part in block.parts for text in value_texts(part)]
 
 
 def _letter(name: str) -> str:
-    """A size without the primes that tell its axes apart: ``h`` of ``h'``."""
+    """The letter of a size, without the primes that distinguish axes of equal size: ``h`` for ``h'``."""
     return name.rstrip("'")
 
 
 def _known_sizes(names: Iterable[str], sizes: Sizes) -> list[int]:
-    """The sizes that are known."""
+    """The sizes of those names whose size is known."""
     return [int(name) if name.isdigit() else sizes[_letter(name)] for name in names if _is_known(name, sizes)]
 
 
 def _is_known(name: str, sizes: Sizes) -> bool:
-    """Whether a size is a number, or a letter whose number is known."""
+    """Whether a size is given as a number, or as a letter that is in ``sizes``."""
     return name.isdigit() or _letter(name) in sizes
 
 
@@ -158,7 +170,10 @@ def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
-    """Requires ``total`` to be the sum of products of sizes; adds the one that is unknown to ``sizes``."""
+    """Requires that ``total`` is the sum of ``terms``, each of which is a product of sizes.
+
+    If one size is unknown, solves for it, and adds it to ``sizes``.
+    """
     constant, factor, unknown = _linear_form(terms, sizes)
     remaining = total - constant
     if remaining < 0 or (remaining % factor if factor else remaining):
@@ -172,42 +187,42 @@ def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
 
 
 def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | None]:
-    """The sum of products of sizes as ``constant + factor * size``, with the letter of the size that is not known.
+    """The sum of products of sizes as ``constant + factor * size``, with the letter of the unknown size.
 
     With ``h = 8``, ``h h + 3 h d`` is (64, 24, "d"). Raises an error if several sizes are unknown.
     """
     unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for names in unknown_names for name in names})
     if len(letters) > 1 or any(len(names) > 1 for names in unknown_names):
-        raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
+        raise ValueError(f"its shape does not determine {', '.join(letters)}. Pass some of them in `sizes`.")
     known_parts = _merged_sizes(terms, sizes)
     constant = sum(n for n, names in zip(known_parts, unknown_names, strict=True) if not names)
     return constant, sum(known_parts) - constant, next(iter(letters), None)
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
-    """Requires an array of these axes; adds the sizes that follow from its shape to ``sizes``."""
+    """Requires that each axis of an array merges one group; adds the sizes that follow from its shape to ``sizes``."""
     if array.ndim != len(groups):
         raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
     for group, total in zip(groups, array.shape, strict=True):
         _solve_size([group], total, sizes)
 
 
-def _terms(block: Block, axis: int) -> list[Axis]:
-    """The sizes of the parts of a block along an axis, each as a product."""
+def _terms_along(block: Block, axis: int) -> list[Axis]:
+    """The size of a block along an axis, as terms that add up to it. Each term is a product of sizes."""
     if isinstance(block, str):
-        return [_parse_value(block).stands[axis]]
+        return [_parse_value(block).groups[axis]]
     if axis != block.axis:
-        return _terms(block.parts[0], axis)
+        return _terms_along(block.parts[0], axis)
     if block.per:
-        return [(block.per, *term) for part in block.parts for term in _terms(part, axis + 1)]
-    return [term for part in block.parts for term in _terms(part, axis)]
+        return [(block.per, *term) for part in block.parts for term in _terms_along(part, axis + 1)]
+    return [term for part in block.parts for term in _terms_along(part, axis)]
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """The array cut into equal pieces, as a new axis in front of ``axis``."""
+    """The array with an axis cut into equal pieces, which a new axis in front of ``axis`` counts."""
     if not _is_known(per, sizes):
-        raise ValueError(f"its shape does not determine {per}. Give it in `sizes`.")
+        raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
     if array.shape[axis] % pieces:
         raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
@@ -215,19 +230,19 @@ def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """The values in an array. Adds the sizes that follow from its shape to ``sizes``."""
+    """The values that an array holds, by name. Adds the sizes that follow from its shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
-        _require_axes(value.name, value.stands, array, sizes)
-        standing = array.reshape(_known_sizes(value.standing, sizes))
-        return {value.name: standing.transpose(np.argsort(value.order)).reshape(_known_sizes(value.shape, sizes))}
+        _require_axes(value.name, value.groups, array, sizes)
+        unmerged = array.reshape(_known_sizes(value.array_axes, sizes))
+        return {value.name: unmerged.transpose(np.argsort(value.order)).reshape(_known_sizes(value.shape, sizes))}
     axis = block.axis
     if axis >= array.ndim:
         raise ValueError(f"expected an axis {axis} to cut {value_names(block)} from, got {describe(array)}.")
     if block.per:
         array = _cut_into_pieces(array, axis, block.per, sizes)
         axis += 1
-    terms = [_terms(part, axis) for part in block.parts]
+    terms = [_terms_along(part, axis) for part in block.parts]
     _solve_size([term for part in terms for term in part], array.shape[axis], sizes)
     ends = np.cumsum([sum(_merged_sizes(part, sizes)) for part in terms])[:-1]
     pieces = zip(block.parts, jnp.split(array, ends, axis), strict=True)
@@ -240,12 +255,12 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
         value = _parse_value(block)
         array_of_value = values[value.name]
         _require_axes(value.name, [(name,) for name in value.shape], array_of_value, sizes)
-        standing = array_of_value.reshape(_known_sizes(value.axes, sizes)).transpose(value.order)
-        return standing.reshape(_merged_sizes(value.stands, sizes))
+        unmerged = array_of_value.reshape(_known_sizes(value.axes, sizes)).transpose(value.order)
+        return unmerged.reshape(_merged_sizes(value.groups, sizes))
     parts = [join_values(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
         kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in value_names(block))
-        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one first.")
+        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one dtype first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:
         return array
@@ -255,7 +270,7 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
 
 Blocks = Mapping[str, Block]
 
-# n inputs, h hidden units; kernels as in flax, inputs first.
+# With n inputs and h hidden units; kernels have the inputs first, as in flax.
 _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
@@ -272,7 +287,7 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
       out_first: Whether kernels have the shape ``(out, in)``, as in torch, instead of ``(in, out)``, as in flax.
 
     Raises:
-      ValueError: If the source is not known, or if ``order`` is not made of letters.
+      ValueError: If the source is not known, or if ``order`` contains anything but letters.
 
     Example:
       >>> import reparax as rpx
@@ -298,7 +313,7 @@ def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
 
 
 def _torch_cell(order: str) -> dict[str, Block]:
-    """The arrays of a cell of torch, with its gates in this order."""
+    """The layout of a torch cell with its gates in this order."""
     return {
         "weight_ih": gates("input", order, out_first=True),
         "weight_hh": gates("hidden", order, out_first=True),
@@ -308,7 +323,7 @@ def _torch_cell(order: str) -> dict[str, Block]:
 
 
 def _cell_with_one_bias(names: tuple[str, str, str], order: str, *, out_first: bool) -> dict[str, Block]:
-    """The arrays of a cell that has, by these names, two kernels and one bias."""
+    """The layout of a cell with two kernels and one bias, which have these names."""
     ih, hh, bias = names
     return {
         ih: gates("input", order, out_first=out_first),
@@ -387,11 +402,11 @@ LAYOUTS: dict[str, Blocks] = {
 
 
 def blocks_of(layout: Any) -> dict[str, Block]:
-    """The arrays of a layout, which is given by name or as a dict of paths and blocks."""
+    """The paths and blocks of a layout, which is given by name or as a dict."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
-        raise ValueError(f"Got {layout!r} as a layout, but the known ones are {', '.join(LAYOUTS)}. Or pass a dict.")
+        raise ValueError(f"Got {layout!r} as a layout. Use one of {', '.join(LAYOUTS)}, or pass a dict.")
     blocks = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
     if not blocks or not all(isinstance(path, str) and isinstance(block, Block) for path, block in blocks.items()):
         raise TypeError(f"A layout is a name or a dict of paths and blocks, but got {layout!r}.")
@@ -430,7 +445,7 @@ def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> d
 
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""The constants that a cell adds to a value when it reads it."""
+"""For each layout, the constants that its cell adds to some values when it computes."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
@@ -465,8 +480,8 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     arrays = {path_text(path).replace(".", "/"): x for path, x in items(tree) if is_array(x)}
     with locate_errors(f"convert from {source!r} to {target!r}"):
         source_blocks, target_blocks = blocks_of(source), blocks_of(target)
-        if strange := [path for path in arrays if path not in source_blocks]:
-            raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
+        if unexpected := [path for path in arrays if path not in source_blocks]:
+            raise ValueError(f"{unexpected[0]!r} is not an array of that layout. Pass the parameters of one cell.")
         values = _add_to_values(read_values(source_blocks, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in target_blocks.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
@@ -487,23 +502,24 @@ def _nest_arrays(arrays: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
-    """What the cell of a layout adds to some of its values when it computes."""
+    """The constants that the cell of a layout adds, by the names of the values."""
     return _ADDED.get(layout, {}) if isinstance(layout, str) else {}
 
 
-def _add_to_values(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
-    """The values with these numbers added; raises an error if a value is missing."""
-    if lacking := [name for name in by if name not in values]:
+def _add_to_values(values: dict[str, Array], constants: Mapping[str, float]) -> dict[str, Array]:
+    """The values, with ``constants`` added to those of the same name; raises an error if a value is missing."""
+    if lacking := [name for name in constants if name not in values]:
         raise ValueError(
-            f"one cell adds a number to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
+            f"one cell adds a constant to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
         )
-    return values | {name: values[name] + number for name, number in by.items()}
+    return values | {name: values[name] + number for name, number in constants.items()}
 
 
 def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """The values by these names, where a cell has two biases ``x`` and ``hidden_x`` and the other one their sum ``x``.
+    """The values for a cell that has values with these names.
 
-    Second biases that ``names`` lacks are added to the first ones, and those that ``values`` lack are zeros.
+    A cell may have two biases ``x`` and ``hidden_x``, or only their sum ``x``. A second bias that is not in ``names``
+    is added to the first one; a second bias that is not in ``values`` becomes zeros.
     """
     matched = {name: value for name, value in values.items() if name in names}
     for name in [name for name in values if name not in names]:

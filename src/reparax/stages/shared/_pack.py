@@ -1,4 +1,8 @@
-"""Arrays that hold several, packed and split, and cuDNN's block of an LSTM."""
+"""Stages that store the arrays of a cell in another layout: ``Pack``, ``Split``, and ``CudnnLSTM``.
+
+The *model's arrays* are those that the model reads, and the *raw arrays* are those that train. Both hold the same
+values; ``_cells`` explains values, blocks and layouts, and moves the numbers.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,10 @@ from reparax.stages.shared._cells import (
 
 
 class _Rearranged(Parametrization):
-    """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
+    """The base class of ``Pack`` and ``Split``, which hold the same values in a model layout and in a raw layout.
 
-    A raw array is stored at the place of the first model array that shares a value with it; the other places hold
-    empty nodes.
+    A raw array is stored at the place of the first model array that shares a value with it. The places of the other
+    model arrays hold empty nodes.
     """
 
     layout: Any
@@ -78,15 +82,15 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """The arrays of each cell: the model's in ``init``, else the nodes at their places."""
+        """One site for each cell: the model's arrays in ``init``, and otherwise the nodes at their places."""
         who = CallName(self, method)
         if method == "init":
-            cells = self._cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
+            cells = self._find_cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
             return [site_of(self, who.at(cell) if cell else who, arrays) for cell, arrays in cells.items()]
         nodes = tree.own_nodes(who, self.kind)
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
         sites: list[Site] = []
-        for cell, arrays in self._cells(who, [leaf for leaf in leaves if isinstance(leaf.content, Node)]).items():
+        for cell, arrays in self._find_cells(who, [leaf for leaf in leaves if isinstance(leaf.content, Node)]).items():
             who_here = who.at(cell) if cell else who
             with locate_errors(who_here):
                 for leaf in arrays.values():
@@ -95,8 +99,8 @@ class _Rearranged(Parametrization):
             sites.append(site_of(self, who_here, arrays, copies=copies))
         return sites
 
-    def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """The cells that ``where`` selects, each with its arrays by their relative paths."""
+    def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
+        """The cells that ``where`` selects, each with its arrays by their paths relative to the cell."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -127,33 +131,29 @@ class _Rearranged(Parametrization):
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         del site, key
-        return self._effective(values)
-
-    @property
-    @abstractmethod
-    def _model(self) -> dict[str, Block]:
-        """The arrays that the model reads."""
-
-    @property
-    @abstractmethod
-    def _stored(self) -> dict[str, Block]:
-        """The raw arrays."""
-
-    @property
-    def _copies(self) -> dict[str, str]:
-        """For each array of the model that has no place of its own, the path of the raw array that holds it."""
-        return {}
-
-    def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """The arrays of the model, from the values under the markers at their places."""
         sizes = dict(self.sizes)
-        effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(nodes), sizes), sizes)
-        if lacking := sorted(effective.keys() ^ nodes.keys()):
+        effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(values), sizes), sizes)
+        if lacking := sorted(effective.keys() ^ values.keys()):
             raise ValueError(
                 f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
                 f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
             )
         return effective
+
+    @property
+    @abstractmethod
+    def _model(self) -> dict[str, Block]:
+        """The layout of the model's arrays."""
+
+    @property
+    @abstractmethod
+    def _stored(self) -> dict[str, Block]:
+        """The layout of the raw arrays."""
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        """For each model array that is part of a raw array, the path at which the raw array is stored."""
+        return {}
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The raw arrays by their paths in the layout; raises an error for one that is unexpected or missing."""
@@ -168,43 +168,43 @@ class _Rearranged(Parametrization):
         return {paths[name]: x for name, x in arrays.items()}
 
     def _home(self, raw_path: str) -> str:
-        """The array of the model at whose place a raw array is stored."""
+        """The path of the model array at whose place a raw array is stored."""
         first_value = value_names(self._stored[raw_path])[0]
         return next(path for path, block in self._model.items() if first_value in value_names(block))
 
 
 def _path_below(cell: str, path: str) -> str:
-    """The path of an array of a cell in the whole tree."""
+    """The path in the whole tree of the array at ``path`` in a cell."""
     return f"{cell}/{path}" if cell else path
 
 
-def _cell_above(path: str, full: str) -> str | None:
-    """The cell whose array at ``path`` has the full path, or None."""
-    if full == path:
+def _cell_above(path: str, full_path: str) -> str | None:
+    """The path of the cell whose array at ``path`` has this full path; None if there is no such cell."""
+    if full_path == path:
         return ""
-    return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
+    return full_path.removesuffix(f"/{path}") if full_path.endswith(f"/{path}") else None
 
 
 def _label(path: str) -> str:
-    """The name of a raw array under a marker, where '/' and '.' are not allowed."""
+    """The name of a raw array in a node. Names in nodes may contain neither '/' nor '.'."""
     return path.replace("/", "_").replace(".", "_")
 
 
 def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
-    """A layout as a field: its name, or its paths and blocks."""
+    """A layout in the form that a field stores: its name, or pairs of paths and blocks."""
     blocks = blocks_of(layout)
     return layout if isinstance(layout, str) else tuple(blocks.items())
 
 
 def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
-    """Sizes as pairs of names and numbers; raises an error for anything else."""
+    """The sizes as pairs of names and integers; raises an error for sizes of another form."""
     if not isinstance(sizes, Mapping | tuple | list):
         raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
     return tuple(sorted((name, check_integer(size, who, name)) for name, size in dict(sizes).items()))
 
 
 def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
-    """Each value of a layout as a separate array."""
+    """The layout with each value as a separate array, under the value's name."""
     return {value_names(text)[0]: text for block in layout.values() for text in value_texts(block)}
 
 
@@ -222,7 +222,7 @@ class Pack(_Rearranged):
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Raises:
-      TypeError: If ``where`` is not a text, or if the layout or the sizes are of another form.
+      TypeError: If ``where`` is not a string, or if the layout or the sizes are of another form.
       ValueError: If the layout is not known, or names a value twice.
 
     Example:
@@ -244,22 +244,22 @@ class Pack(_Rearranged):
 
 
 class Split(_Rearranged):
-    r"""Blocks that the optimizer moves, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
+    r"""Blocks that the optimizer updates, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
-    Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, with
-    the path of that place and its name (``cell/Wi/W``); the other places hold the empty node ``{"@split": {}}``.
-    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Both only move numbers, and
-    are exact.
+    Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, and
+    its path is that place followed by its name (``cell/Wi/W``). The other places hold empty nodes, ``{"@split": {}}``.
+    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Both only move
+    numbers, and are exact.
 
     Args:
       layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
       where: The path of the cell that holds the parts, or a regular expression for several cells.
       model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
-        blocks is an array, and its path is its name.
+        blocks is an array, whose path is its name.
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Raises:
-      TypeError: If ``where`` is not a text, or if a layout or the sizes are of another form.
+      TypeError: If ``where`` is not a string, or if a layout or the sizes are of another form.
       ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
 
     Example:
@@ -314,7 +314,7 @@ class CudnnLSTM(Reparametrization):
 
     Raises:
       TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is not an integer.
-      ValueError: If a size is less than 1, or if there are other than 0, 1 or 2 biases.
+      ValueError: If a size is less than 1, or if ``biases`` is not 0, 1 or 2.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -369,7 +369,7 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _sizes(self) -> Sizes:
-        """The sizes for the letters of the blocks."""
+        """The sizes for the letters in ``_block``."""
         return {"n": self.input_size, "h": self.hidden_size, "m": self.hidden_size * (1 + self.bidirectional)}
 
     @property
@@ -380,17 +380,17 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _block(self) -> Concat:
-        """All kernels, layer by layer, followed by all biases."""
+        """The block of the vector: all kernels, layer by layer, followed by all biases."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         ends = [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
-        def gates(source: str, end: str, shape: str) -> list[str]:
+        def texts(source: str, end: str, shape: str) -> list[str]:
             return [f"{source}_{gate}_{end}: {shape}" for gate in "ifgo"]
 
         kernels: list[str] = []
         biases: list[str] = []
         for end in ends:
             inputs = "n" if end.startswith("l0") else "m"
-            kernels += gates("input", end, f"{inputs} h -> (h {inputs})") + gates("hidden", end, "h' h -> (h h')")
-            biases += gates("bias", end, "h") + gates("hidden_bias", end, "h")
+            kernels += texts("input", end, f"{inputs} h -> (h {inputs})") + texts("hidden", end, "h' h -> (h h')")
+            biases += texts("bias", end, "h") + texts("hidden_bias", end, "h")
         return Concat((*kernels, *biases))

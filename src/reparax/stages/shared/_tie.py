@@ -1,4 +1,9 @@
-"""One parameter in several places."""
+"""The stage ``Tie``: one parameter that the model reads in several places.
+
+A *target* is the path of a tied array. It is computed by a *transform* from its *sources*, the arrays at one or several
+other paths. The array that the raw tree stores is the *owner* of the parameter. A *place* is a key path in the raw
+tree, markers included. A path may have several places, as a later stage may replace its array by several raw values.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ class Tie(Parametrization):
 
     The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
     optimizer states and checkpoints have no copy, and gradients are summed at the owner. A source may be tied itself.
-    The place in the chain decides what is shared::
+    The position of ``Tie`` in the chain decides what is shared::
 
         VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
         Tie(...) >> VarNoise(s)      separate noise for each use
@@ -48,19 +53,19 @@ class Tie(Parametrization):
     shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
-      ties: For each target its source, or a pair of source and transform, which is any pure function of one array; or a
-        pair of a tuple of sources and a function that takes them in this order. A target is a path, or a regular
-        expression for whole paths, of which the first that matches decides; its source may refer to groups of the
-        expression. A target that resolves to itself owns the parameter. A path with an ``@`` is that of a value in the
-        raw tree of later stages: ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor
-        of two adapters, which start at different random numbers.
-      unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"``: an error;
-        ``"overwrite"``: it ties it anyway, which changes the model.
+      ties: For each target its source, or a pair of a source and a transform, which is any pure function of one array,
+        or a pair of a tuple of sources and a function that takes them in this order. A target is a path, or a regular
+        expression for whole paths; a path belongs to the first expression that matches it, and the source may refer to
+        groups of the expression. A target that resolves to itself owns the parameter. A path with an ``@`` names a
+        value in the raw tree of later stages: ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)``
+        shares one factor of two adapters, which start at different random numbers.
+      unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"`` raises an
+        error; ``"overwrite"`` ties it anyway, which changes the model.
 
     Raises:
-      TypeError: If a tie is not a path, or a pair of one path or several and a function, for each target path.
-      ValueError: If there are no ties, if a target has two sources, if ties form a loop, or if ``unequal`` is another
-        word.
+      TypeError: If a tie is neither a path nor a pair of one or more paths and a function.
+      ValueError: If there are no ties, if a target has two sources, if ties form a loop, or if ``unequal`` is not one
+        of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -97,30 +102,34 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Each tied array, after its source; requires equal values in ``init``, else empty nodes."""
+        """One site for each tied array, after those of its sources.
+
+        Tied arrays must equal their transformed sources in ``init``, and be empty nodes otherwise.
+        """
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
+        places = _by_path(leaves.values())
         if method != "init":
-            self._require_targets(who, _by_path(leaves.values()))
-        sources = self._sources(who, _by_path(leaves.values()))
-        for target, link in sources.items():
+            self._require_targets(who, places)
+        links = self._links(who, places)
+        for target, link in links.items():
             if method == "init":
                 self._require_equal(leaves[target], [leaves[place] for place in link.places], link.transform)
             else:
                 _require_empty_node(who, leaves[target])
         sites: list[Site] = []
-        for target in _sources_first({target: link.places for target, link in sources.items()}):
-            leaf, link = leaves[target], sources[target]
+        for target in _sources_first({target: link.places for target, link in links.items()}):
+            leaf, link = leaves[target], links[target]
             reads = {str(i): place for i, place in enumerate(link.places)}
             details = {"formula": link.transform, "reads": reads, "copies": link.copies}
             sites.append(site_of(self, who.at(leaf.path), {"w": leaf}, **details))
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if a target has no place in a raw tree with these paths."""
+        """Raises an error if ``places``, those of a raw tree, contain none for a target."""
         for target, _, _ in self.ties:
-            if not match_paths(target, _alike(target, places)):
+            if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
                     f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
                     f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
@@ -135,45 +144,45 @@ class Tie(Parametrization):
         return {"w": site.formula(*(values[name][""] for name in site.reads))}
 
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
-        """Requires the type that the sources give; its numbers too, unless ``unequal`` allows others."""
+        """Requires the type that the sources give and, unless ``unequal`` allows others, their numbers."""
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
             raise ValueError(
                 f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as "
                 f"a target once, and the owner of a tied array as the source."
             )
-        shape = jax.eval_shape(jnp.asarray, target.content)
+        target_type = jax.eval_shape(jnp.asarray, target.content)
         contents = [source.content for source in sources]
         with locate_errors(who.at(target.path)):
             given_type = jax.eval_shape(lambda *arrays: transform(*arrays), *contents)
         names = ", ".join(repr(source.draw_path) for source in sources)
-        named = f"its source {names} gives" if len(sources) == 1 else f"its sources {names} give"
-        if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
+        origin = f"its source {names} gives" if len(sources) == 1 else f"its sources {names} give"
+        if (target_type.shape, target_type.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
-                f"{who}: {target.draw_path!r} is {describe(shape)}, but {named} {describe(given_type)}. Add a "
+                f"{who}: {target.draw_path!r} is {describe(target_type)}, but {origin} {describe(given_type)}. Add a "
                 f"transform from the source to the target."
             )
-        if self.unequal == "raise" and _differ(target.content, contents, transform):
+        if self.unequal == "raise" and _is_known_to_differ(target.content, contents, transform):
             raise ValueError(
-                f"{who}: {target.draw_path!r} does not equal what {named}, so tying would change the model. Set the "
+                f"{who}: {target.draw_path!r} does not equal what {origin}, so tying would change the model. Set the "
                 f"target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
-    def _sources(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """For each tied array, by its place, of what it is made."""
-        sources: dict[Names, _Link] = {}
-        for target, owners, transform in self._resolved(who, places):
+    def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
+        """How each tied array is computed, by its place."""
+        links: dict[Names, _Link] = {}
+        for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
-                found = tuple(_place_of_source(who, target, draw_path, owner, places) for owner in owners)
-                sources[place] = _Link(found, transform or _identity, {} if "@" in target else {target: owners})
-        return sources
+                source_places = tuple(_place_of_source(who, target, draw_path, source, places) for source in sources)
+                links[place] = _Link(source_places, transform or _identity, {} if "@" in target else {target: sources})
+        return links
 
-    def _resolved(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
-        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
+    def _resolve_ties(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
+        """The ties of a tree as target, sources and transform, where paths have replaced all regular expressions."""
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
-        expression_of = dict[str, str]()  # the first that matches a path decides
+        expression_of = dict[str, str]()  # by path: the first expression that matches it
         for target, source, transform in self.ties:
-            matched = match_paths(target, _alike(target, places))
+            matched = match_paths(target, _paths_of_same_kind(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
             if matched and not new_matches:
                 path = matched[0][0]
@@ -182,24 +191,24 @@ class Tie(Parametrization):
                 (match[0], tuple(_expand_source(who, match, path, places) for path in _as_tuple(source)))
                 for match in new_matches
             ]
-            missing = [path for _, owners in ties for path in owners if path not in places] if ties else [target]
+            missing = [path for _, sources in ties for path in sources if path not in places] if ties else [target]
             if missing:
                 raise ValueError(
                     f"{who} found no array at {missing[0]!r}; the nearest paths are "
-                    f"{nearest(missing[0], _alike(missing[0], places))}."
+                    f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}."
                 )
-            resolved_ties += [(path, owners, transform) for path, owners in ties if owners != (path,)]
-        _require_no_loop(who, {target: owners for target, owners, _ in resolved_ties})
+            resolved_ties += [(path, sources, transform) for path, sources in ties if sources != (path,)]
+        _require_no_loop(who, {target: sources for target, sources, _ in resolved_ties})
         return resolved_ties
 
 
 class _Link(NamedTuple):
-    """Of what a tied array is made.
+    """How a tied array is computed.
 
     Attributes:
-      places: Those of the sources.
-      transform: The function of the sources.
-      copies: The paths of the sources by that of the array; none for a value in the raw tree.
+      places: The places of its sources.
+      transform: The function that is applied to the sources.
+      copies: The paths of the sources by the path of the tied array. Empty if this is a value in the raw tree.
     """
 
     places: tuple[Names, ...]
@@ -208,11 +217,11 @@ class _Link(NamedTuple):
 
 
 PlacesOfPath = Mapping[str, Mapping[str, Names]]
-"""The places of each path, by the paths of their draws; also of each path with markers that one place has."""
+"""For each path, with and without markers, the places of its arrays by their draw paths (see ``Leaf``)."""
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
-    """The places of each path."""
+    """The places of these arrays, by path."""
     places: dict[str, dict[str, Names]] = {}
     for leaf in leaves:
         for path in dict.fromkeys((leaf.path, leaf.raw_path)):
@@ -220,13 +229,13 @@ def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
     return places
 
 
-def _alike(path: str, paths: Iterable[str]) -> list[str]:
-    """The paths with markers if this one has some, and those without if it has none."""
+def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
+    """Those of ``paths`` that contain markers if ``path`` does, and otherwise those that contain none."""
     return [other for other in paths if ("@" in other) == ("@" in path)]
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """The place of the source of one of the arrays at a target."""
+    """The place of the source of one array of a target; arrays with several raw values are matched by draw path."""
     targets, sources = places[target], places[source]
     if len(targets) == len(sources) == 1:
         return next(iter(sources.values()))
@@ -240,7 +249,7 @@ def _place_of_source(who: CallName, target: str, draw_path: str, source: str, pl
 
 
 def _require_empty_node(who: CallName, target: Leaf) -> None:
-    """Raises an error if a tied place of a raw tree has no empty node."""
+    """Raises an error if the place of a tied array in a raw tree does not hold an empty node."""
     if not isinstance(target.content, Node):
         raise ValueError(
             f"{who} got a tree that never went through init: {target.draw_path!r} holds a value of its "
@@ -254,25 +263,25 @@ def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
     """The tied places, each after its sources if these are tied too."""
     ordered: dict[Names, None] = {}
 
-    def add(place: Names) -> None:
+    def visit(place: Names) -> None:
         if place in sources and place not in ordered:
             for source in sources[place]:
-                add(source)
+                visit(source)
             ordered[place] = None
 
     for place in sources:
-        add(place)
+        visit(place)
     return list(ordered)
 
 
 def _expand_source(who: object, match: re.Match[str], source: str, paths: Collection[str]) -> str:
-    """The source of a matched target, with the groups filled in."""
+    """The source of a target that matched an expression, with the groups of the match filled in."""
     if source in paths:
         return source
     try:
         return match.expand(source)
     except (re.error, IndexError) as error:
-        raise ValueError(f"{who} cannot make a path of {source!r} for {match[0]!r}: {error}.") from error
+        raise ValueError(f"{who} cannot make a path from {source!r} for {match[0]!r}: {error}.") from error
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
@@ -310,8 +319,8 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
 
     def follow(path: str, walk: Sequence[str]) -> None:
         if path in walk:
-            circle = " -> ".join([*walk[walk.index(path) :], path])
-            raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied, as the owner.")
+            cycle = " -> ".join([*walk[walk.index(path) :], path])
+            raise ValueError(f"{who} got a loop: {cycle}. Leave one of them untied, as the owner.")
         if path not in seen:
             for source in sources.get(path, ()):
                 follow(source, [*walk, path])
@@ -322,12 +331,12 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
 
 
 def _as_tuple(source: Source) -> tuple[str, ...]:
-    """The sources of a tie."""
+    """One or several sources as a tuple."""
     return (source,) if isinstance(source, str) else source
 
 
 def _parse_tie(target: Any, value: Any) -> Tied:
-    """One tie as target, source and transform, which is None if there is none."""
+    """One tie as target, source and transform; the transform may be None."""
     match target, value:
         case str(), str():
             return target, value, None
@@ -339,13 +348,13 @@ def _parse_tie(target: Any, value: Any) -> Tied:
             return target, tuple(sources), value[1]
         case _:
             raise TypeError(
-                f"Tie takes a path, or a pair of one path or several and a function, for each target path, but got "
+                f"Tie takes a path, or a pair of one or more paths and a function, for each target path, but got "
                 f"{target!r}: {value!r}."
             )
 
 
 def _are_paths(sources: Sequence[Any]) -> bool:
-    """Whether all of these are texts."""
+    """Whether all sources are strings."""
     return all(isinstance(source, str) for source in sources)
 
 
@@ -355,15 +364,15 @@ def _identity(x: Array) -> Array:
 
 
 def _as_numpy(x: Array) -> np.ndarray:
-    """An array in numpy; of PRNG keys their words."""
+    """The array in numpy; for PRNG keys, the integers of which they consist."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def _differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
-    """Whether values are known and differ by more than rounding."""
+def _is_known_to_differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
+    """Whether a target is known to differ from its transformed sources by more than rounding."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, *sources)):
         return False
-    with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
+    with jax.ensure_compile_time_eval():  # known arrays are compared even if `init` is called under `jax.jit`
         found, expected = _as_numpy(jnp.asarray(target)), _as_numpy(transform(*map(jnp.asarray, sources)))
     eps = float(jnp.finfo(found.dtype).eps) if jnp.issubdtype(found.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, found.dtype) if found.dtype.kind != "V" else np.float64
