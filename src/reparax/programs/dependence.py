@@ -267,7 +267,7 @@ class Facts:
       known: Whether it depends on known inputs only.
       fixed: Whether it gets no gradient. A value that is not known is fixed only if all that it depends on is.
       origins: The positions of the known inputs on which it depends.
-      differs: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
+      mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
       steps: The scans around it in which it may differ between steps, each by the number of scans around that scan.
       formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
         are equal.
@@ -276,7 +276,7 @@ class Facts:
     known: bool
     fixed: bool
     origins: frozenset[int] = frozenset()
-    differs: frozenset[str] = frozenset()
+    mesh_axes: frozenset[str] = frozenset()
     steps: frozenset[int] = frozenset()
     formula: int | None = None
 
@@ -298,7 +298,7 @@ class AllFacts(Analysis[Facts]):
             known=all(facts.known for facts in values),
             fixed=all(facts.fixed for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
-            differs=frozenset().union(*(facts.differs for facts in values)),
+            mesh_axes=frozenset().union(*(facts.mesh_axes for facts in values)),
             steps=frozenset().union(*(facts.steps for facts in values)),
             formula=values[0].formula if len({facts.formula for facts in values}) == 1 else None,
         )
@@ -311,8 +311,8 @@ class AllFacts(Analysis[Facts]):
         """
         facts = self.join(operands)
         stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
-        is_known, differs = facts.known and not jaxprs.has_effects(eqn), _mesh_axes_of_outputs(eqn, facts.differs)
-        return replace(facts, known=is_known, fixed=facts.fixed or stops, differs=differs)
+        is_known, mesh_axes = facts.known and not jaxprs.has_effects(eqn), _mesh_axes_of_outputs(eqn, facts.mesh_axes)
+        return replace(facts, known=is_known, fixed=facts.fixed or stops, mesh_axes=mesh_axes)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
         """Only a ``jit`` or a ``checkpoint`` is entered."""

@@ -477,7 +477,7 @@ def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
     Shards differ along these axes, so values with the same formula may be different on a shard.
     """
     axes = frozenset(_mesh_axes(spec))
-    return replace(facts, differs=axes, formula=None if axes else facts.formula)
+    return replace(facts, mesh_axes=axes, formula=None if axes else facts.formula)
 
 
 def _mesh_axes(spec: Any) -> list[str]:
