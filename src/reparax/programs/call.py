@@ -68,9 +68,9 @@ class Arguments:
         parameters = _parameters_of(self.fun)
 
         def path(names: tuple[str, ...]) -> str:
-            """The path of a leaf of ``(args, kwargs)``, whose keys are 0 or 1 in this pair, the argument, and the rest.
+            """The path of a leaf, from its keys in ``(args, kwargs)``: ("0", "0", "w") becomes ``raw/w``.
 
-            A positional argument is called by its parameter, if the function has one at this position.
+            A positional argument gets the name of its parameter, if the function has one at this position.
             """
             group, name, *path_in_argument = names
             has_name = group == "0" and int(name) < len(parameters)

@@ -244,7 +244,7 @@ class IsKnown(Analysis[bool]):
         return all(operands) and not jaxprs.has_effects(eqn)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
-        """Bodies are analyzed if only some or no operands are known: else, the answer is the same for all outputs."""
+        """Whether the outputs may differ: not if all operands are known, or if the equation must run exactly once."""
         # Even if no input is known, a body may compute known values from its own literals.
         return not all(operands) and not jaxprs.has_effects(eqn)
 
