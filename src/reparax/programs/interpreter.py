@@ -436,7 +436,7 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """The outputs of the equation with another body, for these operands; None if its kind cannot run another body."""
+    """Runs the equation with another body on these operands; None if its kind cannot run another body."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 

@@ -599,7 +599,7 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 
 def holds_body(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan, a cond or a call, whose programs are called its bodies; a while loop is none."""
+    """Whether an equation is a scan, a cond or a call: those whose bodies we read. A while loop is none."""
     return eqn.primitive.name in _BODIES
 
 

@@ -60,7 +60,7 @@ def array_of_products(products: Sequence[Product], shape: Sequence[int], numeric
 
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The function behind :func:`array_of_products`, for products whose labels are numbered."""
+    """The function behind :func:`array_of_products`, for products whose labels :func:`with_numbers` replaced."""
     return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 

@@ -33,7 +33,7 @@ UNKNOWN = 1024
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """The number of entries of an array of these sizes, for costs."""
+    """The number of entries of an array of these sizes, for costs: a size that is unknown counts as ``UNKNOWN``."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
@@ -600,7 +600,10 @@ def cast_factor(array: Any, dtype: Any) -> Any:
 
 
 def keeps_range(precision: Any) -> bool:
-    """Whether products at this precision keep the range of float32, as they do except with some dot algorithms."""
+    """Whether products at this precision keep the range of float32: all but those by some dot algorithms do.
+
+    An algorithm keeps it if it casts its operands to dtypes with this range. One whose dtypes are not known does not.
+    """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True
