@@ -172,7 +172,7 @@ class Gain(Reparametrization):
 
 
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The indices as a tuple of integers; raises an error unless they are at least 0, distinct, and at least one."""
+    """The indices as a tuple of integers. Raises an error if there are none, or if one is negative or occurs twice."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
