@@ -361,7 +361,10 @@ class _FactsOfDraws(AllFacts):
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """The facts about the outputs of an equation. Sets ``multiplies_data`` if it multiplies data by noise."""
+        """The facts about the outputs of an equation, as in ``AllFacts``, with the formula, and the origin of a draw.
+
+        Sets ``multiplies_data`` if the equation multiplies data by noise.
+        """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
         # A body is not analyzed if it is that of a loop, which counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
@@ -558,9 +561,8 @@ def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
     # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
-    steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
+    steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
@@ -814,7 +816,10 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """The report for these arguments, or for their shapes and dtypes."""
+        """The report for these arguments, or for their shapes and dtypes.
+
+        It says of a weight with one draw for all rows if this is only because what multiplies it is no data.
+        """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call = arguments.trace()

@@ -67,7 +67,7 @@ class CallPrimitive:
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        """Creates the primitive and registers its rules with JAX."""
+        """Creates the primitive and registers its rules with JAX, each in the form in which JAX calls it."""
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
@@ -259,6 +259,7 @@ class _Residuals:
         inputs = set(program.invars)
         recomputed = [v for v in jaxprs.variables(atoms) if is_known[v] and v not in inputs]
         recompute = dependence.recomputing_program(program, recomputed, is_known)
+        # What the backward pass needs: the residuals, and what it computes them from.
         needed = jaxprs.variables([*atoms, *recompute.invars])
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
@@ -298,8 +299,8 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
             return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
 
         points = [inputs[v] for v in moving]
-        smooth, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
-        linear_program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
+        floating_outs, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
+        linear_program, residuals = jaxprs.program_and_residuals(linear_function, points, len(floating_outs))
         linear_programs.append(linear_program)
         return [*outs, *residuals]
 
@@ -357,6 +358,7 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
     """
     n = call.n_fixed
     linear_dots = [ad.instantiate_zeros(dot) for dot in tangents[n:]]
+    # The fixed inputs, such as residuals, that have a tangent.
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *linear_dots])

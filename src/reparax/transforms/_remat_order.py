@@ -78,7 +78,10 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
 
 
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program, computed so that compilers cannot move it before the value ``barrier``."""
+    """The outputs of a program, computed so that compilers cannot move it before the value ``barrier``.
+
+    Some of its inputs and values are made to depend on ``barrier``, without a change of their numbers.
+    """
     waiting = barrier_inputs(program)
 
     def wait(v: Var, x: Any) -> Any:
@@ -100,6 +103,7 @@ def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any],
     """
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        """The function that computes an equation and changes its outputs; None if none of them is changed."""
         if changed.isdisjoint(eqn.outvars):
             return None
         program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
@@ -211,9 +215,7 @@ def costly_outputs(program: Jaxpr) -> set[Var]:
 
     def cost(output: Var) -> int:
         """The number of operations per entry of an output. One that is not cheap counts as more than ``FEW``."""
-        stack = [output]
-        counted = set[int]()
-        total = 0
+        stack, counted, total = [output], set[int](), 0  # each equation counts once, by its id
         while stack:
             eqn = eqn_of.get(stack.pop())
             if eqn is not None and id(eqn) not in counted:

@@ -61,6 +61,7 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        """The function that runs an equation with a recomputing body; None to run it as it is."""
         run_with_body = jaxprs.runner_of(eqn)
         known_operands = dependence.are_known(is_known, eqn.invars)
         if run_with_body is None or all(known_operands) or not any(known_operands):
@@ -101,8 +102,9 @@ def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
 def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
     """The body of a scan with large weights marked by ``read_in_step``, and its constants, which are its first inputs.
 
-    Only weights that the body reads in place are marked, not those from which it computes others. The inputs from
-    ``start`` on are the slices of one step. Without any such weight, the body stays as it is, and has no new constants.
+    The mark makes compilers for TPUs convert a weight only in the step that reads it. Only weights that the body reads
+    in place are marked, not those from which it computes others. The inputs from ``start`` on are the slices of one
+    step. Without any such weight, the body stays as it is, and has no new constants.
     """
     not_in_place = read_as_more_than_views(jaxpr, known_inputs)
     slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
@@ -219,7 +221,10 @@ SMALLEST_MASK = 1024
 
 
 def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
-    """The program with its masks read from stored bits and constants as its first inputs, and these constants."""
+    """The program with its masks read from stored bits and constants as its first inputs, and these constants.
+
+    ``args`` are the inputs of the program, of which only the types are read. Without masks to store, it stays as it is.
+    """
     masks = _masks_to_store(jaxpr, known_inputs)
     if not masks:
         return jaxpr, []
@@ -273,7 +278,10 @@ def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var
 
 
 def _needed_if_stored(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
-    """The values that the outputs of a program still need if these masks are stored, and so not computed."""
+    """The values that the outputs of a program still need if these masks are stored, and so not computed.
+
+    It goes backward from the outputs, and stops at the masks.
+    """
     needed = set(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
         if any(v in needed and v not in masks for v in eqn.outvars):

@@ -68,19 +68,23 @@ class SavedResiduals:
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
+        """The table: the total size, then each kind with its size and its arrays."""
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines += [f"  {title}: {readable_size(self.bytes(kind))}", *self._lines(kind)]
         return "\n".join(lines)
 
     def _lines(self, kind: str) -> list[str]:
-        """The lines for the arrays of a kind, the largest first; similar arrays share a line."""
+        """The lines for the arrays of a kind, the largest first; similar arrays share a line.
+
+        Each has a size, a type, and the path or the line of source, as in ``2.0 KiB  float32[8, 64]  x``.
+        """
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
         # Only parameters have paths, which can be folded into one if they differ in a number.
         folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)
         largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
         types = [f"{line.times}{line.value[0]}" for line in largest_first]
-        width = max([20, *map(len, types)])
+        width = max([20, *map(len, types)])  # so that most sections have equal columns
         sizes = [readable_size(line.count * line.value[1]) for line in largest_first]
         rows = zip(sizes, types, largest_first, strict=True)
         return [f"    {size:>10}  {type:<{width}} {line.path}" for size, type, line in rows]
@@ -217,9 +221,13 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call."""
+    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call.
+
+    It is traced to see whether the analysis tells both apart, and never computed.
+    """
 
     def pair(w: Array, x: Array) -> tuple[Array, Array]:
+        """Both values after one more call."""
         return jnp.sin(w), x @ w
 
     by_hand = jax.custom_jvp(pair)
