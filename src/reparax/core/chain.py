@@ -128,7 +128,7 @@ class Parametrization(Static, ABC):
 
     def _init_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The random key used for initialization; it may be omitted if no initial value depends on it."""
-        needed = "Pass a key: `p.init(params, jax.random.key(0))`." if self.random_init else ""
+        needed = "Pass a key last, `jax.random.key(0)`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
 
