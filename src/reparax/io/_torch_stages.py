@@ -271,7 +271,7 @@ def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, wit
         return {"x": _write_reflections(w)}
     raise ValueError(
         f"without trivialization, torch's base is the identity, but {stage!r} has another base, or another map than "
-        f"torch. Use style='parametrizations', or map='householder', which torch can invert."
+        f"torch. Use style='parametrizations', or orthogonal_map='householder', which torch can invert."
     )
 
 
