@@ -477,7 +477,7 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
-    line = "its number is traced, but only concrete numbers can be written. Call it outside of `jax.jit`"
+    line = "its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`"
     text = refused(f"out/kernel: {line}")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)

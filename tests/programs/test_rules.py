@@ -59,3 +59,17 @@ def test_columns_of_matrices_that_places_choose_are_those_of_the_array():
     with in_factors():
         found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(raw, X)
     chex.assert_trees_all_close(found, jax.value_and_grad(loss)(raw, X), rtol=1e-4, atol=1e-4)
+
+
+def test_repeated_rows_beside_other_rows_are_those_of_the_array():
+    """The repeated rows have no factor with an axis for rows."""
+    p, params = rpx.LowRank(2, where="w"), {"w": W["w"], "row": normal(4, seed=2)}
+
+    def loss(raw, x):
+        w = p.apply(raw)
+        return jnp.sum((x @ jnp.concatenate([jnp.broadcast_to(w["row"], (2, 4)), w["w"]])) ** 2)
+
+    raw, x = p.init(params), normal(5, 6, seed=3)
+    with in_factors():
+        found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(raw, x)
+    chex.assert_trees_all_close(found, jax.value_and_grad(loss)(raw, x), rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 class Reading:
-    """Reads a program from its inputs to its outputs.
+    """Reads a program from its inputs to its outputs. Nothing of it is computed.
 
     Attributes:
       uses: The uses of weights that were found.
@@ -34,10 +34,11 @@ class Reading:
         self._read_program(traced.program, _values_of_inputs(arguments, traced.inputs))
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """The outputs of a program for these inputs."""
+        """The values of the outputs of a program, for these values of its inputs. Its uses of weights are recorded."""
         env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Value:
+            """The value of a variable, or of a literal."""
             return _value_of(jaxprs.type_of(v), Source.CONSTANT) if isinstance(v, Literal) else env[v]
 
         for eqn in program.eqns:
@@ -45,7 +46,10 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """The outputs of an equation. Its uses of weights are recorded."""
+        """The values of the outputs of an equation, for these values of its operands. Its uses are recorded.
+
+        The bodies of loops, conds and calls are read in place of the equation itself. ``Uses`` reads all others.
+        """
         view = view_of(eqn)
         match view:
             case Scan():
@@ -53,8 +57,9 @@ class Reading:
             case While():
                 return self._read_while(view, operands)
             case Cond():
+                # The first operand selects the branch.
                 branches = [self._read_body(branch, operands[1:]) for branch in jaxprs.bodies(eqn)]
-                return [_combine_alternatives(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
+                return [_combine_alternatives(outs, operands[0].source) for outs in zip(*branches, strict=True)]
             case ShardMap():
                 return self._read_shard_map(view, operands)
             case _ if jaxprs.is_call(eqn):
@@ -63,16 +68,21 @@ class Reading:
                 return self.uses.read_equation(view, operands, describe_read(eqn, "reads it", self._lines))
 
     def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Value]) -> list[Value]:
-        """The outputs of a program inside an equation."""
+        """The values of the outputs of a body, a program inside an equation, whose constants are its first inputs."""
         program, consts = body
         return self._read_program(program, [*(_value_of(x, Source.CONSTANT) for x in consts), *operands])
 
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Value]) -> Sequence[Value]:
-        """The outputs of a ``shard_map``, in whose body an axis that is split over devices is a single shorter part."""
+        """The values of the outputs of a ``shard_map``.
+
+        In its body, arrays are the shards of one device, so an axis that is split over devices is shorter. Such an axis
+        becomes a single part, with all of its origins, and again when the outputs are put together.
+        """
         eqn = view.eqn
         program, consts = jaxprs.body(eqn)
 
         def with_shape(value: Value, old: Any, new: Any) -> Value:
+            """The value of the variable ``new``, which has the entries of ``old``, or a shard of them."""
             sizes = zip(value.axes, jaxprs.type_of(old).shape, jaxprs.type_of(new).shape, strict=True)
             return replace(value, axes=tuple(axis if n == m else one_part(m, [axis]) for axis, n, m in sizes))
 
@@ -82,21 +92,26 @@ class Reading:
     def _read_loop(
         self, body: tuple[Jaxpr, list[Any]], consts: Sequence[Value], carry: Sequence[Value], steps: Sequence[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """The final carry of a loop, and the other outputs of its body.
+        """The final carry of a loop, and the other outputs of its body, which each step has.
 
-        The body is read again until nothing new is known of the carry. Only the last reading is recorded in ``uses``.
+        ``steps`` are the slices that a step reads. The carry of a step may be the initial one or the one of an earlier
+        step. So the body is read again, with the combination of both, until this adds nothing new. Uses from earlier
+        readings are deleted, so that each one is in ``uses`` once.
         """
         n_uses = len(self.uses)
         while True:
             outs = self._read_body(body, [*consts, *carry, *steps])
-            next_carry = [_combine_alternatives(pair) for pair in zip(carry, outs, strict=False)]
+            next_carry = [_combine_alternatives(pair) for pair in zip(carry, outs[: len(carry)], strict=True)]
             if list(map(_known_facts, next_carry)) == list(map(_known_facts, carry)):
                 return next_carry, outs[len(carry) :]
             carry = next_carry
             del self.uses[n_uses:]
 
     def _read_scan(self, view: Scan, operands: Sequence[Value]) -> list[Value]:
-        """The final carry of a scan, and its stacked outputs."""
+        """The values of the final carry of a scan, and of its outputs that are stacked along a new first axis.
+
+        Each step reads the constants, the carry, and a slice of all other operands.
+        """
         eqn = view.eqn
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
@@ -105,7 +120,10 @@ class Reading:
         return [*carry, *(replace(value, axes=((Part(view.length),), *value.axes)) for value in outs)]
 
     def _read_while(self, view: While, operands: Sequence[Value]) -> list[Value]:
-        """The final carry of a while loop. Its condition is read too, as it may use weights."""
+        """The values of the final carry of a while loop. Its condition is read too, as it may use weights.
+
+        The operands are the constants of the condition, those of the body, and the carry.
+        """
         n_condition, n_body = view.counts
         consts, carry = operands[n_condition : n_condition + n_body], operands[n_condition + n_body :]
         condition, body = jaxprs.bodies(view.eqn)
@@ -115,17 +133,23 @@ class Reading:
 
 
 def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value]:
-    """The values of the inputs of a program: its constants first, then the arguments."""
+    """The values of the inputs of a program: its constants, which the function closes over, then the arguments.
+
+    ``inputs`` are the arrays of all of these, and ``arguments`` say which of them hold parameters.
+    """
     pairs = list(zip(arguments.arrays, arguments.is_chosen, strict=True))
     # If no argument is data, the function closes over its data, so the constants are data.
-    no_data = all(is_keys(x) for x, is_parameter in pairs if not is_parameter)
-    kind = Source.DATA if no_data else Source.CONSTANT
-    values = [_value_of(x, kind) for x in inputs[: len(inputs) - len(pairs)]]
+    has_no_data = all(is_keys(x) for x, is_parameter in pairs if not is_parameter)
+    source_of_constants = Source.DATA if has_no_data else Source.CONSTANT
+    values = [_value_of(x, source_of_constants) for x in inputs[: len(inputs) - len(pairs)]]
     return values + [_value_of_argument(i, x, is_parameter=chosen) for i, (x, chosen) in enumerate(pairs)]
 
 
 def _value_of_argument(number: int, x: Any, *, is_parameter: bool) -> Value:
-    """The value of an array among the arguments. Each axis of a weight has itself as its origin."""
+    """The value of ``x``, the argument with this number among the arrays. Each axis of a weight is its own origin.
+
+    Parameters of integers are constants.
+    """
     if is_parameter and is_floating(x):
         return Value(tuple((Part(n, Origins([(number, k)])),) for k, n in enumerate(x.shape)), Source.WEIGHT)
     # Keys are not data, because noise that is added to a weight leaves it a weight.
@@ -137,25 +161,26 @@ def is_floating(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _value_of(x: Any, kind: Source) -> Value:
-    """The value of an array that is not a weight: its axes have no origins."""
-    return Value(tuple((Part(n),) for n in x.shape), kind)
+def _value_of(x: Any, source: Source) -> Value:
+    """The value of an array that is not a weight: its axes come from no axes of parameters."""
+    return Value(tuple((Part(n),) for n in x.shape), source)
 
 
 def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CONSTANT) -> Value:
     """The value of an array that may be any of several, such as the outputs of the branches of a cond.
 
-    ``selector`` is the kind of the value that selects one.
+    Its source is the largest of theirs and of ``selector``, the source of the value that selects one. Only the axes
+    count of alternatives with a smaller source: a branch that returns zeros adds nothing else.
     """
-    kind = max(selector, *(value.kind for value in values))
-    of_this_kind = [value for value in values if value.kind is kind]
+    source = max(selector, *(value.source for value in values))
+    of_this_source = [value for value in values if value.source is source]
     return Value(
         tuple(map(combined, zip(*(value.axes for value in values), strict=True))),
-        kind,
-        stacked=union(value.stacked for value in of_this_kind),
-        unread=union(value.unread for value in of_this_kind),
-        mixed=union(value.mixed for value in of_this_kind),
-        if_rows=union(value.if_rows for value in of_this_kind),
+        source,
+        stacked=union(value.stacked for value in of_this_source),
+        unread_outputs=union(value.unread_outputs for value in of_this_source),
+        mixed_outputs=union(value.mixed_outputs for value in of_this_source),
+        products_if_rows=union(value.products_if_rows for value in of_this_source),
     )
 
 
@@ -165,6 +190,6 @@ def _slice_of_step(value: Value) -> Value:
 
 
 def _known_facts(value: Value) -> tuple[object, ...]:
-    """All that is known of a value except how its axes are divided into parts."""
+    """All that is known of a value except how its axes are divided into parts, to see whether a loop is read again."""
     axes = [(origins([axis]), any(part.varies for part in axis)) for axis in value.axes]
-    return value.kind, value.stacked, value.unread, value.mixed, value.if_rows, axes
+    return value.source, value.stacked, value.unread_outputs, value.mixed_outputs, value.products_if_rows, axes

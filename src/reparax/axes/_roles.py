@@ -25,6 +25,7 @@ from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
 from reparax.programs.call import Arguments, check_call, given_options
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
+"""The unknown role of an argument that no product can multiply, such as integers."""
 
 
 def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
@@ -76,15 +77,20 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
     reads = [use for use in uses if isinstance(use, OtherRead)]
 
     def role(i: int, x: Any) -> Role:
+        """The role of the ``i``-th array of the arguments."""
         known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if is_floating(x) else NO_WEIGHT
         return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
 
     roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
+    # The arguments with a role in the place of each array; of these, the one that holds the parameters.
     return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
 
 
 def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
-    """The products that each parameter takes part in."""
+    """The products that each parameter takes part in, by the number of the parameter among the arguments.
+
+    A product whose weight was computed from several parameters, as in ``x @ (w * g)``, is listed for each of them.
+    """
     products_by_parameter = dict[int, list[DataProduct]]()
     for product in products:
         for parameter in {parameter for parameter, _ in product.inputs | product.outputs | product.stacked}:
@@ -92,17 +98,25 @@ def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct
     return products_by_parameter
 
 
-def _stack_ensembles(products: Iterable[DataProduct], members: Origins) -> list[DataProduct]:
-    """Moves the axes of ensemble members from the outputs of each product to its stacked axes."""
-    members -= union(product.inputs for product in products)
+def _stack_ensembles(products: Sequence[DataProduct], members: Origins) -> list[DataProduct]:
+    """Moves the axes ``members``, which index the networks of an ensemble, from the outputs of products to stacked.
+
+    With weights (5, 3, 4) of five members that read the same data, the first product has the outputs (0, 2). With the
+    axis 0 among the ``members``, only 2 remains an output.
+    """
+    members -= union(product.inputs for product in products)  # a product that contracts an axis mixes its entries
     return [
-        replace(each, outputs=each.outputs - members, stacked=each.stacked | (each.outputs & members))
-        for each in products
+        replace(product, outputs=product.outputs - members, stacked=product.stacked | (product.outputs & members))
+        for product in products
     ]
 
 
 def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
-    """The role of a parameter in these products; without any, an unknown role that says what else reads it."""
+    """The role of a parameter in the products that it takes part in.
+
+    Without any, it is an unknown role, which says what else reads the parameter. If the uses disagree, an axis is among
+    both the inputs and the outputs, and the role is ambiguous.
+    """
     uses = list[Use]()
     for product in products:
         uses = _with_use(uses, _use_of(product, parameter))
@@ -114,19 +128,22 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
-    """The use of one parameter in a product, with the axes of this parameter only."""
+    """The use of one parameter in a product: the axes of this parameter alone, as plain numbers such as ``(0, 1)``."""
 
     def axes_in(origins: Origins) -> Numbers:
+        """The numbers of the axes that belong to the parameter."""
         return _sorted_axes(axis for owner, axis in origins if owner == parameter)
 
     words = {word: axes_in(getattr(product, word)) for word in (*WORDS, "windows")}
-    return Use(**words, line=product.line, how=product.kind)
+    return Use(**words, line=product.line, how=product.how)
 
 
 def _with_use(uses: list[Use], new: Use) -> list[Use]:
-    """The uses and a new one, unless it equals one of them but for its line, or has no axes.
+    """A new list with the uses of a parameter and one more, which is merged with one of them if that is possible.
 
-    If one has none of these axes among its inputs and outputs, the axes are added to this use instead.
+    A use that differs from another one only in its line is not listed again, nor is one without any axes. If an earlier
+    use has none of the new one's axes as an input or output, both describe one use: in ``x @ (W1 @ W2)``, the product
+    with data gives the input of ``W1``, and the product of the two weights gives its output.
     """
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, use in enumerate(uses):
@@ -139,7 +156,7 @@ def _with_use(uses: list[Use], new: Use) -> list[Use]:
 
 
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
-    """Axes in order, each once."""
+    """The axes in ascending order, each once: ``[1, 0, 1]`` gives ``(0, 1)``."""
     return tuple(sorted(set(axes)))
 
 
@@ -158,23 +175,27 @@ def _orient_weight_products(
     inputs = union(product.inputs for product in data_products)
     outputs = union(product.outputs for product in data_products)
     pairs = [(product, product.transposed()) for product in weight_products]
+    # An orientation is out of the question if it calls an axis an output that data are contracted with, or vice versa.
     candidates = [[x for x in pair if not (x.middle.outputs & inputs or x.middle.inputs & outputs)] for pair in pairs]
     oriented = _orient_by_known_axes(candidates, inputs, outputs)
-    inputs = inputs.union(*(each.middle.inputs for each in oriented))
-    outputs = outputs.union(*(each.middle.outputs for each in oriented))
-    reverse = [each.middle.transposed() for each in oriented if each.inputs & outputs or each.outputs & inputs]
-    return [*(each.middle for each in oriented), *reverse]
+    inputs = inputs.union(*(product.middle.inputs for product in oriented))
+    outputs = outputs.union(*(product.middle.outputs for product in oriented))
+    # Evidence for the other orientation too: an axis that this one calls an input is an output elsewhere.
+    conflicting = [product for product in oriented if product.inputs & outputs or product.outputs & inputs]
+    return [product.middle for product in (*oriented, *(product.transposed() for product in conflicting))]
 
 
 def _orient_by_known_axes(
     candidates: Sequence[Sequence[WeightProduct]], inputs: Origins, outputs: Origins
 ) -> list[WeightProduct]:
-    """For each weight product, the first candidate orientation that shares an input or an output with known ones.
+    """The weight products that could be oriented, each in its first candidate orientation that agrees with known axes.
 
-    The axes of an oriented product are known too and may orient others, so this repeats until nothing changes.
+    ``candidates`` are the possible orientations of each weight product, and ``inputs`` and ``outputs`` the known axes.
+    An orientation agrees if it shares an input or an output with them. The axes of an oriented product are known too
+    and may orient others, as in ``x @ (W1 @ W2 @ W3)``, so this repeats until no more products are oriented.
     """
-    oriented = dict[int, WeightProduct]()
-    n_before = -1
+    oriented = dict[int, WeightProduct]()  # by the number of the weight product
+    n_before = -1  # fewer than none, so that the loop runs once
     while len(oriented) > n_before:
         n_before = len(oriented)
         for i, orientations in enumerate(candidates):
@@ -231,6 +252,7 @@ def check_axes(
     misfits_by_stage = list[Sequence[Misfit]]()
 
     def visit(stage: Any, tree: Flat) -> list[Any]:
+        """Collects the misfits of a stage, for the arrays that it sees; the stage itself stays as it is."""
         misfits_by_stage.append(stage._unwrapped._misfits(tree))
         return [stage]
 

@@ -22,6 +22,9 @@ from reparax.programs.equations import Conv, Dot, DynamicSlice, Gather, RaggedDo
 class WeightProduct:
     """A product of two weights, ``W1 @ W2``, in one orientation: as if data were multiplied by ``W1`` first.
 
+    For shapes (3, 4) and (4, 2), the axis of size 3 is in ``inputs``, that of size 2 is in ``outputs``, and both axes
+    of size 4 are in ``middle``.
+
     Attributes:
       middle: The contraction of the two as a product with data, ``(x @ W1) @ W2``: its outputs are the contracted axes
         of ``W1``, and its inputs those of ``W2``.
@@ -35,7 +38,10 @@ class WeightProduct:
 
     @classmethod
     def of(cls, dot: Contraction, first: Value, last: Value, line: str) -> WeightProduct:
-        """The product of two weights, oriented as if data were multiplied by the left one first."""
+        """The product of the weights ``first`` and ``last``, oriented as if data were multiplied by ``first`` first.
+
+        ``dot`` says which of their axes are contracted, kept and batch axes; ``line`` is the text for reports.
+        """
         contracted, kept, batch = (
             (first.origins_of(axes(0)), last.origins_of(axes(1))) for axes in (dot.contracted, dot.kept, dot.batch)
         )
@@ -49,7 +55,12 @@ class WeightProduct:
 
 @dataclass(frozen=True)
 class OtherRead:
-    """An equation that reads a parameter together with data, but is not a product of the two."""
+    """An equation that reads a parameter otherwise than in a product with data.
+
+    Attributes:
+      parameter: The number of the parameter among the arguments.
+      line: The equation and the line of source that wrote it.
+    """
 
     parameter: int
     line: str
@@ -65,102 +76,138 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     """
 
     def __init__(self) -> None:
+        """No equation has been read.
+
+        The three sets collect axes of parameters: those that a product keeps apart, those along which entries of data
+        were mixed before that, and those that a product contracts.
+        """
         super().__init__()
         self._apart, self._mixed, self._contracted = Origins(), Origins(), Origins()
 
     @property
     def members(self) -> Origins:
-        """The axes of parameters that index the members of an ensemble."""
+        """The axes of parameters that index the members of an ensemble, as far as the equations so far show."""
         return self._apart - self._mixed - self._contracted
 
     def read_equation(self, view: View, operands: Sequence[Value], line: str) -> list[Value]:
-        """Records how an equation uses weights, and returns its outputs."""
-        kind, axes = _kind_of_outputs(view, operands), axes_of(view, operands)
-        if kind is Source.WEIGHT:
+        """Records how an equation uses weights, and returns the values of its outputs.
+
+        If ``x @ w`` multiplies data by a weight, the product is recorded, and the output is data whose
+        ``unread_outputs`` are the outputs of ``w``. ``line`` is the text for reports.
+        """
+        source, axes = _source_of_outputs(view, operands), axes_of(view, operands)
+        if source is Source.WEIGHT:
             return self._read_weights(view, operands, axes, line)
-        n_before = len(self)
-        if kind is Source.DATA:
-            self._add_reads(view, operands, line)
-        products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
+        products = self._add_reads(view, operands, line) if source is Source.DATA else []
         outputs = union(product.outputs for product in products)
-        data = [value for value in operands if value.kind is Source.DATA]
-        outs = [Value(axes_of_out, kind, unread=outputs) for axes_of_out in axes]
+        outs = [Value(axes_of_out, source, unread_outputs=outputs) for axes_of_out in axes]
+        data = [value for value in operands if value.source is Source.DATA]
+        # A product with a weight has read the outputs of earlier products; any other equation passes them on.
         if not data or (products and contraction_of(view) is not None):
             return outs
-        return [self._with_unread(view, operands, data, out) for out in outs]
+        return [self._pass_on_outputs(view, operands, data, out) for out in outs]
 
-    def _with_unread(self, view: View, operands: Sequence[Value], data: Sequence[Value], out: Value) -> Value:
-        """The output of an equation that multiplies no weight, with the ``unread`` and ``mixed`` axes of its data."""
-        unread = union(value.unread for value in data)
+    def _pass_on_outputs(self, view: View, operands: Sequence[Value], data: Sequence[Value], out: Value) -> Value:
+        """``out``, an output of an equation that multiplies by no weight, with what is known of the equation's data.
+
+        It gets the ``unread_outputs`` and ``mixed_outputs`` of the operands ``data``. If the equation sums over one of
+        their axes, or changes entries along it as a sort does, the unread outputs on this axis are mixed from here on.
+        """
+        unread = union(value.unread_outputs for value in data)
         kept = out.origins - operands[0].origins_of(changed_axes(view))
         mixed = unread & (union(value.origins for value in data) - kept)
-        if isinstance(view, Dot) and len(data) == 2:
+        if isinstance(view, Dot) and len(data) == 2:  # a product of data with data, as of queries with keys
             self._mixed |= mixed
-        return replace(out, unread=out.unread | unread, mixed=mixed | union(value.mixed for value in data))
+        mixed_before = union(value.mixed_outputs for value in data)
+        return replace(out, unread_outputs=out.unread_outputs | unread, mixed_outputs=mixed | mixed_before)
 
     def _read_weights(self, view: View, operands: Sequence[Value], axes: Sequence[Axes], line: str) -> list[Value]:
-        """Records an equation that computes weights from weights, and perhaps constants, and returns its outputs."""
-        if type(view) is View:  # what the equation does to axes is not known
+        """Records an equation that computes weights from weights, and perhaps constants, and returns its outputs.
+
+        ``axes`` are the axes of each output. An output keeps those of their origins that the weights have, and the
+        stacked axes of the weights.
+        """
+        if type(view) is View:  # an equation of an unknown kind, so its outputs have no origins
             for value in operands:
                 self._add_other_read(value, line)
-        weights = [value for value in operands if value.kind is Source.WEIGHT]
+        weights = [value for value in operands if value.source is Source.WEIGHT]
         dot = contraction_of(view) if isinstance(view, Dot) and len(weights) == 2 else None
         if dot is not None:
             self.append(WeightProduct.of(dot, operands[0], operands[1], line))
-        if_rows = self._products_if_rows(view, operands, line)
+        products_if_rows = self._find_products_if_rows(view, operands, line)
         known, stacked = union(value.origins for value in weights), union(value.stacked for value in weights)
-        outs = [Value(restrict_origins(each, known), Source.WEIGHT, stacked, if_rows=if_rows) for each in axes]
+        axes = [restrict_origins(axes_of_out, known) for axes_of_out in axes]
+        outs = [Value(each, Source.WEIGHT, stacked, products_if_rows=products_if_rows) for each in axes]
         if not _takes_one_index(view, operands):
             return outs
+        # In ``w[0]``, the axes that the output no longer has become stacked ones.
         return [replace(out, stacked=stacked | (operands[0].origins - out.origins)) for out in outs]
 
-    def _products_if_rows(self, view: View, operands: Sequence[Value], line: str) -> frozenset[DataProduct]:
+    def _find_products_if_rows(self, view: View, operands: Sequence[Value], line: str) -> frozenset[DataProduct]:
         """The look-ups and products up to this equation, if entries that constants chose are rows of a table.
 
-        They are recorded only if the result is later used as data, such as positions that are added to embeddings.
+        ``table[jnp.arange(8)]`` is a slice of a weight, or a look-up of eight positions; in ``table[jnp.arange(8)] @
+        w``, these would then be data that ``w`` multiplies. Both products are returned, and recorded only if the result
+        is later used as data, such as positions that are added to embeddings. Empty if constants chose no entries.
         """
-        earlier = union(value.if_rows for value in operands)
-        multiplied = list[int]()
+        earlier = union(value.products_if_rows for value in operands)
+        multiplied = list[int]()  # the operands that are weights even if the chosen entries are data
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
             if len(view.partial_axes) > 1:  # only the indices themselves say along which of these axes they select
                 self._add_other_read(operands[0], line)
             multiplied = [0] if _takes_vectors(view) else []
         elif earlier:
-            multiplied = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
+            weights = [(i, value) for i, value in enumerate(operands) if value.source is Source.WEIGHT]
+            multiplied = [i for i, value in weights if not value.products_if_rows]
         return earlier | set(filter(None, (_product_with_data(view, operands[i], i, line) for i in multiplied)))
 
-    def _add_reads(self, view: View, operands: Sequence[Value], line: str) -> None:
-        """Records how an equation with data reads each of its weights: in a product with the data, or otherwise."""
+    def _add_reads(self, view: View, operands: Sequence[Value], line: str) -> list[DataProduct]:
+        """Records how an equation with data reads each of its weights: in a product with the data, or otherwise.
+
+        Returns the products with data that this adds to the list: none for an equation such as ``x + b``.
+        """
+        n_before = len(self)
         for i, value in enumerate(operands):
-            product = _product_with_data(view, value, i, line) if value.kind is Source.WEIGHT else None
+            if value.source is not Source.WEIGHT:
+                continue
+            product = _product_with_data(view, value, i, line)
             if product is not None:
                 self._add_product(product, view, operands, i)
-            elif value.kind is Source.WEIGHT:
+                # Entries that constants chose are rows, and so data, if another weight has multiplied them. If they
+                # were only looked up, this operand is a slice of a weight.
+                are_rows = any(use.how != LOOKUP for use in value.products_if_rows)
+            else:
                 self._add_other_read(value, line)
                 long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
                 # Whole rows meet data here, so they were looked up; a penalty would read a sum of their squares.
-                if any(use.outputs & long_axes for use in value.if_rows):
-                    self.extend(value.if_rows)
+                are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
+            if are_rows:
+                self.extend(value.products_if_rows)
+        return [use for use in self[n_before:] if isinstance(use, DataProduct)]
 
     def _add_product(self, product: DataProduct, view: View, operands: Sequence[Value], i: int) -> None:
-        """Records a product of data with the operand ``i``, a weight."""
+        """Records a product of data with the operand ``i``, a weight.
+
+        It also records which axes of earlier layers the product contracts, and which of them it keeps apart by batch
+        axes. These say which axes are those of ensemble members.
+        """
         self.append(product)
         if isinstance(view, Conv):
             self._read_convolution(view, *operands)
         elif isinstance(view, Dot | RaggedDot):
             data, contraction = operands[1 - i], contraction_of(view)
-            assert contraction is not None
+            assert contraction is not None  # both kinds have one
             batch = contraction.batch(1 - i)
+            other_axes = [k for k in range(len(data.axes)) if k not in batch]
             self._contracted |= data.origins_of(contraction.contracted(1 - i))
-            self._add_apart(data, data.origins_of(batch) - data.origins_of({*range(len(data.axes))} - {*batch}))
-        # Entries that constants chose, once multiplied by another weight, may be data (rows), or still a weight.
-        if any(use.kind != LOOKUP for use in operands[i].if_rows):
-            self.extend(operands[i].if_rows)
+            # An output of an earlier layer is kept apart only if it is on batch axes alone.
+            self._add_apart(data, data.origins_of(batch) - data.origins_of(other_axes))
 
     def _read_convolution(self, view: Conv, data: Value, kernel: Value) -> None:
         """Records the features that a convolution contracts, and the blocks of features that it keeps apart.
 
-        If each block has one feature or one output, as in a depthwise convolution, no blocks are recorded.
+        Blocks of features are the groups of a grouped convolution, such as one for each member of an ensemble. If each
+        block has one feature or one output, as in a depthwise convolution, no blocks are recorded.
         """
         count, numbers = view.feature_group_count, view.dimension_numbers
         features, outputs = data.axes[numbers.lhs_spec[1]], kernel.axes[numbers.rhs_spec[0]]
@@ -172,32 +219,39 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._apart |= origins([blocks]) - origins([inside])
 
     def _add_apart(self, data: Value, axes: Origins) -> None:
-        """Records outputs of earlier products that a product keeps apart; if they were mixed before, as mixed."""
-        self._apart |= (axes & data.unread) - data.mixed
-        self._mixed |= axes & data.unread & data.mixed
+        """Records that a product keeps these axes of its data apart, or mixed if entries along them were mixed before.
+
+        Only axes that are ``unread_outputs`` of the data count: this product is the first one to read them.
+        """
+        self._apart |= (axes & data.unread_outputs) - data.mixed_outputs
+        self._mixed |= axes & data.unread_outputs & data.mixed_outputs
 
     def _add_other_read(self, value: Value, line: str) -> None:
-        """Records that an equation reads a weight otherwise than in a product."""
+        """Records that an equation reads a weight otherwise than in a product: once for each parameter behind it."""
         parameters = {parameter for parameter, _ in value.origins | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
 
-def _kind_of_outputs(view: View, operands: Sequence[Value]) -> Source:
-    """The kind of the outputs of an equation."""
-    is_of_weight = bool(operands) and operands[0].kind is Source.WEIGHT
+def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
+    """Whether the outputs of an equation are data, weights or constants.
+
+    Usually the largest source of an operand counts: data before weights, and weights before constants. But a weight
+    stays one if data only scale it by a number, or choose one whole array of a stack.
+    """
+    is_of_weight = bool(operands) and operands[0].source is Source.WEIGHT
     # Vectors that data look up are data. Whole arrays that data choose, such as those of an expert, are still weights.
     if is_of_weight and isinstance(view, Gather):
-        return Source.DATA if operands[1].kind is Source.DATA and _takes_vectors(view) else Source.WEIGHT
+        return Source.DATA if operands[1].source is Source.DATA and _takes_vectors(view) else Source.WEIGHT
     if is_of_weight and isinstance(view, DynamicSlice) and _takes_whole_array(view):
         return Source.WEIGHT
     if isinstance(view, equations.Multiply | equations.Divide):
-        # A weight times a scalar that is computed from data is still a weight.
+        # A weight times a scalar that is computed from data is still a weight, so scalars do not count beside others.
         operands = [value for value in operands if value.varies] or operands
-    return max((value.kind for value in operands), default=Source.CONSTANT)
+    return max((value.source for value in operands), default=Source.CONSTANT)
 
 
 def _takes_whole_array(view: DynamicSlice) -> bool:
-    """Whether a slice is one whole array of a stack.
+    """Whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3), and not a vector or a part of one.
 
     It is whole along each axis of which it has more than one index, and there are several such axes.
     """
@@ -206,14 +260,17 @@ def _takes_whole_array(view: DynamicSlice) -> bool:
 
 
 def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
-    """Whether an equation takes one array of a stack, so that the axes that its output lacks are stacked axes."""
+    """Whether an equation may take one index of an axis, as ``w[0]`` does, so that the axis is then a stacked one."""
     if isinstance(view, Gather):
         return not selects_entries(view, operands[1])
     return isinstance(view, equations.Slice | equations.SplitAxis | equations.Unstack | DynamicSlice)
 
 
 def _takes_vectors(view: Gather) -> bool:
-    """Whether each slice is a vector or a part of an axis, as from a table, and not the whole array of an expert."""
+    """Whether a look-up takes vectors, or parts of an axis, as from a table, and not whole arrays, as of experts.
+
+    It takes vectors (3,) from a table (8, 3), and arrays (8, 3) from the stacked weights (5, 8, 3) of experts.
+    """
     kept = [i for i in range(len(view.slice_sizes)) if i not in view.removed_axes]
     # Under vmap, slices keep the axis that they cut, with size 1.
     long = {i for i in kept if i not in view.partial_axes or view.slice_sizes[i] != 1}
@@ -221,9 +278,10 @@ def _takes_vectors(view: Gather) -> bool:
 
 
 def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProduct | None:
-    """The product of an operand, a weight, with data; None if the equation is not one.
+    """The product with data of ``value``, the operand ``i`` and a weight; None if the equation does not multiply it.
 
-    A look-up is one too: it contracts the rows of a table, as a product with one-hot vectors would.
+    In ``x @ w``, axis 0 of ``w`` is an input and axis 1 an output. A look-up is a product too: it contracts the rows of
+    a table, as a product with one-hot vectors would.
     """
     contraction = contraction_of(view)
     if contraction is None or not _is_multiplied(view, contraction, i):
@@ -232,18 +290,21 @@ def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProdu
     # If slices of an axis were put together again, one of them may have been a single index, which made it stacked.
     stacked = value.origins_of(contraction.batch(i)) | (value.stacked - inputs - outputs)
     windows = value.origins_of(view.dimension_numbers.rhs_spec[2:]) if isinstance(view, Conv) else Origins()
-    return DataProduct(inputs, outputs, stacked, line, _kind_of_product(view), windows)
+    return DataProduct(inputs, outputs, stacked, line, _how_multiplied(view), windows)
 
 
-def _kind_of_product(view: View) -> str:
-    """The word for how a contraction multiplies a weight."""
-    if isinstance(view, Conv):
+def _how_multiplied(view: View) -> str:
+    """The word for how a contraction multiplies a weight, as in :class:`reparax.core.roles.Use`."""
+    if isinstance(view, Conv):  # a dilation of the data is what makes a convolution a transposed one
         return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
     return PRODUCT if isinstance(view, Dot | RaggedDot) else LOOKUP
 
 
 def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
-    """Whether a contraction multiplies an operand as a weight, unlike the data of a convolution, or indices."""
+    """Whether a contraction multiplies data by its operand ``i``.
+
+    It does not if the operand holds the data of a convolution, or the indices of a look-up.
+    """
     match view:
         case Conv():
             return i == 1

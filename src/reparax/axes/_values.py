@@ -22,13 +22,13 @@ Origins = frozenset[tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """A factor of an axis.
+    """One of the factors that the size of an axis has: an axis of size 6 that a reshape merged has the parts 2 and 3.
 
     Attributes:
       size: The number of indices.
       origins: In a weight, the axes of parameters that it comes from. In data, the axes of parameters along which it
         was computed, such as the outputs of a product.
-      varies: Whether entries may differ along it.
+      varies: Whether entries may differ along it. False after a broadcast.
     """
 
     size: Any
@@ -36,14 +36,15 @@ class Part(NamedTuple):
     varies: bool = True
 
     def combined_with(self, other: "Part") -> "Part":
-        """The part of an elementwise result of two values that have these parts."""
+        """The part of ``x + y`` if ``x`` has this part and ``y`` has the other one. It keeps the size of this one."""
         return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
 
 
 Axis = tuple[Part, ...]
-"""The factors of an axis, the outermost first. There are several if axes were merged."""
+"""The parts of one axis, the outermost first. There are several if axes were merged."""
 
 Axes = tuple[Axis, ...]
+"""All axes of an array."""
 
 
 def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
@@ -52,7 +53,7 @@ def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
-    """The axes of parameters that any of these axes comes from."""
+    """The axes of parameters that any of these axes of an array comes from."""
     return union(part.origins for axis in axes for part in axis)
 
 
@@ -62,18 +63,18 @@ def size_of(axis: Axis) -> Any:
 
 
 def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
-    """An axis of one part with the origins of several axes, for when it is not known how it is divided."""
+    """An axis of one part with all origins of ``axes``, for when it is not known where in the axis each of them is."""
     return (Part(size, origins(axes)),)
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Divides a sequence of parts into axes of these sizes, as a reshape does.
+    """Divides a sequence of parts into axes of these sizes, as a reshape does. The products of all sizes are equal.
 
     Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
     first two parts become one part of size 6, and the axes are (3,) and (2, 4).
     """
     remaining: Sequence[Part] = tuple(parts)
-    if any(n == 0 for n in sizes):
+    if any(n == 0 for n in sizes):  # an empty array, whose sizes do not divide each other
         return [one_part(n, [tuple(remaining)]) for n in sizes]
     axes = list[Axis]()
     for n in sizes:
@@ -83,11 +84,12 @@ def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
 
 
 def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
-    """Divides parts into an axis of this size and the remaining parts.
+    """Takes an axis of this size from the front of a sequence of parts; returns the axis and the remaining parts.
 
-    A part that is too large is divided. Where sizes do not divide each other, neighboring parts become one: parts of
-    the sizes 6 and 4 become one of 24, of which the size 8 leaves 3. An axis of size 1 takes a part only if that has
-    size 1 too.
+    Parts of the sizes 2, 3 and 4 and the size 6 give the axis (2, 3) and leave (4,). A part that is too large is
+    divided: the size 4 gives (2, 2) of the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
+    neighboring parts become one: (6, 4) become (24,), of which the size 8 leaves (3,). The size 1 takes a part only if
+    that has size 1 too; otherwise, it is a new axis, as ``x[None]`` has.
     """
     if size == 1:
         has_part = bool(parts) and parts[0].size == 1
@@ -106,12 +108,15 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
 
 
 def combined(axes: Iterable[Axis]) -> Axis:
-    """The axis of an elementwise result of values that have these axes; axes of size 1 are broadcast."""
-    return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))
+    """The axis that an elementwise result of several values has in the place of these axes of theirs.
+
+    It is divided wherever one of them is, and has all of their origins. Axes of size 1 are broadcast.
+    """
+    return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # long ones first
 
 
 def _combined_pair(a: Axis, b: Axis) -> Axis:
-    """The axis of an elementwise result, divided wherever one of two axes is; the second may be broadcast."""
+    """The axis of an elementwise result of two values: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
     if size_of(b) == 1:
         return tuple(part.combined_with(b[0]) for part in a)
     pairs = zip(split(a, [part.size for part in b]), b, strict=True)
@@ -119,12 +124,12 @@ def _combined_pair(a: Axis, b: Axis) -> Axis:
 
 
 def restrict_origins(axes: Axes, allowed: Origins) -> Axes:
-    """The axes without any origins that are not allowed."""
+    """The axes, with only those of their origins that are ``allowed``."""
     return tuple(tuple(part._replace(origins=part.origins & allowed) for part in axis) for axis in axes)
 
 
 class Source(enum.IntEnum):
-    """What a value is computed from. What is computed from several kinds is usually of the largest."""
+    """What a value is computed from. If it is computed from several of these, it usually counts as the largest."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -140,7 +145,7 @@ class DataProduct:
       outputs: The axes of parameters that the result has.
       stacked: The axes of parameters along which independent weights are multiplied, each with data of its own.
       line: The equation and the line of source that wrote it.
-      kind: How the weight is multiplied, as in :class:`reparax.core.roles.Use`.
+      how: How the weight is multiplied, as in :class:`reparax.core.roles.Use`.
       windows: The inputs along which the window of a convolution moves.
     """
 
@@ -148,7 +153,7 @@ class DataProduct:
     outputs: Origins
     stacked: Origins
     line: str
-    kind: str = PRODUCT
+    how: str = PRODUCT
     windows: Origins = frozenset()
 
     def transposed(self) -> "DataProduct":
@@ -162,31 +167,31 @@ class Value:
 
     Attributes:
       axes: Its axes.
-      kind: What it is computed from.
+      source: Whether it is data, a weight or a constant.
       stacked: The axes of parameters of which it has one entry, such as the layer axis inside a scan over layers.
-      unread: In data, the outputs of products that no other product has read since.
-      mixed: In data, those ``unread`` outputs along which entries were mixed, as a softmax does.
-      if_rows: In a weight from which constants chose entries, the look-ups and products that this was if the entries
-        are rows of a table.
+      unread_outputs: In data, the outputs of products with weights that no other product with a weight has read since.
+      mixed_outputs: In data, those ``unread_outputs`` along which entries were mixed, as a softmax does.
+      products_if_rows: In a weight from which constants chose entries, as in ``table[jnp.arange(8)]``: the look-ups and
+        products by which it was computed if these entries turn out to be rows of a table, and so data.
     """
 
     axes: Axes
-    kind: Source
+    source: Source
     stacked: Origins = frozenset()
-    unread: Origins = frozenset()
-    mixed: Origins = frozenset()
-    if_rows: frozenset[DataProduct] = frozenset()
+    unread_outputs: Origins = frozenset()
+    mixed_outputs: Origins = frozenset()
+    products_if_rows: frozenset[DataProduct] = frozenset()
 
     @property
     def varies(self) -> bool:
-        """Whether entries may differ."""
+        """Whether its entries may differ. They do not in a scalar, or in a scalar that was broadcast."""
         return any(part.varies for axis in self.axes for part in axis)
 
     @property
     def origins(self) -> Origins:
-        """The axes of parameters that its axes come from."""
+        """The axes of parameters that any of its axes comes from."""
         return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:
-        """The axes of parameters that some of its axes come from."""
+        """The axes of parameters that those of its axes with these numbers come from."""
         return origins(self.axes[k] for k in axes)

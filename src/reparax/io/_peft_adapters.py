@@ -373,5 +373,5 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 def concrete_number(x: Any) -> float:
     """A hyperparameter as a number. Raises an error if it is traced."""
     if isinstance(x, Tracer):
-        raise ValueError("its number is traced, but only concrete numbers can be written. Call it outside of `jax.jit`")
+        raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
     return float(x)

@@ -38,7 +38,7 @@ from reparax.stages.sparse import Freeze
 
 _MERGE = "Merge it with `p.fold(raw)`."
 Targets = Mapping[str, Target]
-Forms = Mapping[str, PeftForm]
+Forms = dict[str, PeftForm]
 
 
 def to_peft(
@@ -108,7 +108,7 @@ def to_peft(
 def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tuple[dict[str, Forms], list[str]]:
     """What PEFT stores for each adapted tensor, by method, and an error for each that has no equivalent."""
     lines: list[str] = []
-    written_by_method: dict[str, dict[str, PeftForm]] = {}
+    written_by_method: dict[str, Forms] = {}
     for tensor, array in adapted.items():
         try:
             _require_no_torch_attention(tensor, targets)
@@ -197,7 +197,7 @@ def _names_setting(
     return config if is_clear else {setting: "|".join(map(re.escape, sorted(modules)))}
 
 
-def _written_by_module(written_of: Forms, targets: Targets) -> dict[str, PeftForm]:
+def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
     """What PEFT stores for each module. The difference of a bias is rescaled to have the factor of the weight."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}

@@ -63,6 +63,34 @@ def from_torch(
     square matrix that torch stores transposed restarts from its weight, which becomes its base. So does every matrix
     whose map in torch is not that of ``p``. The hook of spectral norm updates ``v`` before ``u``.
 
+    A layout says how the axes of an array here relate to those in torch:
+
+    * ``"kernel"``: ``(*spatial, in, out)`` here, ``(out, in, *spatial)`` in torch. The default for matrices named
+      ``kernel``.
+    * ``"same"``: ``(out, in, *spatial)`` in both.
+    * ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch, and flipped along the
+      spatial axes. For flax's transposed convolutions without ``transpose_kernel=True``.
+    * ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch, and flipped too. For equinox's
+      transposed convolutions.
+    * ``"conv1d"``: ``(in, out)`` in both. For the weights of ``Conv1D`` in transformers.
+    * ``"embedding"``: ``(num, features)`` in both. The default for matrices named ``embedding``.
+    * ``"vector"``: ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch. For the biases of equinox's
+      convolutions and of attention.
+    * ``"to_heads"``: an attention kernel ``(in, heads, dim)`` here, ``(heads * dim, in)`` in torch.
+    * ``"from_heads"``: an attention kernel ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch.
+    * ``"experts:kernel"``: ``(experts, in, out)`` here, ``(experts, out, in)`` in torch. For stacks of experts that are
+      one tensor there too, as in Mixtral and Qwen-MoE of transformers 5.
+    * ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in GPT-OSS.
+    * ``"experts:same"``: ``(experts, out, in)`` in both.
+
+    No layout is needed for arrays of one axis; for linear layers, convolutions and tables of nnx and equinox, whose
+    classes decide it if the layer computes as its class does; for ``w`` and ``embeddings`` of two axes in Haiku's
+    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names,
+    and those of modules of your own need a layout, or ``{i}`` in their names: the shape of a square matrix does not
+    show whether it is transposed. A ``kernel`` of more axes can be read without a layout if its tensor has as many
+    axes, which only a convolution has; with as many inputs as outputs, it may be a transposed convolution, so it needs
+    a layout. For recurrent cells, use :func:`convert`.
+
     Args:
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
       state_dict: A dict of names and tensors, or arrays.
@@ -73,26 +101,7 @@ def from_torch(
         with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
         array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
         along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
-      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here, ``(out,
-        in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here too,
-        ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch,
-        and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
-        ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
-        convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
-        ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
-        ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch; for the biases of equinox's convolutions and
-        of attention. ``"to_heads"``: a kernel of attention ``(in, heads, dim)``, ``(heads * dim, in)`` in torch;
-        ``"from_heads"``: ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch. ``"experts:kernel"``:
-        ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
-        too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
-        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
-        linear layers, convolutions and tables of nnx and equinox, whose classes decide it if the layer computes as its
-        class does; for ``w`` and ``embeddings`` of two axes in Haiku's nested modules; and for ``weight_ih`` and
-        ``weight_hh``. All other arrays of two axes or more, whatever their names, and those of modules of your own need
-        a layout, or ``{i}`` in their names: the shape of a square matrix does not show whether it is transposed. A
-        ``kernel`` of more axes can be read without a layout if its tensor has as many axes, which only a convolution
-        has; with as many inputs as outputs, it may be a transposed convolution, so it needs a layout.
-        For recurrent cells, use :func:`convert`.
+      layouts: The layouts of parameters, as a dict from regular expressions to the names above.
       roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions, tables
         and attention kernels for which neither ``layouts`` nor a class gives one, by how the network multiplies
         them. It does not identify ``"conv1d"``, transposed convolutions or experts.

@@ -2,7 +2,8 @@
 
 ``cheapest_order`` finds the order from the labels of the factors alone, and ``multiply_pair`` multiplies two factors.
 Of the labels of a pair, those in ``keep`` stay in the result, because other factors or the output have them; the pair
-is summed over all others. ``sums`` explains factors, labels, products and sums.
+is summed over all others. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no
+gradient, and so is a product of fixed factors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ Labels = frozenset[Label]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The dtypes of the operands and of the result of products, and their precision."""
+    """The numeric settings with which factors are multiplied.
+
+    Attributes:
+      dtype: The dtype to which both operands of each product are cast.
+      result: The dtype of each result.
+      precision: The ``precision`` of ``jax.lax.dot_general``.
+    """
 
     dtype: Any
     result: Any
@@ -38,32 +45,41 @@ class Numerics:
 
 
 def array_of_sum(x: Sum) -> Any:
-    """The array of a sum."""
+    """The array of a sum, in the dtype and the precision of the sum."""
     return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
 def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The array of a sum of products. JAX traces and differentiates it once for all products of equal sizes."""
+    """The sum of the arrays of several products, of this shape.
+
+    Equal calls share one trace and derivative in JAX. Labels equal only themselves, so they are numbered first: then
+    calls for weights with the same structure and sizes, such as those of several layers, are equal.
+    """
     return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The array of a sum of products whose labels are numbered, so that JAX finds products of equal sizes equal."""
+    """The function behind :func:`array_of_products`, for products whose labels :func:`with_numbers` replaced."""
     return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
 def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics) -> Any:
-    """The array of a product."""
+    """The array of a product, of this shape, which may also split or merge the axes of the product.
+
+    It multiplies the factors in pairs, in the cheapest order: ``a``, ``b``, ``c`` become ``a``, ``b c`` and then
+    ``a b c``. The last remaining factor is brought into the shape.
+    """
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
     factors, segments, link = split_off_segments(product.factors, out_labels)
 
     def first_place(factor: Factor) -> int:
+        """Where the first label of a factor is among the labels of the output; after all of them if none is there."""
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
     for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
-        # The order of the operands determines the order of the result's axes.
+        # The axes of the first operand come first in the result, so this order saves most transposes at the end.
         a, b = sorted((factors[i] for i in pair), key=first_place)
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
@@ -76,7 +92,10 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
 
 
 def cost(product: Product) -> float:
-    """The cost of computing a product, in operations, including the gradients of its factors."""
+    """The cost of computing the array of a product and the gradients of its factors, in the cheapest order.
+
+    It is counted in operations of a matrix product, to which the written numbers are converted (``ENTRY``).
+    """
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
     factors, _, link = split_off_segments(product.factors, out_labels)
@@ -84,7 +103,11 @@ def cost(product: Product) -> float:
 
 
 def with_numbers(product: Product) -> Product:
-    """The product with its labels replaced by numbered ones, which are the same in all products of equal sizes."""
+    """The product with its labels replaced by shared ones, in the order in which they first occur.
+
+    Products of the same structure and sizes, such as two weights ``a @ b`` of one shape, get the same label objects, so
+    that they compare as equal in caches.
+    """
     numbered: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
         numbered.setdefault(label, _numbered_label(len(numbered), label.size))
@@ -93,17 +116,21 @@ def with_numbers(product: Product) -> Product:
 
 @functools.lru_cache(maxsize=4096)
 def _numbered_label(number: int, size: int) -> Label:
-    """The label for a number and a size, always the same object."""
-    del number
+    """The label for a number and a size: the same object in each call, because the cache returns it."""
+    del number  # only part of the key of the cache
     return Label(size)
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """The array of the last remaining factor, in the shape and with the axes of the product."""
-    flat = product.labels_of_axes
-    once = list(dict.fromkeys(flat))
-    x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
-    return with_diagonals(x, flat).reshape(tuple(shape))
+    """The array of the last remaining factor, with the axes of the product, in this shape.
+
+    If two axes of the product have the same label, this label's axis is expanded to a diagonal: (3,) becomes (3, 3).
+    """
+    all_labels = product.labels_of_axes
+    different_labels = list(dict.fromkeys(all_labels))
+    sizes = [label.size for label in different_labels]
+    x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, different_labels), sizes)
+    return with_diagonals(x, all_labels).reshape(tuple(shape))
 
 
 # ---- the order of products
@@ -112,18 +139,24 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
 # computed, and only once for products of equal sizes.
 
 ENTRY = 16
-"""The cost of writing one number, in operations of a matrix product."""
+"""The cost of writing one number to memory, in operations of a matrix product: an estimate."""
 
 _MAX_COMPARED = 5
 """Up to this many factors, all orders are compared; with more, the cheapest pair is multiplied first."""
 
 Order = tuple[tuple[int, int], ...]
-"""The pairs to multiply, by their positions; each result is appended to the factors that remain."""
+"""The pairs to multiply, by their positions among the factors that remain, to which each result is appended."""
 
 
 @dataclass(frozen=True)
 class FactorType:
-    """What the cost of a factor depends on: its labels, those that a circulant matrix has, and whether it is fixed."""
+    """What the cost of a product with a factor depends on, without the numbers of the factor.
+
+    Attributes:
+      labels: All its labels.
+      circulant_labels: The labels of the two axes of a circulant matrix; none for other factors.
+      fixed: Whether it gets no gradient.
+    """
 
     labels: Labels
     circulant_labels: Labels
@@ -132,15 +165,18 @@ class FactorType:
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """The type of a factor."""
+        # Labels before the last two are those of a batch of circulant matrices.
         circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
         return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
 def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """The cost of multiplying factors in the cheapest order, and this order.
+    """The cost of multiplying factors in the cheapest order, with their gradients, and this order.
 
-    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``.
+    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``. The result is
+    summed over all labels that are not in ``out_labels``. ``link`` has the labels of rows and groups if the factors are
+    multiplied for each group of rows; else it is None.
     """
     if len(factors) == 1:
         return 0.0, ()
@@ -158,33 +194,43 @@ def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Li
 def _multiply_types(
     factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
 ) -> tuple[float, tuple[FactorType, ...]]:
-    """The cost of the product of a pair of factors, and the factors that remain, with the result as the last one."""
+    """The cost of the product of the factors at two positions, and the factors that remain, the result as the last.
+
+    With labels (i, r), (r, o) and (o,), the pair (0, 1) leaves (o,) and (i, o).
+    """
     a, b = (factors[i] for i in pair)
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
     labels, keep = a.labels | b.labels, out_labels.union(*(factor.labels for factor in other_factors))
-    loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+    loop_labels, result_labels = (labels, labels & keep) if link is None else link.loop_and_result_labels(labels, keep)
     result = FactorType(result_labels, frozenset(), a.fixed and b.fixed)
     return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
 
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
-    """The cost of a product of two factors that loops over ``loop_labels``, of which ``result_labels`` stay."""
+    """The cost of a product of two factors that loops over ``loop_labels``, of which ``result_labels`` stay.
+
+    An entry of the loop costs a multiplication and an addition if the product sums, and nothing if it is elementwise:
+    then only its written numbers count. Each factor with a gradient costs one more product over the same loop, which
+    sums over the labels that the factor lacks.
+    """
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
-    moving = [factor for factor in (a, b) if not factor.fixed]
+    factors_with_gradient = [factor for factor in (a, b) if not factor.fixed]
     for circulant, factor in ((a, b), (b, a)):
         label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            rows = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
-            return (1 + len(moving)) * (2 * rows * sums.fourier_cost(label.size) + ENTRY * n_written)
+            # Each vector is transformed forth and back, in the forward pass and for each gradient.
+            n_vectors = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
+            cost_of_pass = 2 * n_vectors * sums.fourier_cost(label.size) + ENTRY * n_written
+            return (1 + len(factors_with_gradient)) * cost_of_pass
     has_sums = bool((a.labels & b.labels) - result_labels)
     total = 2.0 * n * has_sums + ENTRY * n_written
-    for factor in moving:
+    for factor in factors_with_gradient:
         total += 2.0 * n * (has_sums or factor.labels != loop_labels) + ENTRY * _entries_along(factor.labels)
     return total
 
 
 def _entries_along(labels: Labels) -> int:
-    """The number of entries of an array with these labels."""
+    """The number of entries of an array with one axis for each of these labels."""
     return count_entries([label.size for label in labels])
 
 
@@ -192,15 +238,20 @@ def _entries_along(labels: Labels) -> int:
 
 
 def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Factor:
-    """The product of two factors, summed over labels that are not in ``keep``."""
+    """The product of two factors, summed over labels that are not in ``keep``.
+
+    With the labels (i, r) and (r, o), and i and o in ``keep``, it has the labels (i, o).
+    """
     for circulant, other in ((a, b), (b, a)):
         label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circulant, other, label, keep, numerics)
+    # A label that only one factor has is summed before the product, which is then smaller.
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
     fixed = a.fixed and b.fixed
+    # If nothing is summed, and one factor has all labels of the other, the product is elementwise.
     if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
@@ -211,7 +262,14 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Fac
 
 
 class _Pair(NamedTuple):
-    """The labels of two factors: shared ones that are summed or kept, and those that only one of them has."""
+    """The labels of two factors, by their part in a ``dot_general``.
+
+    Attributes:
+      contracting: Labels of both factors that are summed over.
+      batch: Labels of both factors that are kept.
+      free_a: Labels that only the first factor has.
+      free_b: Labels that only the second factor has.
+    """
 
     contracting: list[Label]
     batch: list[Label]
@@ -220,7 +278,7 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
-        """The labels of two factors; shared ones in ``keep`` are kept."""
+        """Sorts the labels of two factors. Labels that both have and that are not in ``keep`` are summed over."""
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
             batch=[label for label in a.labels if label in b.labels and label in keep],
@@ -232,19 +290,23 @@ class _Pair(NamedTuple):
 def dot_numbers(
     lhs: Sequence[Label], rhs: Sequence[Label], contracting: Sequence[Label], batch: Sequence[Label]
 ) -> tuple[Any, Any]:
-    """The dimension numbers of a ``dot_general`` of arrays with these labels."""
+    """The dimension numbers of a ``dot_general`` of arrays with the labels ``lhs`` and ``rhs``.
+
+    It sums over the labels ``contracting``, and ``batch`` are its batch axes; both arrays have all of these.
+    """
 
     def axes(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
+        """The axes of both arrays that have these labels."""
         return [lhs.index(label) for label in labels], [rhs.index(label) for label in labels]
 
     return axes(contracting), axes(batch)
 
 
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
-    """The label along which Fourier transforms can multiply a circulant matrix, the first factor, and the second one.
+    """The label over which Fourier transforms can sum a product of two factors, of which ``a`` is a circulant matrix.
 
-    None if the first factor is not a circulant matrix, or if the product does not sum over one of its axes and keep its
-    others.
+    The product must be one of a matrix and vectors: it sums over one of the two axes of the matrix, which ``b`` has
+    too, and keeps the other, which ``b`` lacks. It also keeps the batch axes of ``a``. None for all other products.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
@@ -252,13 +314,16 @@ def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
 
 
 def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, numerics: Numerics) -> Factor:
-    """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
+    """The product of a circulant matrix and another factor, summed over ``label`` by Fourier transforms.
+
+    With the labels (row, column) and (n, column), ``label`` is column, and the result has the labels (n, row).
+    """
     other = sum_except(other, keep.union(circulant.labels))
     *batch, row, column = circulant.labels
     free = tuple(x for x in other.labels if x is not label)
     x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
     spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
-    frequency = Label(x.shape[-1])
+    frequency = Label(x.shape[-1])  # of the last axis of both transforms, which are multiplied elementwise
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
@@ -267,19 +332,23 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
-    """A factor summed over labels that are not in ``keep``."""
+    """A factor summed over labels that are not in ``keep``: from (i, r) to (i,) if only i is in ``keep``."""
     axes = [i for i, label in enumerate(factor.labels) if label not in keep]
     if not axes:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # a reshape is enough, and is free
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
-    """``x`` with its axes in the order of ``new_labels``, and an axis of size 1 for each label that it lacks."""
+    """``x`` with its axes in the order of ``new_labels``, and an axis of size 1 for each label that it lacks.
+
+    An array of shape (4, 3) with the labels (i, o) becomes one of (3, 1, 4) for (o, n, i). ``new_labels`` must contain
+    all of ``labels``.
+    """
     order = [labels.index(label) for label in new_labels if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
 
@@ -294,63 +363,74 @@ def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> A
 
 @dataclass(frozen=True)
 class Link:
-    """The two labels that a factor of ``Segments`` links: each row is in one group.
+    """The two labels that a factor of ``Segments`` links: a row, such as a token, is in one group, such as an expert.
 
     Attributes:
       rows: The label of the rows.
       group: The label of the groups.
-      keeps_rows: Whether the output has rows, each multiplied by the part of its group. Otherwise it has groups, each
-        the sum of its rows.
+      keeps_rows: Whether the output of the whole product has rows, each multiplied by the part of its group. Otherwise
+        it has groups, each with a sum over its rows.
     """
 
     rows: Label
     group: Label
     keeps_rows: bool
 
-    def spans(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
-        """The labels over which a product of factors with ``labels`` loops, and those of its result.
+    def loop_and_result_labels(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
+        """The labels over which the product of a pair of factors loops, and the labels of its result.
 
-        ``keep`` are the labels of other factors and of the output. A result with rows does not need the label of
-        groups, because each row is in one. A result without rows keeps that label until it is combined with rows.
+        ``labels`` are those of both factors together, and ``keep`` those of other factors and of the output. For each
+        row, a product with rows reads only the part of its group, so it does not loop over groups. A result without
+        rows keeps the label of groups until it is combined with rows.
         """
         group = frozenset([self.group])
         if self.rows not in labels:
             return labels, labels & (keep | group)
         if self.keeps_rows:
             return labels - group, (labels - group) & keep
-        return labels, (labels | group if self.sums(labels, keep) else labels) & keep
+        return labels, (labels | group if self.sums_rows(labels, keep) else labels) & keep
 
-    def sums(self, labels: Labels, keep: Labels) -> bool:
-        """Whether a product of factors with ``labels`` sums the rows of each group."""
+    def sums_rows(self, labels: Labels, keep: Labels) -> bool:
+        """Whether the product of a pair of factors sums the rows of each group.
+
+        The arguments are those of :meth:`loop_and_result_labels`.
+        """
         return not self.keeps_rows and self.rows in labels and self.rows not in keep
 
 
 def split_off_segments(
     factors: Sequence[Factor], out_labels: Labels
 ) -> tuple[list[Factor], Factor | None, Link | None]:
-    """The factors to multiply in pairs, and the factor of ``Segments`` with its link; both None if not split off."""
+    """The factors to multiply in pairs, and apart from them the factor of ``Segments`` with its link.
+
+    The second and the third result are None if no factor is one of ``Segments``, or if no pair can use it: then it is
+    multiplied as a matrix of ones and zeros. The first result has only the others if it is split off.
+    """
     segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
     if segments is None:
         return list(factors), None, None
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    if group not in out_labels | other_labels:  # a sum over groups: one for rows in any group
+    # A sum of the matrix over groups has a one for each row that is in any group.
+    if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
-    # Without another factor that has the rows, no pair would combine rows with groups.
+    # Without another factor that has the rows, no pair would combine rows with groups. And the output must have either
+    # rows or groups: with both, or with neither, no ``ragged_dot_general`` computes it.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
 
 def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of two factors and ``segments``, summed over labels that are not in ``keep``.
+    """The product of two factors, also with ``segments`` if the pair needs it, summed over labels not in ``keep``.
 
-    ``segments`` takes part only if the pair combines rows with groups, or sums the rows of each group.
+    The pair needs ``segments`` if it sums the rows of each group, or if one factor has rows and the other has groups,
+    so that each row is multiplied by the part of its group. Any other pair is multiplied as usual.
     """
     labels = frozenset(a.labels + b.labels)
-    _, result_labels = link.spans(labels, keep)
-    if link.sums(labels, keep):
+    _, result_labels = link.loop_and_result_labels(labels, keep)
+    if link.sums_rows(labels, keep):
         return _sum_rows_per_group(a, b, result_labels, numerics, segments, link)
     for x, y in ((a, b), (b, a)):
         if link.keeps_rows and link.rows in x.labels and link.group in y.labels:
@@ -359,12 +439,18 @@ def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, s
 
 
 def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of each row of ``a`` with the part of ``b`` for the group of the row."""
+    """The product of each row of ``a`` with the part of ``b`` for the group of the row.
+
+    With the labels (rows, i) and (group, i, o), and rows and o in ``keep``, it has the labels (rows, o): token ``n``
+    of expert ``e`` gives ``a[n] @ b[e]``.
+    """
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
+    # ``ragged_dot_general`` must sum over something, and needs batch axes of the group sizes in its left operand.
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
+    # Axes of ``a`` along which group sizes differ must come before the rows, and all these axes are axes of the sizes.
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -381,9 +467,12 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
-    """``parts`` with rows in place of groups: each row has the part of its group, or zeros if it is in no group."""
+    """``parts`` with rows in place of groups: each row has the part of its group, or zeros if it is in no group.
+
+    With 6 rows in 3 groups, the shape (3, 8) becomes (6, 8).
+    """
     *batch_labels, rows, group = segments.labels
-    if batch_labels:
+    if batch_labels:  # rows have other groups in each example, so the parts are selected by a product
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
         return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
@@ -392,7 +481,10 @@ def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Fa
 
 
 def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over the rows of each group; the labels ``keep`` are not summed."""
+    """The product of two factors, summed over the rows of each group and over other labels that are not in ``keep``.
+
+    With the labels (rows, i) and (rows, o), it has the labels (group, i, o), like the gradient of the experts.
+    """
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         # ``ragged_dot_general`` needs both operands to have rows, and the groups to be the same for the whole batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)

@@ -4,6 +4,10 @@ Such a weight is a ``Sum`` of products of factors (``sums`` explains these words
 transposes, slices, casts and the like, and ``look_up`` those of rows or matrices that indices choose: both change the
 factors and form no array. ``make_sum`` has the rules of makers, which are equations of known values, such as a product
 of two matrices, whose output is a new sum. A rule returns None if its equation needs, or makes, an array.
+
+A weight's axis is merged if it has several labels, and on a diagonal if another axis has the same label. Rules that
+change single axes return None for these. A known value depends on parameters and keys alone. A fixed factor gets no
+gradient.
 """
 
 import math
@@ -25,15 +29,19 @@ from reparax.programs.multiply import ENTRY, cost, with_numbers
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
-"""A function of an array and the axis that it changes."""
+"""A function of an array and one of its axes, which returns the array changed along this axis, such as a slice."""
 
 
 # ---- moving, slicing and casting sums
 
 
 def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
-    """The outputs of an equation that moves, slices or casts a sum, its first operand; None if it needs the array."""
-    x, *others = operands or [None]
+    """The outputs of an equation that moves, slices or casts a sum, its first operand; None if it needs the array.
+
+    For ``w = a @ b``, the transpose is ``b.T @ a.T`` and the slice ``w[:3]`` is ``a[:3] @ b``, both as sums of one
+    product. The other operands are arrays, such as the start of a slice.
+    """
+    x, *others = operands or [None]  # an iota, for instance, has no operand
     if not isinstance(x, Sum):
         return None
     view = equations.view_of(eqn)
@@ -44,10 +52,11 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
 
 
 def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
-    """The output of an equation that moves, slices or casts a sum; None if it needs the array.
+    """The output of an equation that moves, slices or casts the sum ``x``; None if it needs the array.
 
-    An equation that specifies the sharding of its output needs the array. So do a reshape that ``Product.reshape``
-    cannot do, and a cast that loses range or adds digits.
+    ``others`` are its other operands. An equation that specifies the sharding of its output needs the array, because
+    factors have other axes. So do a reshape that ``Product.reshape`` cannot do, a cast that loses range or adds digits,
+    and all equations without a case here.
     """
     match view:
         case equations.Transpose():
@@ -58,9 +67,7 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
-        case equations.Broadcast() if (
-            not others and not view.has_sharding
-        ):  # the others are sizes unknown while tracing
+        case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes unknown while tracing
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
         case equations.ConvertType() if sums.is_narrowing_cast(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
@@ -77,7 +84,7 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return look_up(view, x, others)
         case equations.Slice():
             slices = enumerate(view.bounds)
-            changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
+            changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}  # others stay whole
             return _change_axes(x, view.type.shape, changes)
         case equations.DynamicSlice():
             slices = enumerate(zip(others, view.slice_sizes, strict=True))
@@ -90,28 +97,36 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
 
 
 def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]) -> Sum | None:
-    """``x`` with some axes changed, to a new shape; None if one of them is merged or on a diagonal."""
+    """``x`` with some of its axes changed, to a new shape; None as in :func:`_change_axis_of_product`.
+
+    ``changes`` has a function for each axis to change, such as a slice of this axis.
+    """
     result: Sum | None = x
     for axis, change in changes.items():
         result = result and _change_axis(result, axis, shape[axis], change)
     return result
 
 
-def broadcast_sum(x: Sum, shape: Sequence[int], dimensions: Sequence[int]) -> Sum | None:
+def broadcast_sum(x: Sum, shape: Sequence[int], dimensions: Sequence[int]) -> Sum:
     """``x`` broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become."""
-    return x.map_products(lambda product: product.broadcast(shape, dimensions), shape)
+    products = tuple(product.broadcast(shape, dimensions) for product in x.products)
+    return replace(x, products=products, shape=tuple(shape))
 
 
 def cast_sum(x: Sum, dtype: Any) -> Sum:
-    """``x`` in another floating dtype."""
+    """``x`` in another floating dtype, with its factors cast; integer factors stay integers if the dtype holds them."""
     result = map_factors(x, lambda factor: replace(factor, array=sums.cast_factor(factor.array, dtype)))
     return replace(result, dtype=dtype)
 
 
 def negate_sum(x: Sum) -> Sum:
-    """``x`` times -1, which is multiplied by the scalar factors of each product, so that these remain one factor."""
+    """``x`` times -1. Each product gets one scalar factor: -1 times the scalar factors that it had.
+
+    Otherwise each negation would add a factor.
+    """
 
     def negate(product: Product) -> Product:
+        """The product times -1. A scalar that is a draw stays a factor of its own."""
         scalars = [factor for factor in product.factors if not factor.labels and factor.draw is None]
         other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
         array = jnp.asarray(-1, x.dtype)
@@ -123,26 +138,30 @@ def negate_sum(x: Sum) -> Sum:
 
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
-    """``x`` with each factor changed."""
+    """``x`` with each factor replaced by ``change(factor)``, which must have the same labels."""
     products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
     return replace(x, products=tuple(products))
 
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
-    """The consecutive slices of a split along an axis; None if they cannot be taken from the factors."""
+    """The outputs of a split, which are consecutive slices along an axis.
+
+    None if :func:`_change_axis_of_product` returns None for one of them.
+    """
     stops = zip(accumulate(view.sizes), view.sizes, strict=True)
     return sums.all_or_none(_change_axis(x, view.axis, n, _slicer(stop - n, stop, 1)) for stop, n in stops)
 
 
 def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
-    """A function that takes this slice along an axis."""
+    """A function that takes the slice ``start:limit:stride`` along an axis."""
     return lambda array, axis: lax.slice_in_dim(array, start, limit, stride, axis)
 
 
 def _dynamic_slicer(start: Any, n: int) -> ChangeAxis:
-    """A function that takes ``n`` entries along an axis, from index ``start`` on."""
+    """A function that takes ``n`` entries along an axis, from an index ``start`` that is known only at run time."""
 
     def slice_array(array: Any, axis: int) -> Any:
+        """The slice of the array, whole along all other axes."""
         starts = [start if i == axis else jnp.zeros_like(start) for i in range(array.ndim)]
         sizes = [n if i == axis else size for i, size in enumerate(array.shape)]
         # The program has already counted negative indices from the end; any that are still negative are clipped.
@@ -157,7 +176,7 @@ def _reverse(array: Any, axis: int) -> Any:
 
 
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
-    """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
+    """``x`` with one axis changed, to a new size; None as in :func:`_change_axis_of_product`."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
     return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
@@ -165,16 +184,18 @@ def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None
 def _change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
     """``product`` with one axis changed, to a new size, in all factors that have it.
 
-    None if the axis is merged or on a diagonal, or if it has size 1 and the new size differs.
+    For ``w = a @ b`` and axis 0, which only ``a`` has, ``w[:3]`` is ``a[:3] @ b``. None if the axis is merged or on a
+    diagonal, because then no single axis of a factor corresponds to it, or if it has size 1 and the new size differs.
     """
     labels_of_axis = product.axes[axis]
-    if not labels_of_axis:  # of size 1
+    if not labels_of_axis:  # an axis of size 1, which has no label to look for
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
     if not product.is_plain(axis):
         return None
 
     def change_factor(factor: Factor) -> Factor:
+        """The factor changed along the axis, with the new label; the factor itself if it lacks the axis."""
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
@@ -184,13 +205,19 @@ def _change_axis_of_product(product: Product, axis: int, size: int, change: Chan
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
-# ---- look-ups, as of the row of each word or of the matrix of each token's expert, in each factor
+# ---- look-ups: the row of each word, or the matrix of each token's expert, is taken from each factor
 
 
 def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest: bool = False) -> Sum | None:
-    """The entries that a look-up takes from a weight along one axis; None if it needs the array.
+    """The output of a look-up in a weight, as a sum whose factors are looked up; None if it needs the array.
 
-    With ``nearest``, an index outside of the axis gives the nearest entry, whatever the mode of the equation.
+    For ``w = a @ b``, ``w[indices]`` is ``a[indices] @ b``.
+
+    Args:
+      view: The look-up.
+      x: The weight.
+      operands: The indices, as the only element. They select along the axis ``view.row``.
+      nearest: Whether an index outside of the axis gives the nearest entry, whatever the mode of the equation.
     """
     (indices,) = operands
     if view.row is None or isinstance(indices, Sum) or not (nearest or _can_fill_factors(view)):
@@ -201,9 +228,11 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
+        """The product looked up, with its axes in the order of the output: those at ``offset`` come from the weight."""
         product_rows = _take_from_product(view, product, axis, rows, indices[..., column : column + 1], nearest=nearest)
         if product_rows is None:
             return None
+        # Slices may keep the axis, with size 1 and so without labels.
         axes = iter([() if i == axis else product_rows.axes[i] for i in kept_axes])
         row_axes = map(sums.axis_labels, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
@@ -213,7 +242,10 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
 
 
 def _can_fill_factors(view: equations.Gather) -> bool:
-    """Whether a look-up fills in zero or NaN, or nothing: a product is zero or NaN if its factors are filled so."""
+    """Whether factors can be looked up one by one: the value for an index outside must be right for their product.
+
+    Zero and NaN are, because a product of zeros is zero and one of NaNs is NaN. So are modes that fill nothing in.
+    """
     fill = view.fill_value
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
@@ -221,16 +253,19 @@ def _can_fill_factors(view: equations.Gather) -> bool:
 def _take_from_product(
     view: equations.Gather, product: Product, axis: int, rows: AxisLabels, indices: Any, *, nearest: bool
 ) -> Product | None:
-    """The product whose factors are looked up along an axis, which gets the labels ``rows``; None as in look_up."""
+    """``product`` with its factors looked up along an axis, which gets the labels ``rows``, those of the indices.
+
+    None if the axis is merged or on a diagonal, or if :func:`_repeat_factors_along` returns None.
+    """
     if not product.is_plain(axis):
         return None
-    (label,) = product.axes[axis] or (None,)
+    (label,) = product.axes[axis] or (None,)  # no label if the axis has size 1
     gives_nearest = nearest or view.mode == lax.GatherScatterMode.CLIP
     factors = product.factors if gives_nearest else _repeat_factors_along(product.factors, label)
     if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
-    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
+    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode  # other modes promise indices inside, or clip
     take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
 
@@ -256,20 +291,24 @@ def _repeat_factors_along(factors: Sequence[Factor], label: Label | None) -> Seq
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
-    """The factor repeated along a new first axis."""
+    """The factor repeated along a new first axis with this label: from (4, 3) to (label.size, 4, 3)."""
     array = factor.dense
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
 def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: Any, mode: Any, fill: Any) -> Factor:
-    """The entries of a factor at indices along one of its axes; the factor itself if it lacks that axis."""
+    """The entries of a factor at indices along the axis with this label; the factor itself if it lacks that axis.
+
+    A factor of shape (10, 4) and indices of shape (7, 1) give one of (7, 4): the labels ``rows`` come first. ``mode``
+    and ``fill`` say what an index outside gives, as in ``jax.lax.gather``.
+    """
     if label not in factor.labels:
         return factor
     i = factor.labels.index(label)
     array = jnp.moveaxis(factor.dense, i, 0)
-    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))
+    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))  # the axes of the slices, after those of the rows
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    fill = None if _holds_integers(array.dtype) else fill
+    fill = None if _is_integer_or_bool(array.dtype) else fill  # NaN, for instance, is no integer
     array = lax.gather(array, indices, numbers, (1, *array.shape[1:]), mode=mode, fill_value=fill)
     draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
@@ -278,13 +317,18 @@ def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: A
 # ---- making sums: products, multiples and sums of known values
 
 
-# Equations whose output may be larger than their operands, so that it can be worth keeping in factors.
+# Kinds of equations whose output may be larger than their operands, so that it can be worth keeping in factors.
 _EXPANDING = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
 _MAKERS = {*_EXPANDING, equations.Add, equations.Subtract, equations.Concatenate, equations.Stack}
 
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation, if its operands are known arrays, may make a sum that is worth keeping in factors."""
+    """Whether an equation may make a sum that is worth keeping in factors, if its operands are known arrays.
+
+    Only the types are looked at. The output must have two axes or more and the range of float32, and must be larger
+    than what it is made from: than both operands of a product of matrices, or than one operand of another equation. A
+    cast is worth it only from integers and booleans, which may take fewer bytes.
+    """
     kind = equations.view_class_of(eqn)
     if kind not in _EXPANDING:
         return False
@@ -293,73 +337,101 @@ def may_make_sum(eqn: JaxprEqn) -> bool:
         return False
     operands = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if kind is equations.ConvertType:
-        return _holds_integers(operands[0].dtype)
+        return _is_integer_or_bool(operands[0].dtype)
     are_smaller = [sums.count_entries(x.shape) < sums.count_entries(output.shape) for x in operands]
     return all(are_smaller) if kind is equations.Dot else any(are_smaller)
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum that an equation makes from known values, if all its products are smaller in factors; else None."""
+    """The sum that an equation makes from known values, if its factors are smaller than its array; else None.
+
+    ``args`` are the values of its operands, arrays or sums, and ``facts`` the facts about them.
+    """
     x = make_sum(eqn, args, facts)
     is_smaller = x is not None and all(product.is_smaller_in_factors for product in x.products)
     return x if is_smaller else None
 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum that an equation makes from known values, arrays or sums; None if it must make an array."""
+    """The sum that an equation makes from known values; None if its output must be an array.
+
+    ``a @ b`` of two arrays gives a sum of one product with the factors ``a`` and ``b``, and ``w + a @ b`` one of two
+    products.
+
+    Args:
+      eqn: The equation. If it is not a maker, or specifies the sharding of its output, the result is None.
+      args: The values of its operands, arrays or sums. If their dtypes do not fit into the range of the output, the
+        result is None.
+      facts: The facts about the operands; a fixed array becomes a fixed factor.
+    """
     view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
     operands = [x if isinstance(x, Sum) else _as_sum(x, fixed=fact.fixed) for x, fact in zip(args, facts, strict=True)]
     if isinstance(view, equations.Concatenate | equations.Stack):
         return _concatenate(view, operands)
-    return _output_of_maker(view, operands[0], operands[-1])
+    return _output_of_maker(view, operands[0], operands[-1])  # one operand is the first and the last
 
 
 def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[Sum]) -> Sum | None:
-    """The concatenation or the stack of sums along an axis; None if one of them cannot be followed along it.
+    """The concatenation or the stack of sums along an axis; None if this axis of one is merged or on a diagonal.
 
-    It is the sum of the parts, each padded with zeros along the axis. Products of several parts are joined into one if
-    all their factors vary along the axis, as those of the bases of adapters do.
+    It is the sum of the parts, each padded with zeros along the axis. Products at one position of several parts are
+    joined into one, without zeros, if they have the same structure and all their factors vary along the axis. So the
+    stack of two weights ``w1 + a1 @ b1`` and ``w2 + a2 @ b2`` has two products: a batch of the w, and one of the a
+    times one of the b.
     """
     axis, shape = view.axis if isinstance(view, equations.Stack) else view.dimension, view.type.shape
-    if isinstance(view, equations.Stack):
+    if isinstance(view, equations.Stack):  # each part gets the new axis, with size 1
         shape_of_part, dimensions = [*shape[:axis], 1, *shape[axis + 1 :]], [i for i in range(len(shape)) if i != axis]
-        parts = sums.all_or_none(broadcast_sum(x, shape_of_part, dimensions) for x in parts) or []
+        parts = [broadcast_sum(x, shape_of_part, dimensions) for x in parts]
     sizes = [x.shape[axis] for x in parts]
-    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))
+    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))  # in each group, products by number of the part
     for i, x in enumerate(parts):
-        for number, product in enumerate(x.products):
-            part = _with_label_along(product, axis, along)
-            if part is None:
+        for position, product_of_part in enumerate(x.products):
+            product = _with_label_along(product_of_part, axis, along)
+            if product is None:
                 return None
-            numbered = with_numbers(part)
-            pattern = (numbered.axes, *((factor.array.dtype, factor.labels) for factor in numbered.factors))
-            varies = all(along in factor.labels for factor in part.factors)
-            groups.setdefault((number, pattern if varies else i), {})[i] = part
+            varies = all(along in factor.labels for factor in product.factors)
+            groups.setdefault((position, _structure(product) if varies else i), {})[i] = product
     products = tuple(_join_products(group, along, sizes) for group in groups.values())
     return Sum(products, shape, view.type.dtype, next((x.precision for x in parts if x.precision), None), None)
 
 
-def _with_label_along(product: Product, axis: int, along: Label) -> Product | None:
-    """The product of one part with the label of the whole axis; None if the axis is merged or on a diagonal.
+def _structure(product: Product) -> tuple[Any, ...]:
+    """The labels of a product and the dtypes of its factors, equal for products that differ only in numbers."""
+    numbered = with_numbers(product)
+    return numbered.axes, *((factor.array.dtype, factor.labels) for factor in numbered.factors)
 
-    Factors that are single numbers are repeated along the axis. If it has size 1, so are all that lack it.
+
+def _with_label_along(product: Product, axis: int, along: Label) -> Product | None:
+    """A product of one part, with the label ``along`` of the concatenated axis in place of its own label of the axis.
+
+    The arrays keep the size of the part along this axis, until :func:`_join_products` pads them. Factors that are
+    single numbers are repeated along it, because they may differ between parts; if it has size 1, as in a stack, so are
+    all factors that lack it. None if the axis is merged or on a diagonal.
     """
     if not product.is_plain(axis):
         return None
-    (label,) = product.axes[axis] or (Label(1),)
+    (label,) = product.axes[axis] or (Label(1),)  # an axis of size 1 has no label yet
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )
+    if not any(label in factor.labels for factor in factors):  # along the axis, entries repeat: ones can be padded
+        factors = (*factors, Factor(jnp.ones(label.size, factors[0].array.dtype), (label,), fixed=True))
     axes = tuple((label,) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(factors, axes).rename_labels({label: along})
 
 
 def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[int]) -> Product:
-    """One product of the products of several parts, given by the numbers of these; other parts are zero."""
+    """Joins products with the same structure into one, whose factors are concatenated along the label ``along``.
+
+    ``group`` has the product of each part, by the number of the part, and ``sizes`` are the sizes of all parts along
+    the axis. Where a part is not in the group, the factors are zero.
+    """
 
     def join(factors: Mapping[int, Factor]) -> Factor:
+        """One factor from those of the parts; the first if they lack the label, for there is only one part then."""
         factor = next(iter(factors.values()))
         if along not in factor.labels:
             return factor
@@ -376,7 +448,11 @@ def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[i
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
-    """The output of a ``select_n`` of two cases: the sum of both, each times a mask; None if this is not possible."""
+    """The output of a ``select_n`` of two cases: ``which`` selects for each entry the case 0 or 1, weights or arrays.
+
+    It is the sum of both cases, each times a mask of ones where it is selected. None if there are other numbers of
+    cases, if ``which`` is a weight, or if a case cannot be multiplied by its mask in factors.
+    """
     which, *cases = args
     if isinstance(which, Sum) or len(cases) != 2:
         return None
@@ -390,12 +466,16 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
 
 
 def _as_sum(x: Any, *, fixed: bool) -> Sum:
-    """An array as a sum of one product with one factor."""
+    """An array as a sum of one product with one factor, which gets no gradient if it is ``fixed``."""
     return Sum((Product.of(x, fixed=fixed),), x.shape, x.dtype, None, None)
 
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
-    """The cost to compute the output of an equation as an array, including gradients."""
+    """The cost to compute the output of an equation as an array, and the gradients of its operands.
+
+    It is counted in operations of a matrix product. ``facts`` are those about the operands, of which fixed ones get no
+    gradient. The cost is infinite for a product of matrices for which :func:`sums.contract` returns None.
+    """
     view = equations.view_of(eqn)
     if isinstance(view, equations.Dot):
         a, b = [Product.of(v.aval, fixed=fact.fixed) for v, fact in zip(eqn.invars, facts, strict=True)]
@@ -405,9 +485,9 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
 
 
 def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The sum that a maker computes from the sums ``x`` and ``y``; None if its output must be an array.
+    """The sum that a maker, an equation of known values, computes from the sums ``x`` and ``y``.
 
-    For an equation of one operand, both are that operand.
+    For an equation of one operand, such as a cast, both are that operand. None if its output must be an array.
     """
     match view:
         case equations.Dot() if sums.keeps_range(view.precision):
@@ -419,7 +499,9 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
             return _make_quotient(view, x, y)
         case equations.Broadcast():
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case equations.ConvertType() if _holds_integers(x.dtype):  # the arrays stay integers until they are multiplied
+        case equations.ConvertType() if _is_integer_or_bool(
+            x.dtype
+        ):  # the arrays stay integers until they are multiplied
             return cast_sum(x, view.new_dtype)
         case equations.Add() | equations.Subtract():
             return _make_sum_of_two(view, x, y)
@@ -428,21 +510,24 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 
 def _multiply_sums(
-    view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
+    view: equations.View, x: Sum, y: Sum, multiply: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
-    """The products of each product of one sum with each product of another, as one sum."""
-    products = sums.all_or_none(product(a, b) for a in x.products for b in y.products)
+    """The output of a product of two sums, as one sum: (a + b)(c + d) becomes ac + ad + bc + bd.
+
+    ``multiply`` is the product of two products. None if it returns None for any.
+    """
+    products = sums.all_or_none(multiply(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The elementwise product of two sums."""
+    """The elementwise product of two sums, of which one may be a scalar; None as in :func:`sums.multiply_entries`."""
     precision = x.precision or y.precision
     return _multiply_sums(view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), sums.multiply_entries, precision)
 
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
-    """``x``, with ``ndim`` axes of size 1 if it is a scalar."""
+    """``x`` itself, or with ``ndim`` axes of size 1 if it is a scalar: from () to (1, 1)."""
     if x.ndim or not ndim:
         return x
     products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
@@ -450,29 +535,34 @@ def _with_ndim(x: Sum, ndim: int) -> Sum:
 
 
 def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """A sum divided elementwise by an array; None if the divisor has several factors, or is a draw."""
+    """The elementwise quotient of two sums, as ``x`` times the reciprocal of the divisor ``y``.
+
+    None if the divisor has several products or factors, because its reciprocal is not formed from theirs, or if it is a
+    draw, because reciprocals of normal random numbers are not normal.
+    """
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
     (product,) = y.products
     (factor,) = product.factors
     if factor.draw:
         return None
-    inverse = replace(product, factors=(replace(factor, array=1 / factor.dense.astype(y.dtype)),))
-    return _make_multiple(view, x, replace(y, products=(inverse,)))
+    reciprocal = replace(product, factors=(replace(factor, array=1 / factor.dense.astype(y.dtype)),))
+    return _make_multiple(view, x, replace(y, products=(reciprocal,)))
 
 
-def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The sum of two sums, or their difference, which has the products of both."""
+def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum:
+    """The sum of two sums, or their difference if ``view`` is a subtraction, with the products of both.
+
+    Either may be a scalar or have axes of size 1, and is broadcast.
+    """
     shape, ndim = view.type.shape, view.type.ndim
     if isinstance(view, equations.Subtract):
         y = negate_sum(y)
-    terms = sums.all_or_none(broadcast_sum(_with_ndim(term, ndim), shape, range(ndim)) for term in (x, y))
-    if terms is None:
-        return None
+    terms = [broadcast_sum(_with_ndim(term, ndim), shape, range(ndim)) for term in (x, y)]
     products = tuple(product for term in terms for product in term.products)
     return Sum(products, shape, view.type.dtype, x.precision or y.precision, None)
 
 
-def _holds_integers(dtype: Any) -> bool:
-    """Whether a dtype is not floating-point, as of integers and booleans."""
+def _is_integer_or_bool(dtype: Any) -> bool:
+    """Whether a dtype is neither floating nor complex."""
     return not jnp.issubdtype(dtype, jnp.inexact)

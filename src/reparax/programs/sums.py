@@ -33,7 +33,7 @@ UNKNOWN = 1024
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """The number of entries of an array of these sizes, for costs."""
+    """The number of entries of an array of these sizes, for costs: a size that is unknown counts as ``UNKNOWN``."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
@@ -53,18 +53,18 @@ AxisLabels = tuple[Label, ...]
 
 
 def axis_labels(label: Label) -> AxisLabels:
-    """The labels of an axis that is not merged: only this one, or none if its size is 1."""
+    """The labels of an axis with a single label: ``(label,)``, or () if its size is 1, because such axes have none."""
     return () if label.size == 1 else (label,)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What is known of an array of independent normal numbers.
+    """What is known about a draw, which is an array of independent normal random numbers.
 
     Attributes:
-      source: Identifies it among all draws.
-      key: Its key, or its keys.
-      rows: How many rows of it look-ups took, with repetitions; 1 without a look-up.
+      source: Identifies the draw. Factors with equal sources hold numbers of one draw.
+      key: The PRNG key or keys that it was drawn with.
+      rows: How many rows look-ups took from it, with repetitions; 1 if nothing was looked up.
     """
 
     source: Hashable
@@ -78,9 +78,9 @@ class Factor:
 
     Attributes:
       array: The array; a ``Circulant`` or ``Segments`` if it is stored in fewer numbers.
-      labels: The label of each axis.
+      labels: The label of each axis, with none twice. Unlike axes of a product, axes of size 1 have a label too.
       fixed: Whether it gets no gradient.
-      draw: Describes the array if it is a draw of normal numbers; else None.
+      draw: Describes the array if it holds random numbers of a draw; else None.
     """
 
     array: Any
@@ -90,21 +90,25 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """How many numbers are stored, for costs."""
+        """How many numbers are stored, for costs. Sizes that are unknown while exporting count as ``UNKNOWN``."""
         return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
-        """The array, expanded if it is stored in fewer numbers."""
+        """The array with the axes ``labels``. A ``Circulant`` or ``Segments`` is expanded to it."""
         return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over all labels but those of its axes. Along a label of no factor, it is repeated.
+    """A product of factors, summed over all labels that its axes do not have.
 
     ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
-    ``((i,), (o,))``.
+    ``((i,), (o,))``. Along a label of its axes that no factor has, the product repeats its entries.
+
+    Attributes:
+      factors: The factors, at least one.
+      axes: The labels of each axis.
     """
 
     factors: tuple[Factor, ...]
@@ -112,7 +116,10 @@ class Product:
 
     @classmethod
     def of(cls, x: Any, *, fixed: bool) -> "Product":
-        """A product with one array as its only factor."""
+        """A product with the array ``x``, or a ``Circulant`` or ``Segments``, as its only factor.
+
+        ``fixed`` says whether it gets no gradient.
+        """
         labels = tuple(Label(n) for n in x.shape)
         return cls((Factor(x, labels, fixed),), tuple(map(axis_labels, labels)))
 
@@ -123,42 +130,63 @@ class Product:
 
     @property
     def labels_of_axes(self) -> list[Label]:
-        """The labels of all axes, in order."""
+        """The labels of all axes, in order: those of ``((i, j), (), (o,))`` are i, j and o."""
         return [label for group in self.axes for label in group]
 
     def is_plain(self, axis: int) -> bool:
-        """Whether an axis can be changed alone: it is not merged, and not on a diagonal with another axis."""
+        """Whether an axis can be changed without the others: it is not merged, and shares no label with another axis.
+
+        The first holds if it has at most one label.
+        """
         labels = self.axes[axis]
         return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
 
     @property
     def is_smaller_in_factors(self) -> bool:
-        """Whether at most one factor is as large as the product, such as a weight that the others scale."""
+        """Whether the factors are worth keeping: at most one is as large as the array of the product.
+
+        One may be as large, such as a weight that the others scale, because it is stored anyway.
+        """
         size = count_entries(label.size for label in self.labels_of_axes)
         return sum(factor.size >= size for factor in self.factors) <= 1
 
     def transpose(self, order: Sequence[int]) -> "Product":
+        """This product with its axes in another order; only ``axes`` changes."""
         return replace(self, axes=tuple(self.axes[i] for i in order))
 
     def squeeze(self, axes: Iterable[int]) -> "Product":
+        """This product without some of its axes, of size 1. An axis with labels would be summed over instead."""
         axis_set = set(axes)
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
 
     def sum(self, axes: Iterable[int]) -> "Product":
-        """This product summed over axes. A summed label of no factor gets a factor of ones, so that it counts."""
+        """This product summed over axes.
+
+        A label that no axis has is summed over, so the axes are only removed. But along a label that no factor has, the
+        product repeats its entries, and their sum must count them: the label gets a factor of ones.
+        """
         summed = self.squeeze(axes)
-        kept = self.labels.union(*summed.axes)
-        gone = dict.fromkeys(label for label in self.labels_of_axes if label not in kept)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in gone)
+        remaining = self.labels.union(*summed.axes)
+        lost = dict.fromkeys(label for label in self.labels_of_axes if label not in remaining)
+        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in lost)
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
-        """This product broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become."""
+        """This product broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become.
+
+        From (3, 1) to (2, 3, 4), with the dimensions (1, 2): axis 1 keeps its labels, and the axes 0 and 2 get new ones
+        that no factor has, along which entries are repeated.
+        """
         axis_at = dict(zip(dimensions, self.axes, strict=True))
         return replace(self, axes=tuple(axis_at.get(i) or axis_labels(Label(n)) for i, n in enumerate(shape)))
 
     def reshape(self, shape: Shape) -> "Product | None":
-        """This product in another shape; None for one such as (6, 4) to (8, 3), or if two axes are on a diagonal."""
+        """This product in another shape.
+
+        From (6, 4) to (2, 12), the labels of sizes 6 and 4 are split into those of sizes 2, 3 and 4, of which the first
+        axis gets (2,) and the second (3, 4). None if sizes do not split so, as from (6, 4) to (8, 3), or if two axes
+        are on a diagonal, because their common labels might have to be split in two ways.
+        """
         labels = self.labels_of_axes
         if len(set(labels)) < len(labels):
             return None
@@ -172,7 +200,11 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """This product with each label replaced by several labels of these sizes, unless there is only one size."""
+        """This product with each of ``labels`` replaced by several new labels, which have the sizes in ``sizes``.
+
+        The label of size 6 with the sizes [2, 3] becomes two labels, and factors with it are reshaped. A label with
+        only one size stays.
+        """
         pairs = zip(labels, sizes, strict=True)
         parts = {label: tuple(map(Label, sizes_of_label)) for label, sizes_of_label in pairs if len(sizes_of_label) > 1}
         return self._change_labels(partial(_split_labels, parts=parts), parts)
@@ -180,9 +212,10 @@ class Product:
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
         """The entries of this product at which both axes of each pair have the same index; all others become zero.
 
-        Both axes get the same labels. For an outer product of two vectors, the result has their elementwise product on
-        its diagonal. Pairs with an axis of size 1 stay as they are. None if the axes of a pair are merged in different
-        ways, or if a factor would have one label twice.
+        Both axes get the same labels, as letters in einsum: the outer product "i,j->ij" of two vectors becomes
+        "i,i->ii", with their elementwise product on its diagonal. Pairs with an axis of size 1, which has no labels,
+        stay as they are. None if the axes of a pair are merged in such ways that their labels cannot be split alike, or
+        if a label occurs twice within a pair or would occur twice on a factor.
         """
         product = self
         for i, j in pairs:
@@ -197,12 +230,15 @@ class Product:
         return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        """This product with some of its labels replaced by others."""
+        """This product with each label in ``names`` replaced by its new label, on factors and axes."""
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
     def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
-        """This product with each factor changed, and each label of its axes replaced by its parts."""
+        """This product with each factor changed by ``change``, and each label in ``parts`` replaced on the axes.
+
+        An axis (i, o) becomes (j, k, o) if ``parts`` has (j, k) for i.
+        """
         axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
@@ -212,11 +248,12 @@ class Sum:
     """A sum of products of one shape.
 
     Attributes:
-      products: The products.
+      products: The products, at least one.
       shape: The shape of each product, and of the array.
       dtype: The dtype of the array.
       precision: The precision with which its factors are multiplied.
-      maker: Identifies what made it; transposes, casts and slices keep this. None if nothing has set it yet.
+      maker: Identifies what made the sum, such as an equation; transposes, casts and slices keep it. A rule that makes
+        a sum leaves it None, and its caller sets it.
     """
 
     products: tuple[Product, ...]
@@ -227,10 +264,11 @@ class Sum:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """This sum with each product changed; None if one cannot be changed."""
+        """This sum with each product changed by ``change``, to a new shape; None if that returns None for any."""
         products = all_or_none(map(change, self.products))
         return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
 
@@ -245,6 +283,7 @@ def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     return results
 
 
+# Arrays and keys are leaves, and all else is static, so sums can be arguments and results of transformed functions.
 for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
@@ -254,18 +293,26 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
-    """The elementwise product of two products, which may have axes of size 1; None as in ``Product.where_equal``."""
+    """The elementwise product of two products of equally many axes, of which those of size 1 are broadcast.
+
+    It takes the outer product, whose axes are those of ``a`` and then of ``b``, and only its entries with the same
+    index on axis ``i`` of ``a`` and of ``b``. None if :meth:`Product.where_equal` returns None for these.
+    """
     n = len(a.axes)
     entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
     if entries is None:
         return None
+    # Both axes of a pair have the same labels now, unless one has size 1 and so none: then the result has the other's.
     return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
 
 
 def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
-    """What an equation, a product of matrices, computes from two products; ``sizes`` are the groups of a RaggedDot.
+    """The output of a product of matrices whose operands are the products ``a`` and ``b``, as one product.
 
-    None as in ``Product.where_equal``, or if a label that the equation sums over is on no factor.
+    For ``x @ w`` with ``w = a @ b``, it has the factors x, a and b, as in ``einsum("ni,ir,ro->no", x, a, b)``.
+    ``sizes``, for a RaggedDot only, are the sizes of its groups of rows. None if :meth:`Product.where_equal` returns
+    None for the axes that are combined, or if a label that the equation sums over is on no factor: the product would
+    leave out this sum, of equal entries.
     """
     contraction = contraction_of(view)
     assert contraction is not None
@@ -275,6 +322,7 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         if rows_in_groups is None:
             return None
         a = rows_in_groups
+        # The new last axis of ``a`` is an axis of the output if rows are summed by group; else it selects from ``b``.
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
     entries = _outer(a, b).where_equal(pairs)
@@ -288,7 +336,10 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
 
 
 def _outer(a: Product, b: Product) -> Product:
-    """The outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then those of ``b``."""
+    """The outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then those of ``b``.
+
+    The labels of ``b`` are replaced by new ones, because ``a`` may have the same, as for ``w * w``.
+    """
     b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
     return Product(a.factors + b.factors, a.axes + b.axes)
 
@@ -296,9 +347,16 @@ def _outer(a: Product, b: Product) -> Product:
 def contract_with_data(
     view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
 ) -> list[Product] | None:
-    """What an equation, a product of matrices, computes from data and each of several weights; None if it cannot.
+    """The output of a product of matrices for data and each of several weights: one product for each weight.
 
-    ``data`` is the operand other than ``weight_operand`` (0 or 1), and the group sizes of a RaggedDot.
+    Args:
+      view: The product of matrices.
+      weight_operand: Which of its operands is the weight: 0 or 1.
+      data: The other operand, and then the group sizes if it is a RaggedDot.
+      weights: The products of a weight, of which ``weights[i]`` gives the ``i``-th result.
+
+    Returns:
+      The products, or None if :func:`contract` returns None for any of them.
     """
     x, *sizes = data
     pairs = [(Product.of(x, fixed=False), product) for product in weights]
@@ -306,16 +364,24 @@ def contract_with_data(
 
 
 def _with_group_axis(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
-    """The left operand with a last axis for groups, along which each row is zero but for its own group."""
+    """The left operand with a last axis for the groups, along which each row is zero except at its own group.
+
+    It gets a factor of ``Segments``, with a one where a row is in a group: with 6 rows in 3 groups, the shape (6, 8)
+    becomes (6, 8, 3). None if :func:`multiply_entries` returns None.
+    """
     rows = math.prod(label.size for label in a.axes[view.ragged])
     segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
+    # The segments have an axis for each axis of the sizes before the last, one for the rows, and one for the groups.
     axis_at = dict(zip((*view.axes_of_sizes, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
 def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
-    """The factor with its labels replaced by their parts, and its array reshaped to match."""
+    """The factor with each label in ``parts`` replaced by its parts, and the array reshaped to match.
+
+    An array of shape (6, 4) whose first label is split into sizes 2 and 3 becomes one of (2, 3, 4).
+    """
     if not any(label in parts for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in parts.get(label, (label,)))
@@ -323,12 +389,15 @@ def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
 
 
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Two shapes without sizes of 1, with each size split so that both have the same sizes; None if there are none.
+    """Splits each size of two shapes so that both have the same sizes in the same order.
 
-    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]].
+    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]]. None if there
+    are none, as for (6, 4) and (8, 3), or if they are unknown. The shapes must have no sizes of 1, and the same number
+    of entries.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # nothing needs to be divided
         return [[n] for n in a], [[n] for n in b]
+    # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
     # The number of entries up to the end of each axis of either shape. Both are split at all of these.
@@ -336,11 +405,12 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     if any(end % start for start, end in pairwise(ends)):
         return None
 
-    def factors(sizes: Shape) -> list[list[int]]:
+    def split_sizes(sizes: Shape) -> list[list[int]]:
+        """Each size split at all ends that lie within its axis."""
         axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
         return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
-    return factors(a), factors(b)
+    return split_sizes(a), split_sizes(b)
 
 
 # ---- factors that are stored in fewer numbers
@@ -349,12 +419,16 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Circulant:
-    """Circulant matrices, with the entries ``numbers[..., (i - j) % n]``."""
+    """Circulant matrices, with the entries ``numbers[..., (i - j) % n]``: each column is the previous one, rotated.
+
+    ``numbers``, of shape (..., n), are the first columns of the matrices, of shape (..., n, n).
+    """
 
     numbers: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices."""
         return (*self.numbers.shape, self.numbers.shape[-1])
 
     @property
@@ -363,40 +437,50 @@ class Circulant:
 
     @property
     def size(self) -> int:
-        """How many numbers are stored."""
+        """How many numbers are stored, rather than how many entries the matrices have."""
         return self.numbers.size
 
     def astype(self, dtype: Any) -> "Circulant":
         return Circulant(self.numbers.astype(dtype))
 
     def todense(self) -> Any:
-        """The matrices as an array."""
+        """The matrices as an array of shape ``shape``."""
         return circulant(self.numbers)
 
     def spectrum(self, *, transposed: bool) -> Any:
-        """The Fourier transform of the first column, or of the first row if ``transposed``."""
+        """The Fourier transform of the first column, or of the first row if ``transposed``, along the last axis.
+
+        The product with a vector has the Fourier transform of the vector times this. The first row is the first column
+        with all but its first number reversed.
+        """
         numbers = widened(self.numbers)
         return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
 
 
 def _fourier(x: Any) -> Any:
-    """The Fourier transform along the last axis; for real numbers only its first half, which determines the other."""
+    """The Fourier transform along the last axis.
+
+    For real numbers only its first half, of size n // 2 + 1, because that determines the rest.
+    """
     return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
 
 
 def fourier_transform(x: Any) -> Any:
-    """The Fourier transform along the last axis, in at least float32."""
+    """The Fourier transform along the last axis, in float32 or wider; see :func:`_fourier` for its size."""
     return _fourier(widened(x))
 
 
 def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
-    """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
+    """The ``n`` numbers along the last axis of which :func:`fourier_transform` is ``x``, in a dtype.
+
+    A real dtype means that ``x`` is only the first half of the transform.
+    """
     numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
     return numbers.astype(dtype)
 
 
 def fourier_cost(n: int) -> float:
-    """The number of operations of a Fourier transform of ``n`` numbers."""
+    """The number of operations of a Fourier transform of ``n`` real numbers, as usually estimated: 2.5 n log2(n)."""
     return 2.5 * n * math.log2(max(n, 2))
 
 
@@ -405,8 +489,13 @@ def fourier_cost(n: int) -> float:
 class Segments:
     """Matrices of shape ``(..., rows, groups)`` that have a one where a row is in a group, and zeros elsewhere.
 
-    The first ``sizes[0]`` rows are in the first group, the next ``sizes[1]`` in the second, and so on. Rows beyond all
-    groups are zero.
+    The first ``sizes[0]`` rows are in the first group, the next ``sizes[1]`` in the second, and so on. Rows after those
+    of all groups are zero. For the sizes (2, 1) and 4 rows, the matrix is [[1, 0], [1, 0], [0, 1], [0, 0]].
+
+    Attributes:
+      sizes: The number of rows of each group, along the last axis; other axes are batch axes.
+      rows: The number of rows.
+      dtype: The dtype of the matrices.
     """
 
     sizes: Any
@@ -415,25 +504,29 @@ class Segments:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices."""
         *batch, groups = self.sizes.shape
         return (*batch, self.rows, groups)
 
     @property
     def size(self) -> int:
-        """How many numbers are stored."""
+        """How many numbers are stored, rather than how many entries the matrices have."""
         return self.sizes.size
 
     def astype(self, dtype: Any) -> "Segments":
         return replace(self, dtype=dtype)
 
     def group_of_row(self) -> Any:
-        """The index of the group of each row, of shape ``(..., rows)``; beyond all groups, the number of groups."""
+        """The index of the group of each row, of shape ``(..., rows)``; the number of groups for a row of no group.
+
+        A row is in the group whose index is the number of groups that end at or before it.
+        """
         ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
         rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
         return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
 
     def todense(self) -> Any:
-        """The matrices as an array."""
+        """The matrices as an array of shape ``shape``."""
         groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
         return (self.group_of_row()[..., None] == groups).astype(self.dtype)
 
@@ -451,22 +544,29 @@ def has_range(dtype: Any) -> bool:
 
 
 def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of a dtype may be kept as a product of arrays: it has the range of float32 and of each array."""
+    """Whether a weight of this dtype may be kept as a product of ``arrays``, its factors.
+
+    The dtype must have the range of float32 and of each array, so that none overflows when cast to it.
+    """
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
 def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype."""
+    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype.
+
+    Digits may get lost: bfloat16 has the range of float16, but float16 does not have that of bfloat16.
+    """
     if not jnp.issubdtype(other_dtype, jnp.inexact):
         return holds_exactly(dtype, other_dtype)
     if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
+    # float8_e8m0fnu, for instance, has no negative numbers.
     return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
 
 def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype exactly."""
+    """Whether a floating dtype holds each number of another dtype exactly: float32 those of int16, but not of int32."""
     digits = jnp.finfo(dtype).nmant + 1
     if jnp.issubdtype(other_dtype, jnp.inexact):
         return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
@@ -476,25 +576,34 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
 
 
 def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
-    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits, as float32 to bfloat16."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
 
 def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype of intermediate products of operands of one dtype with a result of another: it holds both exactly."""
+    """The dtype in which to multiply operands of ``dtype`` for a result of dtype ``result``: it holds both exactly.
+
+    For operands in bfloat16 and a result in float16, it is float32.
+    """
     candidates = (result, dtype, jnp.float32, jnp.complex64)
     return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
-    """The array of a factor in the dtype of its weight. Integers that this holds exactly are cast when multiplied."""
+    """The array of a factor, cast to the dtype of its weight.
+
+    Integers that this dtype holds exactly stay integers, which may take fewer bytes, until they are multiplied.
+    """
     is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:
-    """Whether products at this precision keep the range of float32, as they do except with some dot algorithms."""
+    """Whether products at this precision keep the range of float32: all but those by some dot algorithms do.
+
+    An algorithm keeps it if it casts its operands to dtypes with this range. One whose dtypes are not known does not.
+    """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True

@@ -1,1 +1,1 @@
-"""The stages of the library, a family in each folder: formulas and numbers alone, on the base classes of ``core``."""
+"""The stages of the library, one family per folder. They are only formulas; the base classes are in ``core``."""

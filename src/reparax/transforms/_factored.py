@@ -70,7 +70,8 @@ class SumRead:
       times: How often the equation runs.
       in_formula: Whether it is part of a parametrization rather than of the network.
       cost_in_factors: The cost of the read if it multiplies by the factors; None if it needs the array.
-      cost_as_array: The cost of the read if it multiplies by the array.
+      cost_as_array: The cost of the read if it multiplies by the array. Zero if it needs the array anyway, because its
+        cost is then the same whatever the plan decides.
     """
 
     eqn: JaxprEqn | None
@@ -113,12 +114,23 @@ class Record:
 
     @property
     def costs(self) -> tuple[float, float]:
-        """The cost of all reads of the sum if it stays in factors, and if it is formed."""
-        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created.
+        """The cost of all reads of the sum if it stays in factors, and if it is formed where it is created.
+
+        A read that needs the array costs nothing by itself in either case, but in factors, the array is formed for it.
+        """
+        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created. One that
+        # is created in a loop without steps has ``times`` 0.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
         return in_factors + rebuilds * self.cost_to_form, self.cost_to_form + as_array
+
+    @property
+    def is_cheaper_formed(self) -> bool:
+        """Whether the sum costs less if it is formed, or the same and something needs the array."""
+        cost_in_factors, cost_formed = self.costs
+        is_array_needed = any(read.needs_array for read in self.reads)
+        return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
 
 class SumPlan:
@@ -134,7 +146,7 @@ class SumPlan:
         self.is_decided = False
 
     def record_read(self, x: Sum, read: SumRead) -> None:
-        """Records a read of a sum, unless the plan is decided."""
+        """Adds a read to the record of a sum. Does nothing once the plan is decided, in the second evaluation."""
         if not self.is_decided:
             self.records[x.maker].reads.append(read)
 
@@ -146,10 +158,15 @@ class SumPlan:
         return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
-        """Decides which sums are formed, the last first, because a sum in factors needs its parents in factors too."""
+        """Decides which sums are formed: sets ``is_formed`` of each record.
+
+        The last sum comes first, because a sum that stays in factors needs its parents in factors too, and one that is
+        formed reads its parents once more, which is added to their records. For ``w = a @ b`` and ``v = 2 * w``, ``v``
+        is decided before ``w``.
+        """
         needed_in_factors = set[Hashable]()
         for maker, record in reversed(self.records.items()):
-            record.is_formed = maker not in needed_in_factors and self._is_cheaper_formed(record)
+            record.is_formed = maker not in needed_in_factors and record.is_cheaper_formed
             if record.is_formed:
                 read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
                 for parent in record.parents:
@@ -158,20 +175,16 @@ class SumPlan:
                 needed_in_factors.update(record.parents)
         self.is_decided = True
 
-    def _is_cheaper_formed(self, record: Record) -> bool:
-        """Whether a sum costs less if it is formed, or the same and something needs the array."""
-        cost_in_factors, cost_formed = record.costs
-        is_array_needed = any(read.needs_array for read in record.reads)
-        return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
-
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
         """The entries of the report: each sum that the network reads, with the reason why it is formed or not.
 
-        If only formulas of the parametrization read the sums of a parameter, the last of these is listed.
+        If only formulas of the parametrization read the sums of a parameter, the last of these is listed. ``paths`` are
+        the paths of the arguments by their numbers, and ``lines`` the source lines of equations, as in ``sources``.
         """
         listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
         listed = [(record, reads) for record, reads in listed if reads]
         listed_paths = {common_path(record.origins, paths) for record, _ in listed}
+        # A later record replaces an earlier one of the same path.
         by_path = {common_path(record.origins, paths): record for record in self.records.values() if record.reads}
         listed += [(record, record.reads) for path, record in by_path.items() if path not in listed_paths]
         for record, reads in listed:
@@ -181,11 +194,14 @@ class SumPlan:
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-    """The parts of a reason: how many products use the factors, at what share of the cost, and what needs the array."""
+    """The parts of a reason: how many products use the factors, at what share of the cost, and what needs the array.
+
+    An example with both parts is "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
+    """
     n_products = sum(not read.needs_array for read in reads)
     if n_products:
         cost_in_factors, cost_formed = record.costs
-        share = cost_in_factors / cost_formed if cost_formed else 1.0
+        share = cost_in_factors / cost_formed if cost_formed else 1.0  # an empty array costs nothing
         would = "; factors would take" if record.is_formed else ","
         yield f"{n_products} product{'s' if n_products > 1 else ''}{would} {share:.2f} of the operations"
     yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in reads if read.needs_array)
@@ -197,38 +213,45 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
 def declares_terms(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of ``record_terms``, which declares the terms of its first output.
 
-    The other outputs are the arrays of the terms, and an integer that the derivative of the call does not have.
+    Its name holds the specs of the terms, such as ``"ir,rj->ij"``. Its other outputs are the arrays of the terms, and
+    an integer, the sentinel, which the derivative of the call does not have.
     """
     view = view_of(eqn)
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
 def declared_sum(operation: Operation) -> Sum | None:
-    """The sum whose terms an equation declares.
+    """The sum whose terms an equation declares. For the spec ``"ir,rj->ij"``, it is the product of two factors.
 
     None if it declares none, depends on data or is a derivative; if other outputs than the array are read; if factors
     may overflow in its dtype; or if an array of the terms has only some of several batch axes, which are not known.
+    The caller then goes on with the body of the call, as with that of any other.
     """
     if not (operation.out_facts.known and operation.only_first_read and declares_terms(operation.eqn)):
         return None
     specs = specs_of(Jit(operation.eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
     outvars = operation.eqn.outvars
+    # The outputs are the array, the arrays of the terms and the sentinel. Derivatives have others.
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
     if not sums.holds_factors(output.dtype, array_types):
         return None
-    factors = iter(_declared_factors(operation, n_arrays))
+    factors = iter(_declared_factors(operation, n_arrays))  # those of the first term, then those of the second, ...
     factors_of_terms = [[next(factors) for _ in spec.letters] for spec in specs]
     products = sums.all_or_none(map(_declared_product, specs, factors_of_terms, itertools.repeat(output)))
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
 def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
-    """The arrays of the terms that an equation declares, as factors whose labels are still missing."""
+    """The arrays of the terms that an equation declares, as factors whose labels are still empty.
+
+    They are outputs of its body, which is interpreted without the other outputs. So the declared array is not computed.
+    """
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
+    # The first output is the declared array, and the last one is the sentinel.
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = list(itertools.compress([*consts, *operation.args], is_read))
     facts = list(itertools.compress([*(FACTS_OF_CONSTANT for _ in consts), *operation.facts], is_read))
@@ -238,26 +261,28 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
-    """The product of a term, from its factors without labels; None if one of them has only some of the batch axes."""
+    """The product of one declared term, from its factors without labels and the type of the declared array.
+
+    For ``"ir,rj->ij"``, each letter becomes a label. Factors of the shapes (8, 2) and (2, 3) get the labels (i, r) and
+    (r, j), and the axes of the product are those of i and j. Under ``vmap``, the output has batch axes in front, and so
+    does each factor that differs in the batch: (5, 8, 2) gets (batch, i, r). With several batch axes, None if a factor
+    has only some of them, as it is not known which.
+    """
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
-    label_of: dict[str, Label] = {}
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
     arrays = [Circulant(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circulant_flags, strict=True)]
-
-    def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
-        n_batch = len(array.shape) - len(letters)
-        if n_batch not in (0, len(batch)):
-            return None
-        sizes = zip(letters, array.shape[n_batch:], strict=True)
-        labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-        return Factor(array, (*batch[:n_batch], *labels), factor.fixed)
-
-    labelled_factors = sums.all_or_none(map(labelled, factors, arrays, spec.letters))
-    if labelled_factors is None:
+    n_batch_axes = [len(x.shape) - len(letters) for x, letters in zip(arrays, spec.letters, strict=True)]
+    if not {*n_batch_axes} <= {0, len(batch)}:
         return None
+    triples = list(zip(arrays, spec.letters, n_batch_axes, strict=True))
+    sizes = {letter: size for x, letters, n in triples for letter, size in zip(letters, x.shape[n:], strict=True)}
+    label_of = {letter: Label(size) for letter, size in sizes.items()}
+    labels = [(*batch[:n], *(label_of[letter] for letter in letters)) for _, letters, n in triples]
+    fixed = [factor.fixed for factor in factors]
     axes = [*((label,) for label in batch), *([label_of[letter] for letter in axis] for axis in spec.axes)]
+    # Axes of size 1 have no labels in a product.
     axes = [tuple(label for label in axis if label.size != 1) for axis in axes]
-    return Product(tuple(labelled_factors), tuple(axes))
+    return Product(tuple(map(Factor, arrays, labels, fixed)), tuple(axes))
 
 
 def _is_sentinel(v: Any) -> bool:
@@ -285,7 +310,11 @@ class WeightUse:
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
-    """The product of data and one sum that an equation computes; None if it needs the array of the weight."""
+    """The product of data and one sum that an equation computes; None if it needs the array of the weight.
+
+    It needs the array if it is not a product, look-up or convolution, if several operands are sums, if it specifies the
+    sharding of its output, or if the rule of its kind returns None. Nothing is computed yet.
+    """
     view = view_of(eqn)
     rule = _RULES.get(type(view))
     if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.has_sharding:
@@ -309,8 +338,9 @@ def _as_one_factor(x: Sum) -> Product:
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight in a matrix product, or in one for each group of rows (``ragged_dot``).
 
-    None if the operands have different dtypes, if the product may overflow in factors, if it does not compute all
-    groups, or if the factors cannot be contracted along its axes.
+    For ``x @ w`` with ``w = a @ b``, it computes ``(x @ a) @ b``. None if the operands have different dtypes, if the
+    product may overflow in factors, if it does not compute all groups, or if the factors cannot be contracted along its
+    axes.
     """
     x, y, *group_sizes = args
     if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(group_sizes[0], Sum)):
@@ -319,7 +349,7 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
     if x.dtype != y.dtype or not _multiplies_in_range(view):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
-    data = (args[1 - operand], *group_sizes)
+    data = (args[1 - operand], *group_sizes)  # the other operand is data
     products = sums.contract_with_data(view, operand, data, weight.products)
     products_with_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_with_array is None:
@@ -342,36 +372,46 @@ def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
 
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
-    """Three costs of looking up matrices ``rows`` of a stacked weight.
+    """Three costs of looking up matrices in a stacked weight, such as ``w[expert]`` in (experts, 8, 3).
 
     The cost to look up the factors only, to form the matrices from these factors, and to look up the matrices in the
-    array of the weight.
+    array of the weight. ``rows`` are the matrices in factors, as ``move_sum`` looks them up in ``weight``.
     """
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
+    # A factor without the axis of the look-up, which all matrices share, keeps its labels and is not looked up.
     looked_up = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
+    # Entries are written in the forward pass and, if the factor gets a gradient, once more in the backward pass.
     cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in looked_up)
     return cost_of_factors, *_costs_of_rows(weight, rows)
 
 
 def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
-    """The cost to compute rows of a weight from their factors, and to look them up in the array of the weight."""
+    """The cost to compute rows of a weight from their factors, and to look them up in the array of the weight.
+
+    With the array, the gradient has the size of the whole weight, however few rows are looked up.
+    """
     cost_of_writing = ENTRY * sums.count_entries(rows.shape)
     cost_of_gradient = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
     return cost_of_writing + sum(map(cost, rows.products)), cost_of_writing + cost_of_gradient
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight as a table whose rows are looked up along one axis; None for other look-ups."""
+    """The use of a weight as a table whose rows are looked up along one axis; None for other look-ups.
+
+    For ``w[ids]`` with ``w = a @ b``, it computes ``a[ids] @ b``.
+    """
     weight, indices = args
     if not isinstance(weight, Sum) or isinstance(indices, Sum) or view.axis is None or view.mode not in _MODES:
         return None
+    # In a smaller dtype, the indices could not be compared with the number of rows.
     indices = indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
     rows, size = look_up(view, weight, [indices], nearest=True), weight.shape[view.axis]
     if rows is None:
         return None
 
     def product() -> Any:
+        """The rows, computed from the factors."""
         numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
         return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
@@ -379,16 +419,19 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
+"""What a look-up in factors can do with indices that are out of bounds."""
 
 
 def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
-    """``rows``, looked up at the nearest indices of a table of ``size`` rows, treated as the mode of the look-up says.
+    """``rows``, with those whose indices are out of bounds treated as the mode of the look-up says.
 
-    If an index is out of bounds, its row keeps its values, gets the fill value, or gets no gradient.
+    They come from a table of ``size`` rows, and are those of the nearest index until here. In the mode CLIP, they stay
+    so. In FILL_OR_DROP, they get the fill value, which is NaN by default. Otherwise, they keep their values but get no
+    gradient.
     """
     if view.mode == lax.GatherScatterMode.CLIP:
         return rows
-    offset = view.dimension_numbers.offset_dims
+    offset = view.dimension_numbers.offset_dims  # the axes of the result that a row has, beside those of the indices
     is_inside = ((indices >= 0) & (indices < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
     if view.mode != lax.GatherScatterMode.FILL_OR_DROP:
         return _stop_gradient_outside(rows, is_inside)
@@ -415,9 +458,9 @@ def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 class _SplitKernel(NamedTuple):
-    """A kernel as a smaller one, followed by a mixing of its channels.
+    """A kernel as a smaller one, followed by a matrix that mixes its output channels.
 
-    A kernel of low rank is an example: a convolution with ``rank`` channels, then a matrix from these to all channels.
+    A kernel (3, 3, 16, 64) of rank 4 is an example: a kernel (3, 3, 16, 4), then a matrix (4, 64).
 
     Attributes:
       kernel: The smaller kernel.
@@ -438,6 +481,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     data, weight = args
     if not isinstance(weight, Sum) or not _multiplies_in_range(view):
         return None
+    # With groups, one matrix after a smaller kernel would mix channels of different groups.
     if view.feature_group_count != 1 or view.batch_group_count != 1:
         return None
     channel_axis = view.dimension_numbers.rhs_spec[0]
@@ -455,7 +499,13 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of data with a weight, computed for each product of the weight as its kernel."""
+    """A convolution of data with a weight, whose output is the sum of a convolution with each product of the weight.
+
+    Attributes:
+      view: The equation, a convolution without groups.
+      data: The data.
+      weight: The kernel, as a sum of products.
+    """
 
     view: Conv
     data: Any
@@ -467,20 +517,28 @@ class _Convolution:
         return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
 
     def cost(self, split: _SplitKernel) -> float:
-        """The cost of the convolution with a kernel and of mixing its channels, including gradients."""
+        """The cost of the convolution with a kernel and of mixing its channels, including gradients.
+
+        It also counts what it takes to multiply the factors of the kernel.
+        """
+        # The forward pass, the gradient of the data, and that of the kernel if it has one.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
-        window_size = sums.count_entries(self.kernel_shape(1))
+        window_size = sums.count_entries(self.kernel_shape(1))  # the entries that are multiplied for one output
         cost_of_kernel = n_passes * 2.0 * n_places * window_size * split.n_channels + cost(split.kernel)
         if split.mixing is None:
             return cost_of_kernel
+        # For costs, all places of the output are one axis, and the channels are axis 1.
         channels = jax.ShapeDtypeStruct((n_places, split.n_channels), self.weight.dtype)
         mix = functools.partial(_mix_channels, channel_axis=1, mixing=split.mixing)
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
     def output(self, split: _SplitKernel) -> Any:
-        """The output of the convolution with a kernel, with its channels mixed."""
+        """The output of the convolution with a kernel, in the dtype of its sums, with its channels mixed.
+
+        The factors of the kernel are multiplied first, as it is small beside the data.
+        """
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
         numerics = Numerics(dtype, dtype, self.weight.precision)
@@ -496,16 +554,21 @@ class _Convolution:
         if split.mixing is None:
             return channels
         channel_axis = view.dimension_numbers.out_spec[1]
-        product = _mix_channels(channels, channel_axis, split.mixing)
+        product = _mix_channels(channels, channel_axis, split.mixing)  # with the channels as the last axis
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
         mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
-    """The product that computes all output channels, as the last axis, from the fewer channels of ``x``."""
+    """The product that computes all output channels, as the last axis, from the fewer channels of ``x``.
+
+    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is (8, 32, 32,
+    64).
+    """
     few, many = mixing.axes
     other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
+    # The axes of ``x``. That of the channels may be divided into several labels, which the mixing sums over.
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
     data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
@@ -515,22 +578,25 @@ def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
 def _split_kernel(product: Product, channel_axis: int) -> _SplitKernel | None:
     """Splits a kernel into the factors with axes of the window, and those that mix channels after them.
 
-    If no factor only mixes channels, the kernel stays whole. None if the output channels share a label with another
-    axis, as on a diagonal.
+    A kernel with the factors (3, 3, 16, 4) and (4, 64), the second of which has only output channels and the rank, is
+    split into these two. If no factor only mixes channels, the kernel stays whole. None if the output channels share a
+    label with another axis, as on a diagonal.
     """
     channels = product.axes[channel_axis]
+    # All axes but the output channels count as the window, also that of the input features.
     window = {label for i, axis in enumerate(product.axes) if i != channel_axis for label in axis}
     if window.intersection(channels):
         return None
     mixing = tuple(x for x in product.factors if x.labels and window.isdisjoint(x.labels))
     kernel = tuple(x for x in product.factors if not x.labels or not window.isdisjoint(x.labels))
     kernel_labels = {label for factor in kernel for label in factor.labels}
+    # The whole kernel is used if one of both has no factors, or if a factor of the window has output channels too.
     if not mixing or not kernel or kernel_labels.intersection(channels):
         return _SplitKernel(product, math.prod(label.size for label in channels))
-    between = tuple(dict.fromkeys(label for x in mixing for label in x.labels if label in kernel_labels))
-    axes = tuple(between if i == channel_axis else axis for i, axis in enumerate(product.axes))
-    n_channels = math.prod(label.size for label in between)
-    return _SplitKernel(Product(kernel, axes), n_channels, Product(mixing, (between, channels)))
+    rank = tuple(dict.fromkeys(label for x in mixing for label in x.labels if label in kernel_labels))
+    axes = tuple(rank if i == channel_axis else axis for i, axis in enumerate(product.axes))
+    n_channels = math.prod(label.size for label in rank)
+    return _SplitKernel(Product(kernel, axes), n_channels, Product(mixing, (rank, channels)))
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
@@ -556,6 +622,7 @@ class Factoring:
     counts_steps = False
 
     def __init__(self, plan: SumPlan) -> None:
+        """Takes the plan, which is decided or still empty. One analysis serves all programs that are interpreted."""
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
@@ -567,6 +634,8 @@ class Factoring:
 
     def outputs(self, operation: Operation) -> Outs:
         """The outputs as sums, or as arrays that are computed from factors; None if the equation needs arrays.
+
+        After None, the interpreter evaluates the equation itself, and calls ``form`` for each sum that it reads.
 
         Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
         slices, come before new sums, because they cost nothing. Products come last, when only those with data are left.
@@ -580,6 +649,7 @@ class Factoring:
         moved = move_sum(eqn, operation.args)
         if moved is not None:
             return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
+        # Only values of parameters and keys become sums: a product with data is an activation.
         known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
         return self._multiply(operation) if known_sum is None else self._create_sum(operation, known_sum)
 
@@ -598,19 +668,29 @@ class Factoring:
         return [stand_in(eqn.outvars[0])]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum. The read is recorded in the plan."""
+        """The array of a sum, for an equation that needs it; the read is recorded in the plan.
+
+        ``eqn`` is None if the sum is the result of a program or of a body.
+        """
         self.plan.record_read(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """Matrices that are looked up in a stacked weight: in factors, or formed from their factors by the plan."""
+        """The output of a look-up of matrices in a stacked weight: ``matrices``, or their array if the plan forms them.
+
+        They get a maker, and so a record of their own in the plan.
+        """
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
             self.plan.records[matrices.maker] = self._record_of_lookup(operation, matrices)
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
     def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
-        """The record of looked-up matrices, which can be formed from their factors or taken from the weight's array."""
+        """The record of looked-up matrices, which can be formed from their factors or taken from the weight's array.
+
+        Its cost to form is the cheaper of both. Its first read is the look-up of the factors itself, which costs
+        something only if the matrices stay in factors.
+        """
         eqn, weight, interpreter = operation.eqn, operation.args[0], operation.interpreter
         times, origins = interpreter.times, operation.facts[0].origins
         cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
@@ -622,14 +702,18 @@ class Factoring:
         return record
 
     def _create_sum(self, operation: Operation, weight: Sum) -> Outs:
-        """The outputs of an equation that creates a sum, its first output; None if the plan forms it."""
+        """The outputs of an equation that creates the sum ``weight``, its first output; None if the plan forms it.
+
+        Nothing reads its other outputs, which are None: an equation that declares terms has some.
+        """
         weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
             self.plan.records[weight.maker] = self._record_of_sum(operation, weight)
         return None if self.plan.forms(weight.maker) else [weight, *(None for _ in operation.eqn.outvars[1:])]
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
-        """The record of a sum that an equation creates from arrays or other sums."""
+        """The record of a sum that an equation creates from arrays, or from other sums, which are its parents."""
+        # Costs are totals: what the equation costs, times how often it runs, and the cost to form its parents.
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
@@ -639,7 +723,10 @@ class Factoring:
 
 
 def _with_data_formed(operation: Operation) -> Sequence[Any]:
-    """The operands. If several are sums, those that depend on data, such as looked-up matrices, are formed."""
+    """The operands. If several are sums, those that depend on data, such as looked-up matrices, are formed.
+
+    A product can multiply by the factors of one operand only, so the others must be arrays.
+    """
     args, eqn = operation.args, operation.eqn
     if sum(isinstance(x, Sum) for x in args) <= 1:
         return args
@@ -653,7 +740,7 @@ def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:
-    """Whether an equation of a program, or of a program inside it, may create a sum."""
+    """Whether an equation of a program, or of a program inside one of its equations, may create a sum."""
     return any(may_make_sum(eqn) or _may_make_sum_inside(eqn) for eqn in jaxpr.eqns)
 
 
@@ -715,7 +802,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
 
 def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> Explained:
-    """The report of ``factored`` for these arguments, or for their shapes and dtypes."""
+    """The report of ``factored`` for these arguments, or for their shapes and dtypes. ``who`` is named in errors."""
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     call = arguments.trace()
@@ -731,7 +818,8 @@ def check_this_jax() -> None:
 
 
 def _is_compatible() -> bool:
-    """Whether all three products with the one weight of a small network use its factors."""
+    """Whether all three products with the one weight of ``jaxprs.small_network`` use its factors."""
+    # The weight is ``a @ b`` of rank 1, so factors are cheaper for every product.
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
     plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
@@ -740,7 +828,11 @@ def _is_compatible() -> bool:
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
-    """The plan for a program with inputs of these types, and the facts about the inputs that it is based on."""
+    """The plan for a program with inputs of these types, and the facts about the inputs that it is based on.
+
+    ``is_chosen`` says which inputs are parameters or keys. The program is interpreted once, for types only. The second
+    evaluation, which computes, must take the same facts, so that it meets the same sums.
+    """
     plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)

@@ -52,6 +52,8 @@ R = TypeVar("R")
 class NoisyWeight:
     r"""A weight :math:`m + \sum_k s_k \varepsilon_k` with independent draws :math:`\varepsilon_k`.
 
+    For ``w + 0.1 * noise``, the mean is ``w``, and the standard deviation is ``0.1`` for each entry.
+
     Attributes:
       mean: The mean :math:`m`; without any products if it is zero.
       std: The standard deviations, with one product :math:`s_k` for each draw.
@@ -66,20 +68,25 @@ class NoisyWeight:
 
     @classmethod
     def of(cls, x: Sum) -> NoisyWeight | None:
-        """A sum as mean and standard deviations; None if its entries do not have independent noise."""
+        """A sum as mean and standard deviations; None if its entries do not have independent noise.
+
+        Products with a draw become standard deviations, without the draw; all others are the mean.
+        """
         if not has_independent_noise(x):
             return None
-        noise, dtype = list(_noise_of(x)), _dtype_to_compute_in(x.dtype)
-        mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
-        std = replace(
-            x, products=tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
-        )
-        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in noise)
-        return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
+        draws, dtype = list(_draws_in(x)), _dtype_to_compute_in(x.dtype)
+        noisy_products = {id(product) for product, *_ in draws}
+        mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
+        deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
+        std = replace(x, products=deviations, dtype=dtype)
+        # Along an axis that the draw lacks, as after a broadcast, all entries read the same numbers.
+        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
+        _, _, first_draw = draws[0]
+        return cls(mean, std, first_draw.key, may_repeat)
 
 
-def _noise_of(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """For each draw in a sum, the product and the factor that it is in, and the draw."""
+def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
+    """For each factor of a sum that is a draw of normal numbers: its product, the factor, and what is known of it."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
@@ -87,32 +94,36 @@ def _noise_of(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
 def has_independent_noise(x: Sum) -> bool:
     """Whether a sum has noise that is independent between its entries, except where entries are repeated.
 
-    Each draw must come from another source, and be in another product.
+    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not if a draw
+    occurs twice, as in ``s * e + t * e``, or if two are in one product, as in ``e1 * e2``. False without any noise.
     """
-    noise = list(_noise_of(x))
-    n_different = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
-    return 0 < len(noise) == n_different and all(_is_entrywise(product, factor) for product, factor, _ in noise)
+    draws = list(_draws_in(x))
+    n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
+    are_entrywise = all(_is_entrywise(product, factor) for product, factor, _ in draws)
+    return 0 < len(draws) == n_sources == n_products and are_entrywise
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
     """Whether no two entries of a product read the same numbers of a draw, except entries that are repeated.
 
-    An entry may sum over several numbers of the draw, but over no label that the draw lacks.
+    An entry may sum over several numbers of the draw, as ``sum(noise, 0)`` does: their variances add up. It may not sum
+    over a label that the draw lacks, because ``_square_factors`` would then give a sum of squares in place of the
+    square of a sum. Nor may two axes have the same label, as on a diagonal.
     """
-    flat = product.labels_of_axes
-    return len(set(flat)) == len(flat) and _long_labels(product.labels) <= {*flat, *draw.labels}
+    labels = product.labels_of_axes
+    return len(set(labels)) == len(labels) and _long_labels(product.labels) <= {*labels, *draw.labels}
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """The labels of more than one index."""
+    """The labels of more than one index: an axis of size 1 repeats nothing and sums nothing."""
     return {label for label in labels if label.size != 1}
 
 
 def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     """The standard deviation that a product multiplies its draw by: the product of its other factors.
 
-    Labels that only the draw has, and that are summed over, get a factor of ones, so that the variance counts each
-    number of the draw.
+    If an entry is a sum of n numbers of the draw, its variance is n times as large. So labels that only the draw has,
+    and that are summed over, get a factor of ones in its place. The deviation of a draw alone is a one.
     """
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     remaining = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
@@ -130,24 +141,27 @@ Noise = Callable[[Any, Array], Array]
 def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeight) -> tuple[Array, Noise] | None:
     """The mean of a product of data and a noisy weight, and the function that adds the noise of each row.
 
-    None if the equation is not linear in the weight, or if its rows do not have independent noise.
+    The weight is the operand ``weight_operand``. For ``x @ w``, the mean is ``x @ m``, in float32 or wider, and the
+    noise has the variance ``x**2 @ s**2``. None if the equation is not linear in the weight, or if its rows do not have
+    independent noise.
     """
     view, operands = operation.view, list(operation.args)
-    is_sum = isinstance(view, equations.Add | equations.Subtract)
+    is_sum = isinstance(view, equations.Add | equations.Subtract)  # its noise does not depend on the data
     data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
     operands[weight_operand] = array_of(weight.mean)
-    return widened(view.bind(*operands)), partial(_add_noise, view, weight_operand, data, _numbered(weight.std))
+    add_noise = partial(_add_noise, view, weight_operand, data, _number_labels(weight.std))
+    return widened(view.bind(*operands)), add_noise
 
 
-def _numbered(std: Sum) -> Sum:
-    """Standard deviations with numbered labels, so that JAX takes those of equal sizes to be equal and traces once."""
+def _number_labels(std: Sum) -> Sum:
+    """Standard deviations with numbers as labels, for ``jax.jit``: those of equal sizes are equal, and traced once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
-    """The array of a sum, computed in float32 or wider, and rounded once."""
+    """The array of a sum, computed in float32 or wider, and rounded once to its dtype; zeros without any products."""
     wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
@@ -160,7 +174,10 @@ def _dtype_to_compute_in(dtype: Any) -> Any:
 
 
 def _square_factors(x: Sum) -> Sum:
-    """The squares of the factors of each product."""
+    """A sum with all of its factors squared, so that standard deviations become variances.
+
+    This is the sum of the squared products, not the square of the sum: the draws are independent.
+    """
     return map_factors(x, lambda factor: replace(factor, array=jnp.square(factor.dense)))
 
 
@@ -168,17 +185,20 @@ def _square_factors(x: Sum) -> Sum:
 def _add_noise(
     view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
 ) -> Any:
-    """The mean with noise. The backward pass computes the noise again from the data, ``std`` and the key.
+    """The mean of an equation's output, plus normal noise with the variance of the output.
 
-    If ``view`` is None, it is the noise of the weight itself. JAX traces this function once for equal equations and
+    ``view`` is the equation, ``weight_operand`` the weight among its operands, ``std`` the standard deviations of the
+    weight, and ``data`` the other operands. If ``view`` is None, the output is the weight itself. The backward pass
+    computes the noise again from the data, ``std`` and the key. JAX traces this function once for equal equations and
     types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
-        squares = _variance(view, weight_operand, data, _square_factors(std))
+        """The noise, which is not stored for the backward pass."""
+        variance = _variance(view, weight_operand, data, _square_factors(std))
         # The cotangent holds the draw. Unless deviations are scalars, their gradients and those of the data read it.
-        squares = pull_back_once(squares) if any(product.labels for product in std.products) else squares
-        return _scale_noise(squares.astype(mean.dtype), random.normal(key, mean))
+        variance = pull_back_once(variance) if any(product.labels for product in std.products) else variance
+        return _scale_noise(variance.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA would merge the recomputed values with those of the forward pass.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
@@ -209,20 +229,21 @@ def _square(x: Any) -> Array:
 
 
 def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: NoisyWeight) -> bool:
-    """Whether an equation is linear in a weight, and its outputs have independent noise in each row.
+    """Whether an equation is linear in a weight, and the entries of each row of its output have independent noise.
 
-    A product sums over entries of the weight, so these may not repeat.
+    The weight is the operand ``weight_operand``; ``data`` are the others. ``_variance`` has a formula for each equation
+    for which this is True.
     """
     match view:
         case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
-        case equations.Divide():
+        case equations.Divide():  # of the weight, not by the weight
             return weight_operand == 0
-        case _ if weight.entries_may_repeat:
+        case _ if weight.entries_may_repeat:  # a product sums over entries, and variances of equal noise do not add up
             return False
         case equations.Gather():
             return weight_operand == 0
-        case equations.Conv():
+        case equations.Conv():  # the second operand is the kernel
             return weight_operand == 1 and view.batch_group_count == 1
         case equations.RaggedDot() if weight_operand == 2 or not view.is_whole:
             return False
@@ -235,14 +256,16 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """The variance of the output of an equation, from data and the squared standard deviations of a weight.
 
-    If ``view`` is None, it is the variance of the weight itself.
+    It is the equation with squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that are added do not change it. If
+    ``view`` is None, it is the variance of the weight itself.
     """
     match view:
         case equations.Dot() | equations.RaggedDot():
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, numerics)
+            assert products is not None  # `_is_linear` has tried it
+            return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
         case equations.Gather():  # rows that are out of bounds have no noise
@@ -252,16 +275,20 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             return _square(data[0]) * array_of(squares)
         case equations.Divide():
             return array_of(squares) / _square(data[0])
-        case _:
+        case _:  # a sum with data, or the weight itself
             return array_of(squares)
 
 
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
-    """The variance of a convolution. If it is equal for all channels of a group, one is computed and repeated."""
+    """The variance of a convolution of ``x``, from the squared standard deviations of the kernel.
+
+    With one scale for all output channels of a group, as with ``VarNoise``, the variance is equal for all of these. It
+    is then computed for one channel of each group, and repeated.
+    """
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # one for each group
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -272,7 +299,7 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """What is known of a weight. Sums of noisy weights have such a record as their ``maker``.
+    """What is known of a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
 
     Attributes:
       facts: The facts about the output of the equation that computed it.
@@ -286,7 +313,9 @@ class WeightRecord:
 
 
 Sides = tuple[frozenset[int], frozenset[int]]
-"""The axes of a draw that a product sums over, and those that it keeps, counted from the back: the last axis is 1."""
+"""The axes of a draw that a product sums over, and those that it keeps, counted from the back: the last axis is 1.
+
+For ``x @ w`` with a draw of the shape of ``w``, (in, out), they are {2} and {1}."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +336,9 @@ class NoisyRead:
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""The draws that all rows share, each with the equations that need this, and what these do."""
+"""The sources of the draws that all rows share, each with the equations that need this, and what these do.
+
+What an equation does is in words, such as "takes one draw for all", for the report."""
 
 
 DRAW_ORIGIN = -1
@@ -324,25 +355,34 @@ class _FactsOfDraws(AllFacts):
     """
 
     def __init__(self) -> None:
+        """No formula has a number yet."""
         super().__init__()
         self._formulas = dict[Hashable, int]()
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """The facts about the outputs of an equation."""
+        """The facts about the outputs of an equation, as in ``AllFacts``, with the formula, and the origin of a draw.
+
+        Sets ``multiplies_data`` if the equation multiplies data by noise.
+        """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
+        # A body is not analyzed if it is that of a loop, which counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
         return replace(facts, origins=facts.origins | {DRAW_ORIGIN}) if is_draw(eqn) else facts
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
-        """The number of the formula that computes an output; None if anything but keys and integers is involved."""
+        """The number of the formula that computes the output of an equation, the same number for equal formulas.
+
+        So two calls of ``jax.random.fold_in(key, 3)`` have one number. None if anything but keys and integers is
+        involved, or if the equation has several outputs.
+        """
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # a floating-point output; or two runs may differ
             return None
         try:
             return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
@@ -350,6 +390,7 @@ class _FactsOfDraws(AllFacts):
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
+        """As in ``AllFacts``, but a draw is one equation, although it is a call too."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -360,8 +401,8 @@ class Drawing:
     """Rules of the interpreter that follow noisy weights from their draws to products with data, which draw per row.
 
     Attributes:
-      shared: The draws that all rows share.
-      reads: The reads of weights, by their place in the program.
+      shared: The draws that all rows share, which thus stay as ``fun`` computes them.
+      reads: The reads of weights that were met so far, by their place in the program.
       takes_gradients: Whether the program recomputes something for a gradient, as ``jax.checkpoint`` does.
       analysis: The analysis that finds the facts about values.
     """
@@ -369,28 +410,30 @@ class Drawing:
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
+        """Takes the draws to share. Nothing has been read; ``analysis`` serves all programs that are interpreted."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation draws normal numbers, itself or in its body."""
-        del facts, out_facts
+        """Whether an equation draws normal numbers, itself or in its body: a sum begins with its draw."""
+        del facts, out_facts  # the interpreter passes them to all rules
         return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
         """The outputs: noisy weights as sums, or arrays with noise for each row; None if the equation needs arrays.
 
         Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
-        factor. Products with data come last; without any rows, the output is still a weight.
+        factor. Products with data come last; without any rows, the output is still a weight. After None, the
+        interpreter evaluates the equation itself, and calls ``form`` for each weight that it reads.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):
+        if has_body(eqn):  # JAX marks a `jax.checkpoint` that is part of a derivative
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
-        moved_sums = _rounded_sum(operation) or _parts_of_draws(operation) or move_sum(eqn, args)
+        moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
         if moved_sums is not None:
             return [replace(x, maker=_record_of_output(operation, args[0].maker.type)) for x in moved_sums]
         if not isinstance(operation.view, LINEAR):
@@ -402,9 +445,10 @@ class Drawing:
         return None if x is None else [x]
 
     def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
-        """A product of data with a noisy weight, in which each of the ``rows`` draws noise of its own.
+        """A product of data with a noisy weight, in which each row draws noise of its own.
 
-        None if there are several weights, if no operand is data, or if rows cannot draw independently.
+        ``rows`` are the sizes of the axes of rows: [8] for ``x @ w`` with data of the shape (8, 3). None if there are
+        several weights, if no operand is data, or if rows cannot draw independently.
         """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
@@ -414,51 +458,66 @@ class Drawing:
         if noisy is None or parts is None:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
-        shards = [operation.view.type.sharding.mesh.shape[i] for i in record.facts.differs - weight.maker.facts.differs]
+        # On each shard of the data, and in each step of a scan in which data changes the weight, there are other rows.
+        mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
+        shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
         read = NoisyRead(operation.eqn, weight.maker, _sides(operation.view, operand, weight), n_rows)
         result = self._with_noise(interpreter, read, noisy, operation.out_facts, *parts)
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
     def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
-        """The mean and deviations of a weight; None if rows share one of its draws, or its noise is not independent."""
-        return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _noise_of(x)) else None
+        """``x`` as mean and deviations; None if all rows share one of its draws, or these are not independent."""
+        return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _draws_in(x)) else None
 
     def _with_noise(
         self, interpreter: Interpreter, read: NoisyRead, noisy: NoisyWeight, facts: Facts, mean: Array, add_noise: Noise
     ) -> Array | None:
-        """The mean with noise that is drawn for a read.
+        """The mean with noise that is drawn for a read; the read is recorded.
 
+        The key is that of the weight's first draw, changed by the number of the read, so that two uses of a weight draw
+        independently, and so do two shards along the mesh axes over which the result differs, and two steps of a scan.
         None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
         """
         number = self._record_read(interpreter, read)
-        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.differs))
+        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
         return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
     def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
-        """Records a read, in place of an earlier one at the same place in the program, and returns its number."""
+        """Records a read, and returns its number, which is part of the key of its noise.
+
+        The number is the same whenever this equation reads these draws: JAX traces the body of a scan several times. A
+        program that occurs twice is told apart by the equations around it (``interpreter.path``). ``read.sides`` lists
+        the draws of the weight, because an equation may read two weights.
+        """
         place = (*interpreter.path, id(read.eqn), *read.sides)
         self.reads[place] = read
         return list(self.reads).index(place)
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a weight, which all rows share. If data changes it in a scan, each step draws its own."""
+        """The array of a weight, which all rows share, for an equation that needs it; the read is recorded.
+
+        ``eqn`` is None if the weight is the result of a program or of a body. If data changes the weight in the steps
+        of a scan while its noise was drawn before, as where a mask comes from data, the steps are rows: each draws an
+        array of its own.
+        """
         record: WeightRecord = x.maker
         read = NoisyRead(eqn, record, _sides(None, 0, x))
         noisy = self._noisy_unless_shared(x) if record.steps else None
         if noisy is not None:
-            mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _numbered(noisy.std))
+            mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:
+            if result is not None:  # otherwise, the read is recorded again, as one without rows
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
 
 
 CONTRACTIONS = equations.Dot, equations.RaggedDot, equations.Conv
+"""The equations that multiply data by a weight and sum over entries."""
 
 LINEAR = (
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
@@ -477,36 +536,41 @@ def _row_sizes(operation: Operation) -> list[Any]:
     contraction = contraction_of(view)
 
     def is_row(axis: int) -> bool:
+        """Whether no weight has noise of its own along this axis of the output."""
+        # An elementwise equation has the same axes in all operands, but scalars have none.
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
         return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
 
-    looked_up = {draw.source: draw.rows for _, x in weights for *_, draw in _noise_of(x)}
+    looked_up = {draw.source: draw.rows for _, x in weights for *_, draw in _draws_in(x)}
     sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up.values()]
-    return [n for n in sizes if n != 1]
+    return [n for n in sizes if n != 1]  # draws that were not looked up count as 1
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Whether a draw of a weight has other numbers at each index of an axis."""
-    axes = ((product.axes[axis], factor.labels) for product, factor, _ in _noise_of(x))
+    """Whether a draw of a weight has other numbers at each index of an axis. Not along an axis of size 1."""
+    axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
 
 def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
-    """The record of the output of an equation, which is a weight of this type.
+    """The record of the output of an equation, which is a weight of this type, for reports.
 
-    In a scan, data may change a weight in each step, as a mask does, while its noise is drawn before the scan.
+    Its ``steps`` are those of the scans in which data changes the weight, as a mask does, while its noise is drawn
+    before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
     # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
-    steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
+    steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
 def _drawn_sum(operation: Operation) -> Sum:
-    """The normal numbers that an equation draws, as a sum with one factor."""
+    """The normal numbers that an equation draws, as a sum of one product with one factor. The noise is drawn here.
+
+    If it is not read as an array later, it is dead code, which is not computed.
+    """
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
@@ -517,23 +581,33 @@ def _drawn_sum(operation: Operation) -> Sum:
     return Sum((product,), array.shape, array.dtype, None, WeightRecord(operation.out_facts, type_of(array)))
 
 
-def _parts_of_draws(operation: Operation) -> list[Sum] | None:
-    """Separate draws from a batch of draws with a key each, which an equation splits; None for other equations."""
+def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
+    """Separate draws from a batch of draws with a key each, which an equation splits; None for other equations.
+
+    The noise of arrays of equal shapes is drawn at once: 3 keys give (3, 8, 4), which is split into 3 draws (1, 8, 4).
+    Their numbers are independent, so each gets a source of its own.
+    """
     view, (x, *_) = operation.view, operation.args
     if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
         return None
-    draws = [draw for *_, draw in _noise_of(x)]
+    draws = [draw for *_, draw in _draws_in(x)]
+    # Only a plain draw is split, and only along an axis of keys. All other splits are those of ``move_sum``.
     if len(x.products) > 1 or len(x.products[0].factors) > 1 or view.axis >= draws[0].key.ndim:
         return None
 
-    def with_number(factor: Factor, i: int) -> Factor:
+    def with_own_source(factor: Factor, i: int) -> Factor:
+        """The factor of the ``i``-th output."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
-    return [map_factors(part, partial(with_number, i=i)) for i, part in enumerate(move_sum(operation.eqn, [x]) or [])]
+    parts = move_sum(operation.eqn, [x]) or []
+    return [map_factors(part, partial(with_own_source, i=i)) for i, part in enumerate(parts)]
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
-    """A weight that an equation casts to fewer digits; None for other equations. Only the whole weight is rounded."""
+    """A weight that an equation casts to fewer digits, in the new dtype; None for other equations.
+
+    The factors stay as they are, because the weight is rounded only once, when it is multiplied.
+    """
     view = operation.view
     if not isinstance(view, equations.ConvertType):
         return None
@@ -543,7 +617,10 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
-    """The weight that an equation computes from weights and arrays; None if its noise would not be independent."""
+    """The weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
+
+    None if this is not a sum of products, or if its noise would not be independent.
+    """
     # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
@@ -556,31 +633,37 @@ def _combined_sum(operation: Operation) -> Sum | None:
             x = look_up(view, weight, args[1:]) if weight is args[0] else None
         case _:
             x = make_sum(operation.eqn, args, operation.facts)
+    # Reports show the type of a weight before it was contracted or looked up.
     type = weight.maker.type if isinstance(view, equations.Dot | equations.Gather) else type_of(view.type)
     return None if x is None or not has_independent_noise(x) else replace(x, maker=_record_of_output(operation, type))
 
 
-def _sides(view: equations.View | None, operand: int, x: Sum) -> dict[Hashable, Sides]:
-    """For each draw of a weight, the axes of the draw that an equation sums over, and those that it keeps.
+def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
+    """For each draw of a weight, by its source, the axes of it that an equation sums over, and those that it keeps.
 
-    ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its gradient with respect to the
-    data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both directions, so its axes are on both
-    sides. Sums and look-ups have no sides, as their gradients do not read the weight.
+    ``operand`` is the number of the weight among the operands. ``view`` is None if only the array of the weight is
+    formed, which keeps all axes. ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its
+    gradient with respect to the data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both
+    directions, so its axes are on both sides. Sums and look-ups have no sides, as their gradients do not read the
+    weight.
     """
     if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
-        return {draw.source: (frozenset(), frozenset()) for *_, draw in _noise_of(x)}
+        return {draw.source: (frozenset(), frozenset()) for *_, draw in _draws_in(weight)}
     contraction = view and contraction_of(view)
-    axes_kept = contraction.kept(operand) if contraction else range(x.ndim)
+    axes_kept = contraction.kept(operand) if contraction else range(weight.ndim)
     axes_of_batch = contraction.batch(operand) if contraction else ()
 
-    def sides(product: Product, factor: Factor) -> Sides:
-        kept, batch = ({x for axis in axes for x in product.axes[axis]} for axes in (axes_kept, axes_of_batch))
-        axes = {label: len(factor.labels) - i for i, label in enumerate(factor.labels) if label.size != 1}
-        summed_axes = frozenset(axis for label, axis in axes.items() if label not in {*kept, *batch})
-        kept_axes = frozenset(axis for label, axis in axes.items() if label in kept)
-        return (kept_axes if isinstance(view, equations.Multiply | equations.Divide) else summed_axes), kept_axes
+    def sides(product: Product, draw: Factor) -> Sides:
+        """The axes of a draw, the factor of a product. Batch axes are on neither side, as a gradient has them too."""
+        kept_labels = {label for axis in axes_kept for label in product.axes[axis]}
+        batch_labels = {label for axis in axes_of_batch for label in product.axes[axis]}
+        axes = {label: len(draw.labels) - i for i, label in enumerate(draw.labels) if label.size != 1}
+        kept = frozenset(axis for label, axis in axes.items() if label in kept_labels)
+        if isinstance(view, equations.Multiply | equations.Divide):
+            return kept, kept
+        return frozenset(axis for label, axis in axes.items() if label not in kept_labels | batch_labels), kept
 
-    return {draw.source: sides(product, factor) for product, factor, draw in _noise_of(x)}
+    return {draw.source: sides(product, factor) for product, factor, draw in _draws_in(weight)}
 
 
 def _facts_of_arrays(operation: Operation) -> list[Facts]:
@@ -604,11 +687,12 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """The draws that all rows must share, beyond those that are shared already.
+    """The draws that all rows must share, beyond those that are shared already; empty if none are left.
 
     All rows share a draw if something needs the array of its weight. A gradient that the loss itself takes must also
     see the same weights as the value. So if a product sums over an axis that another one keeps, as such a gradient
-    does, all rows share each draw that is read more than once.
+    does, all rows share each draw that is read more than once: ``x @ w`` and ``g @ w.T`` in one program are a sign that
+    gradients are taken, and these may read other weights too.
     """
     reads_of = dict[Hashable, list[NoisyRead]]()
     for read in rules.reads.values():
@@ -622,12 +706,17 @@ def _draws_to_share(rules: Drawing) -> Shared:
     if any(conflicting.values()) or rules.takes_gradients:
         for draw, reads in reads_of.items():
             how = "along the other side, as a gradient does" if conflicting[draw] else "again, beside a gradient"
+            # The first read alone would be no reason: a draw that is read once stays a draw for each row.
             shared[draw] += [(read.eqn, f"reads it {how}") for read in conflicting[draw] or reads[1:]]
     return {draw: reasons for draw, reasons in shared.items() if reasons}
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """The reads by rows that sum over an axis of a draw that an earlier one keeps, or keep one that it sums over."""
+    """The reads by rows that use a draw along the other side than an earlier one does, as ``g @ w.T`` after ``x @ w``.
+
+    They sum over an axis of the draw that an earlier read keeps, or keep one that it sums over. ``reads`` are those of
+    this draw, in the order of the program.
+    """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
         if summed & kept_before or kept & summed_before:
@@ -727,7 +816,10 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """The report for these arguments, or for their shapes and dtypes."""
+        """The report for these arguments, or for their shapes and dtypes.
+
+        It says of a weight with one draw for all rows if this is only because what multiplies it is no data.
+        """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call = arguments.trace()
@@ -747,14 +839,18 @@ _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
-    """Raises an error if no row draws because nothing is data, or because ``apply`` was called outside."""
+    """Raises an error if no row draws because nothing is data, or because ``apply`` was called outside.
+
+    It is called if no row draws. There is no error if ``fun`` calls ``apply`` and draws no noise, as with a
+    deterministic chain, or if noise meets data but all rows must share it.
+    """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
             f"{who} found no noise, as the function does not call `apply`, or only under `rpx.remat`. Call it inside, "
             "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
         )
     if rules.reads and not rules.analysis.multiplies_data:
-        for weight in _weights_if_all_is_data(arguments, call):
+        for weight in _weights_if_all_is_data(arguments, call):  # the first one, if there is any
             raise ValueError(
                 f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
                 "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
@@ -763,13 +859,19 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """The weights that would draw for each row if everything were data that is not read by an ``apply``."""
+    """The weights that would draw for each row if everything were data that is not read by an ``apply``.
+
+    For these, one draw for all rows is a mistake of the caller, and not what the program needs.
+    """
     rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
 
 
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
-    """The entries of the report of ``explain``, one for each path: a weight draws for each row if no draw is shared."""
+    """The entries of the report of ``explain``, one for each path of a parameter, which may be read several times.
+
+    A weight counts as transformed, which means that each row draws, if none of its draws is shared.
+    """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
     for read in rules.reads.values():
@@ -782,7 +884,7 @@ def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterat
 
 
 def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
-    """How many rows draw in how many uses, such as "2 uses, 3 and 8 rows"; empty if no rows do."""
+    """How many rows draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; an empty list if no rows do."""
     rows = [read.rows for read in reads if read.rows is not None]
     sizes = " and ".join(dict.fromkeys(map(str, rows)))
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
@@ -793,11 +895,13 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
 
     With ``all_is_data``, arguments for weights and closed-over arrays are data too, unless an ``apply`` reads them.
 
-    Returns the rules of the last rewriting, the new program, and its constants, which are its first inputs.
+    Returns the rules of the last rewriting, which hold all reads and shared draws, the new program, and its constants,
+    which are its first inputs. The program of the call stays as it is.
     """
     program = jaxprs.without_dead_code(call.program)  # dead equations must not count as reads of weights
-    closed_over = len(call.inputs) - len(arguments.arrays)
-    flags = [(i < closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
+    n_closed_over = len(call.inputs) - len(arguments.arrays)  # closed-over arrays are the first inputs, and no data
+    flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
+    # Inputs have negative numbers as formulas, and equations those from 0 on.
     facts = [
         replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
         for i, each in enumerate(facts_of_inputs(program, flags))
@@ -806,6 +910,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
+        """The rules and the program with these draws shared; again with more of them, until no more must be shared."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)

@@ -1,4 +1,8 @@
-"""Distributions over weights."""
+"""Stages whose weights have a distribution, of which raw values are the parameters.
+
+``apply`` draws weights from a key, ``mean_leaf`` gives their mean, and ``penalty_leaf`` the term that the loss needs
+for training the distribution: a divergence from a prior, or an expected number of nonzero weights.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ class Gaussian(Reparametrization):
       axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
         weight. None, which would be one for the whole array, is refused.
       noise: ``"independent"``, a number for each weight, or ``"factorized"``, one for each row and each column. Arrays
-        of three or more axes have no rows and columns: leave them out with ``where``, or give ``stacked``.
+        of three or more axes have no rows and columns: leave them out with ``where``, or pass ``stacked``.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -67,7 +71,7 @@ class Gaussian(Reparametrization):
       >>> p.fold(raw)["w"]
       Array([1., 1., 1.], dtype=float32)
       >>> head = {"head": {"kernel": jnp.ones((64, 6)), "bias": jnp.zeros(6)}}
-      >>> p = rpx.Gaussian(0.5 / 64**0.5, noise="factorized", where="head/.*")  # the start of NoisyNet for 64 inputs
+      >>> p = rpx.Gaussian(0.5 / 64**0.5, noise="factorized", where="head/.*")  # as NoisyNet, for 64 inputs
       >>> raw = p.init(head)
       >>> p.apply(raw, jax.random.key(0))["head"]["kernel"].shape
       (64, 6)
@@ -91,7 +95,7 @@ class Gaussian(Reparametrization):
             return None
         return (
             f"expected a matrix or a vector for factorized noise, got shape {w.shape}. Leave it out with `where`, or "
-            f"give the axes along which matrices are stacked (stacked=0)."
+            f"pass the axes along which matrices are stacked (stacked=0)."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -106,7 +110,7 @@ class Gaussian(Reparametrization):
         return (mean + std.astype(mean.dtype) * self._draw_noise(key, mean)).astype(values["mean"].dtype)
 
     def _draw_noise(self, key: Array, like: Array) -> Array:
-        """Noise of variance 1: independent, or the products of numbers for rows and for columns."""
+        """Independent normal numbers; for factorized noise, products of one number per row and one per column."""
         if self.noise == "independent":
             return random.normal(key, like)
         if like.ndim == 1:
@@ -129,13 +133,13 @@ class Gaussian(Reparametrization):
 
 
 def _signed_root(x: Array) -> Array:
-    """The square root of the size of each number, with its sign."""
+    """The square root of the magnitude of each number, with the sign of the number."""
     return jnp.sign(x) * jnp.sqrt(jnp.abs(x)).astype(x.dtype)
 
 
 @inlined
 def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
-    """The Kullback-Leibler divergence from the normal distribution around zero."""
+    """The Kullback-Leibler divergence from a normal distribution with mean 0 and standard deviation ``prior``."""
     rho = jnp.broadcast_to(rho, mean.shape)
     std = jax.nn.softplus(rho)
     log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
@@ -217,23 +221,25 @@ class VariationalDropout(Reparametrization):
 
 
 def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
-    """``x``, and zero for weights that have been pruned."""
+    """``x``, with zeros for weights that have been pruned."""
     return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
 
 
 def _log_alpha(values: dict[str, Array]) -> Array:
-    r""":math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the variance as a share of the square of the mean."""
+    r""":math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the log of the variance relative to the squared mean."""
     theta = widened(values["theta"])
     return values["log_var"].astype(theta.dtype) - jnp.log(jnp.square(theta) + TINY)
 
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
-LARGEST = 0.68
+"""The bounds of gates before they are clipped to [0, 1], and the temperature of their distribution, as in the paper."""
+LARGEST_RATE = 0.68
+"""Slightly above this initial rate, ``update`` would close all gates at once."""
 
 
 _RATE = number_that(
-    lambda rate: 0 < rate < LARGEST,
-    f"takes a probability above 0 and below {LARGEST}: `update` closes gates with a larger one.",
+    lambda rate: 0 < rate < LARGEST_RATE,
+    f"takes a probability above 0 and below {LARGEST_RATE}: `update` closes gates with a larger one.",
     known=True,
 )
 
@@ -288,15 +294,15 @@ class HardConcrete(Reparametrization):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
-        shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
-        start = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
-        log_alpha = jnp.full(shape, start, x.real.dtype)
+        shape = tuple(1 if i in self._axes_sharing_gate(w) else size for i, size in enumerate(w.shape))
+        initial = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
+        log_alpha = jnp.full(shape, initial, x.real.dtype)
         gated = (x / _mean_gate(log_alpha)).astype(w.dtype)
         return {"w": gated, "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
 
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         x = widened(values["w"])
-        u = random.uniform(key, x, self._shared(x))
+        u = random.uniform(key, x, self._axes_sharing_gate(x))
         logit = jnp.log(jnp.maximum(u, jnp.finfo(u.dtype).tiny)) - jnp.log1p(-u)
         s = jax.nn.sigmoid((logit.astype(values["log_alpha"].dtype) + values["log_alpha"]) / TEMPERATURE)
         return self._apply_gate(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))
@@ -311,24 +317,24 @@ class HardConcrete(Reparametrization):
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         log_alpha = values["log_alpha"]
         shift = TEMPERATURE * math.log(-LOW / HIGH)
-        share = jnp.where(values["mask"] != 0, jax.nn.sigmoid(log_alpha - shift), jnp.zeros_like(log_alpha))
-        return jnp.sum(share) * (values["w"].size // max(share.size, 1))
+        probability = jnp.where(values["mask"] != 0, jax.nn.sigmoid(log_alpha - shift), jnp.zeros_like(log_alpha))
+        return jnp.sum(probability) * (values["w"].size // max(probability.size, 1))
 
-    def _shared(self, w: Array) -> tuple[int, ...]:
+    def _axes_sharing_gate(self, w: Array) -> tuple[int, ...]:
         """The axes along which weights share one gate."""
         return other_axes(self.axis, w)
 
     def _apply_gate(self, values: dict[str, Array], gate: Array) -> Array:
-        """The weights times their gates, and zero where the mask is."""
+        """The weights times their gates, and zero where the mask is zero."""
         x = widened(values["w"])
-        alive = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
-        return (alive.astype(x.real.dtype) * x).astype(values["w"].dtype)
+        open_gate = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
+        return (open_gate.astype(x.real.dtype) * x).astype(values["w"].dtype)
 
 
 def _mean_gate(log_alpha: Array) -> Array:
     """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
-    for node, share in zip(*np.polynomial.legendre.leggauss(16), strict=True):
+    for node, weight in zip(*np.polynomial.legendre.leggauss(16), strict=True):
         x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)
-        total = total + float(share) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
+        total = total + float(weight) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
     return total

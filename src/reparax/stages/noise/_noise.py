@@ -1,4 +1,4 @@
-"""Noise and dropout of weights."""
+"""Stages for noise and dropout of weights, which a chain can merge: two of one class may share a random draw."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import norm
 
 
-class _Drawn(Perturbation):
-    """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array.
+class _DrawnByType(Perturbation):
+    """A perturbation in two steps: a random draw, which depends only on the array's type, and its effect on the array.
 
-    Consecutive ones on an array can draw once.
+    Consecutive stages of one class on an array can share a draw.
 
     Attributes:
-      shared: The settings that the draw depends on, besides the type of the array.
+      shared: The settings on which the draw depends, in addition to the type of the array.
     """
 
     draws_by_type: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class _Drawn(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """A draw for an array of the type of ``like``; a batch of draws for a batch of keys."""
+        """A random draw for an array of the type of ``like``; for a batch of keys, a batch of draws."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
@@ -48,7 +48,7 @@ class _Drawn(Perturbation):
         """
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """Both steps together; a chain keeps the draw waiting instead, and calls ``perturb`` when the array is read."""
+        """Both steps at once. A chain instead draws first, and calls ``perturb`` only when the array is read."""
         return self.perturb(w, self.draw(w, key))
 
 
@@ -60,7 +60,7 @@ _RATE = number_that(
 Relative = Literal["max", "std", "norm"]
 
 
-class VarNoise(_Drawn):
+class VarNoise(_DrawnByType):
     r"""Gaussian weight noise (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
@@ -112,7 +112,7 @@ class VarNoise(_Drawn):
         if self.axis is not None and self.relative is None:
             raise ValueError(
                 f"{type(self).__name__} got axis={self.axis!r} without relative, but `axis` applies only to relative "
-                f"noise. Give relative='max', 'std' or 'norm', or leave axis out."
+                f"noise. Pass relative='max', 'std' or 'norm', or leave axis out."
             )
 
     def draw(self, like: Array, key: Array) -> Array:
@@ -122,14 +122,14 @@ class VarNoise(_Drawn):
         x = widened(w)
         std = scalar(self.std, x)
         if self.relative is not None:
-            std = std * map_stacked(self.stacked_axes, self._size)(jax.lax.stop_gradient(x))
+            std = std * map_stacked(self.stacked_axes, self._unit_of_std)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:
         can_merge = self.relative is None and later.relative is None
         return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
 
-    def _size(self, x: Array) -> Array:
+    def _unit_of_std(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
         axes = other_axes(self.axis, x)
         match self.relative:
@@ -142,8 +142,8 @@ class VarNoise(_Drawn):
         return size.astype(x.dtype)
 
 
-class WeightDropout(_Drawn):
-    r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, of mean w.
+class WeightDropout(_DrawnByType):
+    r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, with mean w.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
     ``broadcast_dims`` on one array draw once: the keep probabilities multiply.
@@ -201,7 +201,7 @@ class WeightDropout(_Drawn):
 
 
 def _root_of_squares(a: Any, b: Any) -> Any:
-    """The root of the sum of squares, with gradient zero at zero; negative if both numbers are negative."""
+    """The root of the sum of squares, negative if both numbers are negative. Its gradient at zero is zero."""
     if isinstance(a, float) and isinstance(b, float):
         return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
     total = jnp.square(a) + jnp.square(b)

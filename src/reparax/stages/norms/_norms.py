@@ -59,7 +59,7 @@ class WeightNorm(_PerChannel):
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
         ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or equinox
         layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
-        By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
+        Axes are given by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
         of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,

@@ -31,7 +31,7 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The shape of an image, of which each axis must have a size of at least 1."""
+    """The shape of an image, as a tuple of positive integers."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
@@ -39,7 +39,7 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """An integer of at least 1, or a tuple with one for each axis of an image."""
+    """A positive integer, or a tuple with one for each axis of an image."""
     if is_integer(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
@@ -89,7 +89,7 @@ class Convolution:
             if isinstance(value, tuple) and len(value) != ndim:
                 return (
                     f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
-                    "Correct it."
+                    f"Correct `{name}`."
                 )
         if not kernel.size:
             return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
@@ -102,7 +102,7 @@ class Convolution:
         if not math.prod(image.shape):
             return (
                 f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
-                f"shape {kernel.shape}. Enlarge it."
+                f"shape {kernel.shape}. Enlarge `input_shape`."
             )
         return None
 
@@ -154,7 +154,7 @@ _STEPS_TO_PROJECT = 500
 class SpectralNorm(MatrixAxes, Constraint):
     r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
-    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with a number for each column and each
+    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with one number per column and per
     row, power-iteration estimates of the singular vectors, in float32 for half-precision weights. No gradient
     passes through ``u`` and ``v``. ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does.
     ``update`` iterates ``n_steps`` times; call it once per training step. ``apply`` and ``fold`` never iterate, so all
@@ -181,7 +181,7 @@ class SpectralNorm(MatrixAxes, Constraint):
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       rows: As for :class:`LowRank`.
       columns: As for :class:`LowRank`. One axis is torch's ``dim``: 0, and 1 for transposed convolutions. With
-        ``input_shape``, the axis of outputs, the first or the last one; its neighbour (1 or -2)
+        ``input_shape``, the axis of outputs, the first or the last one; its neighbor (1 or -2)
         is the input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the
         shape of its output images as ``input_shape``.
       input_shape: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
@@ -243,7 +243,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         if self.input_shape is not None and self.rows is not None:
             raise ValueError(
                 f"SpectralNorm got rows={self.rows!r} with `input_shape`, whose convolution has one output axis and "
-                "its neighbour as input axis. Leave `rows` out, and pass the output axis, such as columns=-1."
+                "its neighbor as input axis. Leave `rows` out, and pass the output axis, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -313,7 +313,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """The output axis of a convolution's kernel, in a list; empty if ``columns`` is another axis than the first or last."""
+        """The output axis of a convolution's kernel, in a list; empty unless ``columns`` is the first or last axis."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 

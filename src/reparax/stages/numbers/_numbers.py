@@ -1,4 +1,4 @@
-"""Stages on single numbers, and on those that sum to one."""
+"""Elementwise stages, such as for positive or bounded numbers, and probabilities that sum to 1 along an axis."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widen
 Function = Callable[[Array], Array]
 
 
-class _Map(Constraint):
-    """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
+class _ElementwiseMap(Constraint):
+    """The base class of elementwise maps of the raw value ``x``. Samples are images of standard normal numbers."""
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     elementwise: ClassVar[Any] = True
 
     @abstractmethod
     def _forward(self, x: Array) -> Array:
-        """The weights of raw values."""
+        """The weights for raw values ``x``."""
 
     @abstractmethod
     def _inverse(self, w: Array) -> Array:
-        """The raw values whose weights these are."""
+        """The raw values for weights ``w``."""
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
@@ -64,12 +64,13 @@ _POSITIVE: dict[str, tuple[Function, Function]] = {
     "exp": (jnp.exp, jnp.log),
     "square": (jnp.square, jnp.sqrt),
 }
+"""The map from raw values to positive numbers, and its inverse, by the name of the map."""
 
 
 PositiveMap = Literal["softplus", "exp", "square"]
 
 
-class Positive(_Map):
+class Positive(_ElementwiseMap):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
@@ -133,7 +134,7 @@ def _least_number(w: Array) -> float:
     return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
 
 
-class Bounded(_Map):
+class Bounded(_ElementwiseMap):
     r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
@@ -185,12 +186,12 @@ class Bounded(_Map):
             epsilon.
         """
         w = jnp.asarray(w)
-        t = self._share(widened(w))
+        t = self._relative_position(widened(w))
         units = 10 * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
         return jnp.all((t >= -units) & (t <= 1 + units))
 
     def flat_leaf(self, w: Array) -> Array:
-        t = self._share(widened(w))
+        t = self._relative_position(widened(w))
         return (t <= 0) | (t >= 1)
 
     def _forward(self, x: Array) -> Array:
@@ -203,16 +204,16 @@ class Bounded(_Map):
 
     def _inverse(self, w: Array) -> Array:
         limits = jnp.finfo(w.dtype)
-        t = jnp.clip(self._share(w), float(limits.tiny), 1 - float(limits.epsneg))
+        t = jnp.clip(self._relative_position(w), float(limits.tiny), 1 - float(limits.epsneg))
         return jnp.log(t) - jnp.log1p(-t)
 
-    def _share(self, w: Array) -> Array:
-        """The position between the bounds: 0 at ``low``, 1 at ``high``."""
+    def _relative_position(self, w: Array) -> Array:
+        """The position of numbers between the bounds: 0 at ``low``, 1 at ``high``."""
         low, high = scalar(self.low, w), scalar(self.high, w)
         return (w - low) / (high - low)
 
 
-class Elementwise(_Map):
+class Elementwise(_ElementwiseMap):
     r"""A pair of functions of your own: :math:`w = f(x)`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
@@ -244,13 +245,13 @@ class Elementwise(_Map):
     inverse: Function = field(check_function)
 
     def _why_refused(self, w: Array) -> str | None:
-        why = super()._why_refused(w)  # first, as `refuse_leaf` would come before the error for NaN in `w` itself
+        why = super()._why_refused(w)  # first, so that NaN in `w` itself is reported as such
         if why is not None or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
             if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
                 return None
-        return "expected numbers that `inverse` takes, got some that it maps to NaN. Correct the array."
+        return "expected numbers in the domain of `inverse`, got some that it maps to NaN. Correct the array."
 
     def flat_leaf(self, w: Array) -> Array:
         x = self.inverse(widened(w))
@@ -319,10 +320,10 @@ class Simplex(Constraint):
     there, and they would never train. With ``outside="unchecked"`` they start next to zero. Samples are uniform.
     Half-precision arrays are computed in float32.
 
-    The model does not depend on :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
-    direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex and
-    r, plus the log-density of a standard normal r, for each sum: with it, ``log_prior(p.fold(raw)) + p.log_det(raw)``
-    is a density whose points of the simplex have the given prior.
+    The model does not depend on :math:`r = \log \sum e^x`, so no data would constrain samples of raw values in
+    that direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex
+    and r, plus the log-density of a standard normal r, for each sum. With it,
+    ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a density whose points of the simplex have the given prior.
 
     Args:
       along: The axis along which the numbers sum to 1: ``-1`` for mixture weights and the rows of a transition matrix.
@@ -370,11 +371,11 @@ class Simplex(Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         x, axis = values["x"], position(self.along, values["x"])
-        unread = jax.nn.logsumexp(x, axis=axis)
-        return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
+        log_sum = jax.nn.logsumexp(x, axis=axis)
+        return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(log_sum))
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
+        # Exponential numbers, divided by their sum, are uniform. Their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
     def _project_along(self, w: Array) -> Array:

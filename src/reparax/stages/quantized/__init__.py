@@ -1,6 +1,6 @@
 """Weights in fewer bits: quantized, rounded during training, or cast to another dtype.
 
-A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Quantized`` and
+A format is a row of a table: the numbers that codes stand for, and how scales and zeros are stored. ``Quantized`` and
 ``FakeQuantized`` round with the same formula.
 """
 

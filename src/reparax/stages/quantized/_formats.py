@@ -1,4 +1,10 @@
-"""Formats of few bits: their numbers, scales and codes."""
+"""Formats of few bits: which numbers they contain, and how codes and scales are stored.
+
+The entries of an array are grouped into *blocks* (``Grid``), and those of a block share a *scale*. A *code* is what is
+stored for an entry. It stands for one of the ``Numbers`` of the format, in units of the scale. Codes of fewer than
+eight bits share bytes (``pack``). The scales may be stored as codes too (``Scales``). A ``Format`` combines all this,
+and ``FORMATS`` is the table of formats.
+"""
 
 import functools
 import math
@@ -16,24 +22,24 @@ from reparax.numerics.arithmetic import inlined
 
 
 def group_of_codes(bits: int) -> tuple[int, int]:
-    """How many codes fill how many whole bytes."""
+    """The number of codes and of bytes in the smallest group of codes that fills whole bytes: (8, 3) for 3 bits."""
     codes = 8 // math.gcd(8, bits)
     return codes, codes * bits // 8
 
 
 def pack(codes: Array, bits: int, axis: int) -> Array:
-    """The bytes of codes, whose number along ``axis`` is a multiple of that of a group."""
+    """The bytes that hold the codes. Their number along ``axis`` must be a multiple of that in ``group_of_codes``."""
     return codes if bits == 8 else _regroup(codes, bits, 8, axis)
 
 
 def unpack(words: Array, bits: int, axis: int) -> Array:
-    """The codes that were packed."""
+    """The inverse of :func:`pack`."""
     return words if bits == 8 else _regroup(words, 8, bits, axis)
 
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
 def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
-    """Words of ``bits`` as words of ``new_bits``, over the same stream of bits."""
+    """Words of ``bits`` bits along ``axis``, regrouped into words of ``new_bits`` bits."""
     stream = math.lcm(bits, new_bits)
     count = stream // bits
     groups = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
@@ -51,7 +57,7 @@ def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid over an array.
+    """An array cut into blocks.
 
     Attributes:
       shape: The shape of the array.
@@ -62,7 +68,10 @@ class Grid:
     sizes: tuple[int, ...]
 
     def reduce_blocks(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
-        """``reduce`` over the entries of each block; ``fill`` completes the last one."""
+        """``reduce`` applied to each block. The last block along an axis is padded with ``fill``.
+
+        In blocks of ``(2, 1)``, an array of shape ``(6, 4)`` gives a result of shape ``(3, 4)``.
+        """
         split_axes = self._split_axes
         missing = [-n % self.sizes[i] if i in split_axes else 0 for i, n in enumerate(self.shape)]
         if any(missing):
@@ -79,7 +88,7 @@ class Grid:
         return self.reduce_blocks(jnp.sum, x, 0) / self.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
 
     def spread(self, numbers: Array) -> Array:
-        """Numbers for each block, as numbers for each entry, in a shape that broadcasts."""
+        """For each entry, the number of its block, in a shape that broadcasts to that of the array."""
         for i in self._split_axes:
             apart = jnp.expand_dims(numbers, i + 1)
             wide = (*numbers.shape[: i + 1], self.sizes[i], *numbers.shape[i + 1 :])
@@ -101,11 +110,11 @@ class Numbers:
 
     Attributes:
       bits: The bits of a code. Codes of fewer than eight bits share bytes.
-      top: The number for the largest magnitude of a block. If it is negative, scales have the sign that takes the
-        number of the largest magnitude there.
-      encode: Gives the codes of the nearest numbers; with noise, uniform from 0 to 1, those of one of the two
-        neighbours, with the number itself as the mean.
-      decode: Gives the numbers of codes, as float32 or exactly representable in it.
+      top: The number that stands for the largest magnitude of a block. If it is negative, the sign of the scale is such
+        that the entry of the largest magnitude becomes this number.
+      encode: The codes of the numbers nearest to an array. With noise, uniform from 0 to 1, each entry is rounded up or
+        down at random, and its mean is the entry itself.
+      decode: The numbers of codes, in a dtype whose numbers float32 can represent.
       dtype: The dtype in which codes are stored.
       low: The smallest of the numbers.
     """
@@ -123,25 +132,25 @@ def bounds_of(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def half_up(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; half way between two, the larger one. It is cut off first, as two sums would be one."""
+def round_half_up(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; halves are rounded up. Clipping first keeps XLA from merging the sum with an earlier one."""
     return jnp.floor(jnp.clip(x, low, high) + (0.5 - low)) + low
 
 
-def half_out(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; half way between two, the one of the larger magnitude."""
+def round_half_away(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; halves are rounded away from zero."""
     return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO), low, high)
 
 
-def half_even(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; half way between two, the even one."""
+def round_half_even(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; halves are rounded to the even one."""
     return jnp.clip(jnp.round(x), low, high)
 
 
-def whole_numbers(
-    bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = half_even
+def integer_numbers(
+    bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = round_half_even
 ) -> Numbers:
-    """The integers of this many bits. Negative ones have the highest bit set."""
+    """The integers of this many bits, in two's complement if ``signed``."""
     low, high = bounds_of(bits) if signed else (0, 2**bits - 1)
     dtype = "int8" if signed else "uint8"
 
@@ -150,7 +159,7 @@ def whole_numbers(
         return integer.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        # Shifts copy the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 wrongly before products on CPUs.
+        # Shifts extend the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 before products wrongly on CPUs.
         return codes << (8 - bits) >> (8 - bits) if signed and bits < 8 else codes
 
     return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
@@ -162,16 +171,16 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
     Args:
       numbers: The table, for the codes 0, 1, 2 and so on.
       mirrored: Whether the highest bit of a code is the sign, and the table has the magnitudes.
-      even: Whether a number half way between two goes to the one with the even code, and not to the smaller one.
+      even: Whether a number halfway between two is rounded to the one with the even code, instead of the smaller one.
     """
     table = np.asarray(numbers, np.float32)
     middles = (table[1:] + table[:-1]) / 2
     if even:
-        # A number equal to the middle passes it if the code above is even.
+        # A number equal to a middle exceeds the lowered bound, so it is rounded up where the code above is even.
         middles = np.where(np.arange(len(middles)) % 2 == 1, np.nextafter(middles, np.float32(-np.inf)), middles)
     sign = len(table)
 
-    def place(x: Array, noise: Array | None) -> Array:
+    def nearest_index(x: Array, noise: Array | None) -> Array:
         if noise is None:
             return _count_exceeded(middles, x)
         count = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
@@ -182,8 +191,8 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
 
     def encode(x: Array, noise: Array | None) -> Array:
         if not mirrored:
-            return place(x, noise).astype(jnp.uint8)
-        return place(jnp.abs(x), noise).astype(jnp.uint8) | jnp.where(jnp.signbit(x), sign, 0).astype(jnp.uint8)
+            return nearest_index(x, noise).astype(jnp.uint8)
+        return nearest_index(jnp.abs(x), noise).astype(jnp.uint8) | jnp.where(jnp.signbit(x), sign, 0).astype(jnp.uint8)
 
     def decode(codes: Array) -> Array:
         if not mirrored:
@@ -205,14 +214,14 @@ def floating_numbers(dtype: str) -> Numbers:
     def encode(x: Array, noise: Array | None) -> Array:
         x = jnp.clip(x, -top, top)
         if noise is not None:
-            neighbours = table_numbers(table)
-            x = neighbours.decode(neighbours.encode(x, noise))
+            neighbors = table_numbers(table)
+            x = neighbors.decode(neighbors.encode(x, noise))
         return x.astype(dtype)
 
     return Numbers(8, top, encode, lambda codes: codes, dtype, -top)
 
 
-# Written out per number, short tables work on arrays on any mesh, and nothing is read from memory.
+# Tables up to this size become comparisons, which work on arrays on any mesh and read nothing from memory.
 _SHORT = 16
 
 
@@ -228,7 +237,7 @@ def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
 
 
 def _look_up(table: np.ndarray, codes: Array) -> Array:
-    """The numbers of a table at ``codes``."""
+    """The number of the table for each code."""
     if len(table) > _SHORT:
         return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="clip", out_sharding=jax.typeof(codes).sharding)
     numbers: list[Any] = list(table)
@@ -243,15 +252,15 @@ def _look_up(table: np.ndarray, codes: Array) -> Array:
 
 @dataclass(frozen=True)
 class Scales:
-    """What the scales of blocks are stored as: codes, in units of a number that some of them share.
+    """How the scales of blocks are stored: as codes, in units of a number that several scales share.
 
     Attributes:
       dtype: The dtype of the codes; ``"exponent"`` is a byte, the exponent of a power of two. ``"float16"`` is no code:
         the unit is 1.
       least: The smallest code of a block that is not zero.
       top: The code of the largest scale.
-      shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
-        all of the array.
+      shared: How many blocks share a unit, along the axis that is cut into blocks. With None, all along that axis do;
+        with 0, all blocks of the array.
     """
 
     dtype: str
@@ -262,14 +271,15 @@ class Scales:
 
 @dataclass(frozen=True)
 class Format:
-    """A row: an array is ``scale * (number - zero) - offset``, with a scale for each block.
+    """A row of the table of formats: an array is ``scale * (number - zero) - offset``, with one scale per block.
 
     Attributes:
-      numbers: What codes stand for.
-      block: The block if the user gives none, or None for the whole array.
-      scales: What scales (and offsets) are stored as, or None for the dtype of the weights.
-      zero: ``"zero"``, in units of the scale; ``"offset"``, in units of the weights; or ``""``.
-      early: Whether codes are found with scales that are not rounded yet, as in gguf.
+      numbers: The numbers that codes stand for.
+      block: The default size of blocks; None for the whole array.
+      scales: How scales and offsets are stored; None if they are plain numbers in the dtype of the weights.
+      zero: ``"zero"`` if the format has a zero, in units of the scale; ``"offset"`` if it has an offset, in units of
+        the weights; or ``""``.
+      early: Whether codes are computed with scales that are not rounded yet, as in gguf.
     """
 
     numbers: Numbers
@@ -292,7 +302,7 @@ E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, ev
 POWERS = Scales("exponent")
 HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
-"""``double_quant``. The rounding error of a scale is below a sixteenth, so the largest number stays the largest."""
+"""The scales of ``double_quant``. Rounding changes them by less than 1/16, so the largest number stays the largest."""
 
 FormatName = Literal[
     "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1",
@@ -300,11 +310,11 @@ FormatName = Literal[
     "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
-# A new one also needs its word above, and a line in the table of `Quantized`.
+# A new format also needs its name above, and a row in the table of `Quantized`.
 FORMATS = {
-    **{f"int{bits}": Format(whole_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
+    **{f"int{bits}": Format(integer_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),
-    **{f"uint{bits}": Format(whole_numbers(bits, signed=False), zero="zero") for bits in range(8, 0, -1)},
+    **{f"uint{bits}": Format(integer_numbers(bits, signed=False), zero="zero") for bits in range(8, 0, -1)},
     "nf4": Format(table_numbers(NF4)),
     "float4_e2m1fn": Format(E2M1),
     "float8_e4m3fn": Format(floating_numbers("float8_e4m3fn")),
@@ -312,11 +322,11 @@ FORMATS = {
     "mxfp8": Format(floating_numbers("float8_e4m3fn"), 32, POWERS),
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
-    "gguf:q4_0": Format(whole_numbers(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
-    "gguf:q4_1": Format(whole_numbers(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
-    "gguf:q5_0": Format(whole_numbers(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),
-    "gguf:q5_1": Format(whole_numbers(5, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
-    "gguf:q8_0": Format(whole_numbers(8, signed=True, nearest=half_out), 32, HALF, early=True),
-    "gguf:q4_k": Format(whole_numbers(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
-    "gguf:q6_k": Format(whole_numbers(6, signed=True), 16, Scales("int8", top=127, shared=16)),
+    "gguf:q4_0": Format(integer_numbers(4, signed=True, top=-8, nearest=round_half_up), 32, HALF, early=True),
+    "gguf:q4_1": Format(integer_numbers(4, signed=False, nearest=round_half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q5_0": Format(integer_numbers(5, signed=True, top=-16, nearest=round_half_up), 32, HALF, early=True),
+    "gguf:q5_1": Format(integer_numbers(5, signed=False, nearest=round_half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q8_0": Format(integer_numbers(8, signed=True, nearest=round_half_away), 32, HALF, early=True),
+    "gguf:q4_k": Format(integer_numbers(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
+    "gguf:q6_k": Format(integer_numbers(6, signed=True), 16, Scales("int8", top=127, shared=16)),
 }

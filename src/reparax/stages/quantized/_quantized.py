@@ -1,4 +1,9 @@
-"""Weights of few bits: stored in codes, or rounded during training."""
+"""Stages for weights in few bits: stored as codes, or rounded during training; and casts to another dtype.
+
+``Scaled``, the base class of ``Quantized`` and ``FakeQuantized``, computes the scales of blocks, and the codes of
+entries with these scales: ``to_units`` divides entries by their scales, and the format encodes the quotients. Decoding
+does the reverse, with ``from_units``. ``_formats`` explains codes, blocks, scales and units.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
 """The raw value that holds the unit of rounded scales, or of rounded offsets."""
 
 Entries = dict[str, Array]
-"""``scale`` of each entry, or its ``inverse``, and ``zero`` and ``offset`` where there are some."""
+"""For each entry of an array, its ``scale`` or the ``inverse`` of it, and ``zero`` or ``offset`` if there is one."""
 
 
 @inlined
@@ -49,18 +54,18 @@ def divide(x: Array, scale: Array) -> Array:
 
 @functools.partial(inlined, static_argnums=1)
 def divide_once(extent: Array, parts: float) -> Array:
-    """``extent / parts``, rounded once: XLA compiles a division by what it knows to a product with the inverse."""
+    """``extent / parts``, rounded once. XLA would replace division by a constant with a product with its inverse."""
     return extent / jnp.where(extent == extent, jnp.full_like(extent, parts), extent)
 
 
 def clip_to_finite(x: Array, dtype: Any = None) -> Array:
-    """``x`` between the largest numbers of its dtype, or another one. NaN stays NaN."""
+    """``x`` clipped to the finite numbers of ``dtype``, by default its own. NaN stays NaN."""
     most = float(jnp.finfo(dtype or x.dtype).max)
     return jnp.clip(x, -most, most)
 
 
 def to_units(x: Array, entries: Entries) -> Array:
-    """``x`` in units of its scales, from its zeros on."""
+    """``x`` in units of its scales, shifted by offsets and zeros if there are any."""
     if "offset" in entries:
         x = x + entries["offset"].astype(x.dtype)
     if "inverse" in entries:
@@ -70,22 +75,23 @@ def to_units(x: Array, entries: Entries) -> Array:
 
 
 def from_units(numbers: Array, entries: Entries) -> Array:
-    """The entries of ``numbers`` that are in units of their scales."""
+    """The entries of an array, from numbers in units of their scales: the inverse of :func:`to_units`."""
     scale = entries["scale"]
     x = numbers.astype(scale.dtype)
     if "zero" in entries:
         x = x - entries["zero"].astype(scale.dtype)
     x = x * scale
     if "offset" in entries:
-        # As products are cut off first, XLA does not round the two operations once in some programs.
+        # Clipping the product keeps XLA from fusing it with the difference, which would round once instead of twice.
         x = clip_to_finite(x) - entries["offset"]
     return x
 
 
-def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
-    """``x`` in units of a power of two near the largest magnitude of its block, and these units.
+def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
+    """``x`` divided by a power of two near the largest magnitude of its block, and that power for each block.
 
-    Sums and squares of such numbers do not overflow, and are those of ``x``, bit for bit, where these do not either.
+    Sums and squares of the quotients do not overflow. Scaled back, they equal those of ``x`` bit for bit, unless these
+    overflow.
     """
     largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     _, exponent = jnp.frexp(largest)
@@ -93,17 +99,17 @@ def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
     return x / blocks.spread(size), size
 
 
-def faces_down(x: Array, blocks: Grid) -> Array:
-    """Whether the number of the largest magnitude is negative in each block, the first one of several."""
+def is_largest_negative(x: Array, blocks: Grid) -> Array:
+    """Whether the entry of the largest magnitude is negative in each block; the first one decides among several."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
-    place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
+    index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
-    up, down = (blocks.reduce_blocks(first, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest))
+    up, down = (blocks.reduce_blocks(first, jnp.where(x == end, index, x.size), x.size) for end in (largest, -largest))
     return down < up
 
 
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
-    """The size of blocks: one whole number, or one for each axis."""
+    """The size of blocks: an integer of at least 1, or a tuple with one for each axis."""
     if isinstance(value, tuple | list) and value:
         return tuple(check_positive_integer(size, who, name) for size in value)
     return check_positive_integer(value, who, name)
@@ -113,7 +119,7 @@ Calibration = Literal["absmax", "rms", "fixed"]
 
 
 class Scaled(Reparametrization):
-    """The base of both stages: decides which entries share a scale, and how a scale is found and stored."""
+    """The base class of ``Quantized`` and ``FakeQuantized``, which computes and stores scales and codes."""
 
     format: Any = field(one_of(FormatName))
     axis: Axes | None = field(check_features, default=None, kw_only=True)
@@ -135,7 +141,7 @@ class Scaled(Reparametrization):
         if self.double_quant and self._block is None:
             raise ValueError(
                 f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
-                f"Give block_size, or leave double_quant out."
+                f"Pass block_size, or leave double_quant out."
             )
         if self.double_quant and (row.numbers.bits == 8 or row.scales):
             which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
@@ -152,7 +158,7 @@ class Scaled(Reparametrization):
         if isinstance(self._block, tuple) and len(self._block) != w.ndim:
             return (
                 f"expected an array of {len(self._block)} dimensions, for block_size={self._block}, got shape "
-                f"{w.shape}. Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+                f"{w.shape}. Pass the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
             )
         return self._cut_axis_error(w) if isinstance(self._block, int) else None
 
@@ -160,14 +166,14 @@ class Scaled(Reparametrization):
         """Why the axis to cut into blocks is not known, or None."""
         if self.axis is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Give the axes along "
-                f"which matrices are stacked (stacked=0), name all axes but the one to cut with `axis`, or leave it "
+                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Pass the axes along "
+                f"which matrices are stacked (stacked=0), pass all axes except the one to cut as `axis`, or leave it "
                 f"out with `where`."
             )
         if self.axis is not None and len(other_axes(self.axis, w)) != 1:
             return (
-                f"expected one axis that is not among axis={self.axis}, to cut into blocks, got shape {w.shape}. Name "
-                f"all axes but that one."
+                f"expected one axis that is not in axis={self.axis}, to cut into blocks, got shape {w.shape}. Pass all "
+                f"axes except that one."
             )
         return None
 
@@ -178,30 +184,30 @@ class Scaled(Reparametrization):
 
     @property
     def _format(self) -> Format:
-        """The row of the table of formats."""
+        """The format's row in the table of formats."""
         return FORMATS[self.format]
 
     @property
     def _block(self) -> int | tuple[int, ...] | None:
-        """The block that is given, else that of the format; None if scales have axes of their own."""
+        """The size of blocks, as given or else that of the format; None if only ``axis`` determines the blocks."""
         return self._format.block if self.block_size is None and self.format in FORMATS else self.block_size
 
     @property
     def _scales(self) -> Scales | None:
-        """How scales are stored, if they are rounded."""
+        """How scales are stored; None if they are not rounded."""
         return ROUNDED if self.double_quant else self._format.scales
 
     def _block_axis(self, w: Array) -> int:
-        """The axis along which blocks lie and codes share bytes: the last one without scales of its own.
+        """The axis along which blocks lie and codes share bytes: the last one that is not in ``axis``.
 
-        Without ``axis`` it is the last but one, the inputs of kernels.
+        Without ``axis``, it is the last but one, the inputs of a kernel ``(in, out)``.
         """
         if self.axis is None:
             return max(w.ndim - 2, 0)
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """The blocks of an array, none longer than it."""
+        """The blocks of an array. None of them is longer than the array."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -212,7 +218,7 @@ class Scaled(Reparametrization):
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
-        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
+        """The raw values that hold the scales and zeros of ``w``; those that are not codes have its dtype."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
             numbers = self._format.numbers
@@ -228,27 +234,27 @@ class Scaled(Reparametrization):
         return values
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
-        """The scales of blocks, and their offsets, before they are stored."""
+        """The scales of blocks, and their offsets if the format has them, before they are rounded."""
         blocks = self._blocks(x)
         if self._format.zero == "offset":
             low, high = self._range_of(x, blocks, with_zero=not self._format.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
         top = self._format.numbers.top
         scale = self._divide_extent(self._extent_of(x, blocks), abs(top))
-        return {"scale": scale if top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+        return {"scale": scale if top > 0 else jnp.where(is_largest_negative(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
-        """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
+        """The largest magnitude that codes represent in each block; NaN unless all numbers of the block are finite."""
         largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
         extent = jnp.ones_like(largest) if self.calibration_method == "fixed" else largest
         if self.calibration_method == "rms":
-            units, size = to_powers(x, blocks)
+            units, size = normalize_blocks(x, blocks)
             extent = size * jnp.sqrt(blocks.mean(units * units))
         extent = extent if self.calibration_scale == 1 else self.calibration_scale * extent
         return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
 
     def _range_of(self, x: Array, blocks: Grid, *, with_zero: bool) -> tuple[Array, Array]:
-        """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
+        """The smallest and largest number that codes represent in each block; NaN unless its numbers are all finite."""
         if self.calibration_method != "absmax":
             extent = self._extent_of(x, blocks)
             return -extent, extent
@@ -260,16 +266,16 @@ class Scaled(Reparametrization):
         return low, high
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
-        """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
+        """The scale for entries from ``low`` to ``high``. Both are halved first, as their difference may overflow."""
         return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
-        """The scale by which ``extent`` has so many parts."""
-        # XLA compiles a division by a constant to this product; written out, eager results are the same.
+        """The scale in units of which ``extent`` is ``parts``."""
+        # XLA compiles a division by a constant to this product. Written out, results are the same without compilation.
         return divide_once(extent, parts) if self._format.early else extent * (1 / parts)
 
     def _power_values(self, extent: Array, dtype: Any) -> dict[str, Array]:
-        """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
+        """The raw values of scales that are powers of two: their exponents. As none stands for NaN, the unit does."""
         shift = 127 - (_biased_exponent(jnp.full((), self._format.numbers.top)) - 127)
         codes = jnp.clip(_biased_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
         unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
@@ -282,16 +288,16 @@ class Scaled(Reparametrization):
         if self._scales.dtype == "float16":
             narrow = clip_to_finite(scale, jnp.float16).astype(jnp.float16)
             return {name: narrow, _UNIT_OF[name]: jnp.ones((1,) * scale.ndim, dtype)}
-        sharing = self._scales_of_units(scale)
-        unit = _narrow_scale(sharing.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
-        codes = divide(scale, sharing.spread(widened(unit).astype(scale.dtype)))
+        unit_blocks = self._scales_of_units(scale)
+        unit = _narrow_scale(unit_blocks.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
+        codes = divide(scale, unit_blocks.spread(widened(unit).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
         codes = jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype)
         return {name: codes, _UNIT_OF[name]: unit}
 
     def _scales_of_units(self, scale: Array) -> Grid:
-        """The blocks of scales that share a unit."""
+        """The blocks into which the array of scales is cut, each of which shares a unit."""
         count = self._scales.shared if self._scales else 0
         if count == 0:
             return Grid(scale.shape, tuple(max(n, 1) for n in scale.shape))
@@ -311,7 +317,7 @@ class Scaled(Reparametrization):
         return clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
-        """The scale of each entry, with its zero and its offset where there are some."""
+        """The scale of each entry, and its zero or offset if the format has one."""
         numbers = {name: self._read_scales(name, values) for name in _UNIT_OF if name in values}
         if "zero" in values:
             numbers["zero"] = widened(values["zero"])
@@ -327,18 +333,18 @@ class Scaled(Reparametrization):
         return self._format.numbers.encode(to_units(x, entries), noise), values
 
     def _early_entries(self, x: Array, blocks: Grid) -> Entries:
-        """The inverse scale of each entry, before it is rounded, with its offset where there is one."""
+        """The inverse of each entry's scale before rounding, and its offset if the format has one."""
         scales = self._ideal_scales(x)
         scale = scales.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
         return {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
 
     def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
-        """The array of ``codes``."""
+        """The array that these codes and raw values of scales represent."""
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
         dtype = values["unit" if self._scales else "scale"].dtype
-        return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
+        return clip_to_finite(x, dtype).astype(dtype)  # the largest number may exceed the range of the dtype
 
 
 def _biased_exponent(x: Array) -> Array:
@@ -348,7 +354,7 @@ def _biased_exponent(x: Array) -> Array:
 
 @functools.partial(inlined, static_argnums=1)
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
-    """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
+    """``scale`` in the dtype of the weights, rounded away from zero if the nearest number is much too small."""
     scale = clip_to_finite(scale, dtype)
     nearest = scale.astype(dtype)
     is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
@@ -396,7 +402,7 @@ class Quantized(Scaled):
 
     Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
     number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
-    from 6e-8 to 65504: a larger one is refused, or cut off if the weights are traced. In all formats, finite weights of
+    from 6e-8 to 65504: a larger one is refused, or clipped if the weights are traced. In all formats, finite weights of
     any magnitude give finite ones, and a block with a number that is not finite becomes NaN. Rounding a
     second time may move the last bits of scales and, with ``calibration_method="rms"``, the codes.
 
@@ -409,11 +415,11 @@ class Quantized(Scaled):
         axis: ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64 weights has one
         scale. Default: the block of the table for microscaled formats.
       double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
-      calibration_method: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block
-        (with zeros, the range from its least to its largest number, and zero); ``"rms"``, its root mean square;
+      calibration_method: What the largest number of a format represents. ``"absmax"``, the largest magnitude of the
+        block (with zeros, the range from its least to its largest number, and zero); ``"rms"``, its root mean square;
         ``"fixed"``, 1.
-      calibration_scale: A factor for that, as in ``calibration_method="rms", calibration_scale=3.0``. Numbers beyond
-        are cut off.
+      calibration_scale: A factor on that magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Larger
+        numbers are clipped.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
         then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
@@ -475,12 +481,12 @@ class Quantized(Scaled):
             expected["scale"] = "uint8" if self._scales.dtype == "exponent" else self._scales.dtype
         for name, dtype in expected.items():
             if dtypes[name] != dtype:
-                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {dtypes[name]}: {OTHER_CHAIN}")
+                raise ValueError(f"expected {name} in {dtype} for {self.format}, got {dtypes[name]}: {OTHER_CHAIN}")
         if self._scales is None and not jnp.issubdtype(dtypes["scale"], jnp.floating):
             raise ValueError(f"expected a floating scale, got {dtypes['scale']}: {OTHER_CHAIN}")
 
     def _scale_range_error(self, w: Array) -> str | None:
-        """What is wrong with known numbers whose scales the format cannot hold, or None."""
+        """Why the format cannot store the scales of ``w``; None if it can, or if ``w`` is traced."""
         if not self._format.early or not is_known(w):
             return None
         with jax.ensure_compile_time_eval():
@@ -495,7 +501,7 @@ class Quantized(Scaled):
         )
 
     def _packing_error(self, w: Array) -> str | None:
-        """What is wrong with ``w`` if several codes share bytes, or None."""
+        """Why codes for ``w`` do not fill whole bytes; None if they do."""
         block_axis = self._block_axis(w)
         count, size = group_of_codes(self._format.numbers.bits)
         if w.shape[block_axis] % count == 0:
@@ -508,7 +514,7 @@ class Quantized(Scaled):
 
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
-"""The integer formats."""
+"""The bits of the signed integer formats."""
 
 
 @jax.custom_jvp
@@ -608,15 +614,15 @@ class FakeQuantized(Scaled):
         return (jnp.clip(jnp.round(divide(x, scale)), -1, 1) * scale).astype(w.dtype)
 
     def _ternary_scale(self, sizes: Array) -> Array:
-        """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
+        """The mean magnitude of each block; for a block that is ternary already, its magnitude, which keeps it."""
         blocks = self._blocks(sizes)
-        units, size = to_powers(sizes, blocks)
+        units, size = normalize_blocks(sizes, blocks)
         largest = blocks.reduce_blocks(largest_of, sizes, 0)
-        either = (sizes == 0) | (sizes == blocks.spread(largest))
-        return jnp.where(blocks.reduce_blocks(jnp.all, either, 1), largest, size * blocks.mean(units))
+        is_ternary = (sizes == 0) | (sizes == blocks.spread(largest))
+        return jnp.where(blocks.reduce_blocks(jnp.all, is_ternary, 1), largest, size * blocks.mean(units))
 
     def _step(self, w: Array) -> Array:
-        """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
+        """The initial step of each block: the finest that divides all its numbers, or else the scale of ``absmax``."""
         low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
@@ -633,21 +639,21 @@ class FakeQuantized(Scaled):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _round_to_step(x: Array, step: Array, bits: int, size: int) -> Array:
-    """``x`` rounded to integer multiples of ``step``; ``size`` numbers share each step."""
+def _round_to_step(x: Array, step: Array, bits: int, entries_per_step: int) -> Array:
+    """``x`` rounded to integer multiples of ``step``. That many entries share a step, which scales its gradient."""
     low, high = bounds_of(bits)
     return jnp.clip(jnp.round(divide(x, step)), low, high) * step
 
 
 @_round_to_step.defjvp
-def _round_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The derivative of LSQ: that of the identity inside of the range, and a slope for the step."""
+def _round_jvp(bits: int, entries: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    """The derivative of LSQ: that of the identity for numbers inside the range, and a slope for the step."""
     (x, step), (dx, dstep) = primals, tangents
     low, high = bounds_of(bits)
     units = divide(x, step)
     nearest = jnp.round(units)
     inside = (low <= nearest) & (nearest <= high)
-    slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(size, 1) * high)
+    slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(entries, 1) * high)
     return jnp.clip(nearest, low, high) * step, jnp.where(inside, dx, 0) + slope * dstep
 
 

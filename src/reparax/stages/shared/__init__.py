@@ -1,6 +1,6 @@
 """Arrays that share numbers: tied arrays, parts of one block, and cells in the layouts of other libraries.
 
-A layout is data: it lists which rows of which array hold which gate. One reader and one writer handle all layouts.
+A layout is data: it lists which rows of which array hold which gate. The same functions read and write all layouts.
 """
 
 from reparax.stages.shared._cells import Concat as Concat

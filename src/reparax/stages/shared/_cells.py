@@ -38,14 +38,14 @@ class Concat:
 
     Args:
       parts: Values as strings, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists
-        its axes as numbers and letters; parentheses merge axes, and ``1`` adds one.
+        its axes as numbers and letters; parentheses merge axes, and ``1`` adds an axis.
       axis: The axis of concatenation, counted from the front.
       per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
         holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
 
     Raises:
       TypeError: If a part is neither a string nor a block.
-      ValueError: If a string is not of that form, if two values have one name, or if ``axis`` is negative.
+      ValueError: If a string is not of that form, if two values have the same name, or if ``axis`` is negative.
 
     Example:
       >>> import reparax as rpx
@@ -64,7 +64,7 @@ class Concat:
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
             raise TypeError(f"Concat takes a tuple of blocks and strings such as 'bias: 4', but got {parts!r}.")
         if check_integer(self.axis, "Concat", "axis") < 0:
-            raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
+            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front, starting at 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
             object.__setattr__(self, name, as_python(value))
         require_unique(value_names(self), "Concat")
@@ -137,11 +137,9 @@ def _parse_value(text: str) -> _Value:
 
 def value_names(block: Block) -> list[str]:
     """The names of the values in a block, in order."""
-    return (
-        [_parse_value(block).name]
-        if isinstance(block, str)
-        else [name for part in block.parts for name in value_names(part)]
-    )
+    if isinstance(block, str):
+        return [_parse_value(block).name]
+    return [name for part in block.parts for name in value_names(part)]
 
 
 def value_texts(block: Block) -> list[str]:
@@ -172,9 +170,9 @@ def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
-    """Solves for the size that is unknown, and adds it to ``sizes``, so that ``total`` is the sum of the terms.
+    """Requires that ``total`` is the sum of ``terms``, each of which is a product of sizes.
 
-    Each term is a product of sizes. Raises an error if there is no such size.
+    If one size is unknown, solves for it, and adds it to ``sizes``.
     """
     constant, factor, unknown = _linear_form(terms, sizes)
     remaining = total - constant
@@ -196,7 +194,7 @@ def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | N
     unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for names in unknown_names for name in names})
     if len(letters) > 1 or any(len(names) > 1 for names in unknown_names):
-        raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
+        raise ValueError(f"its shape does not determine {', '.join(letters)}. Pass some of them in `sizes`.")
     known_parts = _merged_sizes(terms, sizes)
     constant = sum(n for n, names in zip(known_parts, unknown_names, strict=True) if not names)
     return constant, sum(known_parts) - constant, next(iter(letters), None)
@@ -222,9 +220,9 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """The array with an axis cut into equal pieces, which a new axis in front of ``axis`` counts."""
+    """The array with ``axis`` split into two axes: one for the equal pieces, and one for the entries of a piece."""
     if not _is_known(per, sizes):
-        raise ValueError(f"its shape does not determine {per}. Give it in `sizes`.")
+        raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
     if array.shape[axis] % pieces:
         raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
@@ -262,7 +260,7 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
     parts = [join_values(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
         kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in value_names(block))
-        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one first.")
+        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one dtype first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:
         return array
@@ -289,7 +287,7 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
       out_first: Whether kernels have the shape ``(out, in)``, as in torch, instead of ``(in, out)``, as in flax.
 
     Raises:
-      ValueError: If the source is not known, or if ``order`` is not made of letters.
+      ValueError: If the source is not known, or if ``order`` contains anything but letters.
 
     Example:
       >>> import reparax as rpx
@@ -416,7 +414,7 @@ def blocks_of(layout: Any) -> dict[str, Block]:
 
 
 def is_optional(block: Block) -> bool:
-    """Whether the array may be missing: all of its values are biases."""
+    """Whether an array may be missing, because all of its values are biases."""
     return all("bias" in name for name in value_names(block))
 
 

@@ -131,7 +131,14 @@ class _Rearranged(Parametrization):
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         del site, key
-        return self._effective_arrays(values)
+        sizes = dict(self.sizes)
+        effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(values), sizes), sizes)
+        if lacking := sorted(effective.keys() ^ values.keys()):
+            raise ValueError(
+                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
+                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+            )
+        return effective
 
     @property
     @abstractmethod
@@ -147,17 +154,6 @@ class _Rearranged(Parametrization):
     def _copies(self) -> dict[str, str]:
         """For each model array that is part of a raw array, the path at which the raw array is stored."""
         return {}
-
-    def _effective_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """The model's arrays, computed from the nodes at their places."""
-        sizes = dict(self.sizes)
-        effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(nodes), sizes), sizes)
-        if lacking := sorted(effective.keys() ^ nodes.keys()):
-            raise ValueError(
-                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
-                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
-            )
-        return effective
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The raw arrays by their paths in the layout; raises an error for one that is unexpected or missing."""

@@ -109,9 +109,10 @@ class Tie(Parametrization):
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
+        places = _by_path(leaves.values())
         if method != "init":
-            self._require_targets(who, _by_path(leaves.values()))
-        links = self._links(who, _by_path(leaves.values()))
+            self._require_targets(who, places)
+        links = self._links(who, places)
         for target, link in links.items():
             if method == "init":
                 self._require_equal(leaves[target], [leaves[place] for place in link.places], link.transform)
@@ -126,7 +127,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if a target has no place in a raw tree with these paths."""
+        """Raises an error if ``places``, those of a raw tree, contain none for a target."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
@@ -155,31 +156,31 @@ class Tie(Parametrization):
         with locate_errors(who.at(target.path)):
             given_type = jax.eval_shape(lambda *arrays: transform(*arrays), *contents)
         names = ", ".join(repr(source.draw_path) for source in sources)
-        named = f"its source {names} gives" if len(sources) == 1 else f"its sources {names} give"
+        origin = f"its source {names} gives" if len(sources) == 1 else f"its sources {names} give"
         if (target_type.shape, target_type.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
-                f"{who}: {target.draw_path!r} is {describe(target_type)}, but {named} {describe(given_type)}. Add a "
+                f"{who}: {target.draw_path!r} is {describe(target_type)}, but {origin} {describe(given_type)}. Add a "
                 f"transform from the source to the target."
             )
         if self.unequal == "raise" and _is_known_to_differ(target.content, contents, transform):
             raise ValueError(
-                f"{who}: {target.draw_path!r} does not equal what {named}, so tying would change the model. Set the "
+                f"{who}: {target.draw_path!r} does not equal what {origin}, so tying would change the model. Set the "
                 f"target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
         """How each tied array is computed, by its place."""
         links: dict[Names, _Link] = {}
-        for target, owners, transform in self._resolve_ties(who, places):
+        for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
-                source_places = tuple(_place_of_source(who, target, draw_path, owner, places) for owner in owners)
-                links[place] = _Link(source_places, transform or _identity, {} if "@" in target else {target: owners})
+                source_places = tuple(_place_of_source(who, target, draw_path, source, places) for source in sources)
+                links[place] = _Link(source_places, transform or _identity, {} if "@" in target else {target: sources})
         return links
 
     def _resolve_ties(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
         """The ties of a tree as target, sources and transform, where paths have replaced all regular expressions."""
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
-        expression_of = dict[str, str]()  # the first that matches a path decides
+        expression_of = dict[str, str]()  # by path: the first expression that matches it
         for target, source, transform in self.ties:
             matched = match_paths(target, _paths_of_same_kind(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
@@ -190,14 +191,14 @@ class Tie(Parametrization):
                 (match[0], tuple(_expand_source(who, match, path, places) for path in _as_tuple(source)))
                 for match in new_matches
             ]
-            missing = [path for _, owners in ties for path in owners if path not in places] if ties else [target]
+            missing = [path for _, sources in ties for path in sources if path not in places] if ties else [target]
             if missing:
                 raise ValueError(
                     f"{who} found no array at {missing[0]!r}; the nearest paths are "
                     f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}."
                 )
-            resolved_ties += [(path, owners, transform) for path, owners in ties if owners != (path,)]
-        _require_no_loop(who, {target: owners for target, owners, _ in resolved_ties})
+            resolved_ties += [(path, sources, transform) for path, sources in ties if sources != (path,)]
+        _require_no_loop(who, {target: sources for target, sources, _ in resolved_ties})
         return resolved_ties
 
 
@@ -284,7 +285,7 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """The ties as target, source and transform; raises an error for other forms, and for none."""
+    """The ties as target, source and transform. Raises an error if there are none, or if one has another form."""
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
@@ -318,8 +319,8 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
 
     def follow(path: str, walk: Sequence[str]) -> None:
         if path in walk:
-            circle = " -> ".join([*walk[walk.index(path) :], path])
-            raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied, as the owner.")
+            cycle = " -> ".join([*walk[walk.index(path) :], path])
+            raise ValueError(f"{who} got a loop: {cycle}. Leave one of them untied, as the owner.")
         if path not in seen:
             for source in sources.get(path, ()):
                 follow(source, [*walk, path])

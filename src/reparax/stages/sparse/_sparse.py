@@ -1,4 +1,9 @@
-"""Frozen and masked weights, and pruning: which entries and how many, once, repeatedly, or with masks that regrow."""
+"""Stages for frozen weights, masks, pruning, and sparse training.
+
+A masked weight has the raw values ``w`` and ``mask``, and is zero where the mask is zero. Pruning ranks weights, or
+whole slices of an array, by *scores*, and keeps those with the largest scores; among equal scores, those of lower
+index. How many are pruned is given by a share, ``sparsity``, or a number, ``count``.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +50,10 @@ class Freeze(Reparametrization):
     ==============================================  ==========================================================
 
     To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the weights.
-    ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the optimizer again
-    with the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
-    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave: codes of
-    ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes biases and
+    ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Restart the optimizer with
+    the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
+    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave trainable: codes
+    of ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes biases and
     scales, if the model has any.
 
     Args:
@@ -75,7 +80,7 @@ class Freeze(Reparametrization):
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["w"].real.dtype)  # no value is free
 
-    # Where a later stage, such as ``Quantized``, left fixed codes, there is nothing to do.
+    # If a later stage, such as ``Quantized``, has left only fixed codes, there is nothing to freeze.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         found_none = method != "init" and not tree.nodes(self.kind)
@@ -89,17 +94,17 @@ class Freeze(Reparametrization):
 
 
 def mask_values(w: Array, keep: Array) -> dict[str, Array]:
-    """The raw values of a masked weight."""
+    """The raw values of a masked weight, from the weight and the booleans that say which entries to keep."""
     return {"w": w, "mask": keep.astype(w.real.dtype)}
 
 
 def apply_mask(values: dict[str, Array]) -> Array:
-    """The effective weight: zero where the mask is zero."""
+    """The effective weight of these raw values, which is zero where the mask is zero."""
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
 
 
 class _Masked(Reparametrization):
-    """The base of stages whose weights are zero where a mask is."""
+    """The base class of stages whose weights are zero where a mask is zero."""
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
@@ -141,7 +146,7 @@ class Mask(_Masked):
 
 
 class NByM(_Masked, Constraint):
-    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` weights in a row, only the ``n`` largest.
+    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` consecutive weights, the ``n`` largest stay.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
     has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
@@ -152,9 +157,10 @@ class NByM(_Masked, Constraint):
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed. Default: the inputs, where they are known as for
-        :class:`WeightNorm`, and a name is enough, as sparse products have groups of inputs. Of a convolution it is the
-        channels, and of several other inputs, such as heads and their dimensions, the last.
+      along: The axis along which groups are formed. Default: the inputs, if they are known as for
+        :class:`WeightNorm`; the name of an array is enough, as sparse products have groups of inputs. For a
+        convolution, it is the axis of input channels; for several other input axes, such as heads and their dimensions,
+        the last one.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -184,7 +190,7 @@ class NByM(_Masked, Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.n <= self.m or self.m < 1:
-            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
+            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of m weights: 0 <= n <= m, m >= 1.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[axes.position(self.along, w)] % self.m:
@@ -206,23 +212,23 @@ class NByM(_Masked, Constraint):
 
 
 def check_shares(value: Any, who: str, name: str) -> Any:
-    """One share, or a tuple of several."""
+    """A share of the weights from 0 to 1, or a tuple of several shares."""
     entries = tuple(value) if isinstance(value, tuple | list) else (value,)
     shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
-    """A share of the weights; an error for numbers that may mean a count: 1, and a traced integer."""
+    """A share of the weights. Raises an error for the integer 1 and for traced integers, which may mean a count."""
     if is_integer(value) and value == 1:
         raise ValueError(
-            f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
-            f"`{who}(count=1)`."
+            f"{who} got {name}={value!r}, which could mean all weights or one of them. For all, write {name}=1.0; for "
+            f"one, `{who}(count=1)`."
         )
     if isinstance(value, Tracer) and jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(
-            f"{who} takes a share of weights as {name}, but got a traced integer of dtype {value.dtype}. Make it a "
-            f"floating number, `jnp.float32(...)`; for a number of weights, write `{who}(count=...)`."
+            f"{who} takes a share of weights as {name}, but got a traced integer of dtype {value.dtype}. Convert it to "
+            f"a floating number, `jnp.float32(...)`; for a number of weights, write `{who}(count=...)`."
         )
     share = check_number(value, who, name)
     if isinstance(share, float) and not 0 <= share <= 1:
@@ -234,13 +240,13 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 
 
 def check_count(value: Any, who: str, name: str) -> int:
-    """A number of weights."""
+    """A number of weights, at least 0."""
     if check_integer(value, who, name) < 0:
         raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
     return int(value)
 
 
-def require_one(stage: Any) -> None:
+def require_sparsity_or_count(stage: Any) -> None:
     """Requires that a stage got either ``sparsity``, a share of the weights, or ``count``, a number of them."""
     if (stage.sparsity is None) == (stage.count is None):
         which = "neither" if stage.count is None else "both"
@@ -261,16 +267,16 @@ def count_left(stage: Any, size: int) -> Any:
 
 
 def _as_tuple(sparsity: Any) -> tuple[Any, ...]:
-    """Shares in turn, of which one alone is the only one."""
+    """The shares as a tuple, even if there is only one."""
     return sparsity if isinstance(sparsity, tuple) else (sparsity,)
 
 
-def _round_share(amount: Any, count: Any) -> Any:
-    """The share ``amount`` of ``count``, rounded to a whole number; halves go to the even one."""
-    if isinstance(amount, float) and isinstance(count, int):
-        return round(amount * count)
+def _round_share(share: Any, count: Any) -> Any:
+    """``share`` times ``count``, rounded to an integer; halves are rounded to the even one."""
+    if isinstance(share, float) and isinstance(count, int):
+        return round(share * count)
     # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
-    units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
+    units = jnp.round(jnp.clip(jnp.asarray(share).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
     integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
     return (integer + (part + integer % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
@@ -286,17 +292,17 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def count_error(stage: Any, size: int) -> str | None:
-    """What is wrong with the number for an array of that many weights or slices, or None."""
+    """Why ``count`` is too large for an array of ``size`` weights or slices; None if it is not."""
     if stage.count is None or stage.count <= size:
         return None
     return (
         f"expected to prune at most {size}, the number of weights or slices, got count={stage.count}. "
-        f"Give a share, which fits arrays of every size, or narrow the stage with `where`."
+        f"Pass a share, `sparsity`, which fits arrays of any size, or restrict the stage with `where`."
     )
 
 
 class _Prune(_Masked, Constraint):
-    """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
+    """The base class of pruning at a given sparsity; projection keeps the largest weights or slices."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     axis: Axes = field(axes.check_slices, default=EACH, kw_only=True)
@@ -304,13 +310,13 @@ class _Prune(_Masked, Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one(self)
+        require_sparsity_or_count(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return count_error(self, math.prod(w.shape[axis] for axis in axes.count_from_front(self.axis, w)))
 
-    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
-        """The raw values of ``w``; the slices with the largest scores stay."""
+    def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
+        """The raw values of ``w``, with a mask that keeps the slices with the largest scores."""
         return mask_values(w, mask_largest(scores, count_left(self, scores.size)))
 
 
@@ -335,9 +341,9 @@ class MagnitudePruning(_Prune):
     same half. To rank the weights of all arrays together, use :class:`GlobalMagnitudePruning`.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
       ord: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
@@ -365,21 +371,22 @@ class MagnitudePruning(_Prune):
     ord: float = field(_ORDER, default=2.0, kw_only=True)
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """As for any stage; an array right under another pruning is refused, as both would prune the same weights."""
+        """The inherited checks, and an error if an equal pruning comes next, as both would prune the same weights."""
         stage = super()._checked_for(method, leaf)
-        laters = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
-        if laters and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
-            shares = (*_as_tuple(self.sparsity), *_as_tuple(laters[0].sparsity))
+        later = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
+        # If the array is a raw value of a pruning, both act on the same weights.
+        if later and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
+            shares = (*_as_tuple(self.sparsity), *_as_tuple(later[0].sparsity))
             are_shares = all(isinstance(share, float) for share in shares)  # not traced ones, and not counts
-            if are_shares and replace(laters[0], sparsity=self.sparsity, where=self.where) == self:
+            if are_shares and replace(later[0], sparsity=self.sparsity, where=self.where) == self:
                 raise ValueError(
-                    f"{CallName(self, method, (leaf.path,))} would prune weights that {laters[0]!r} prunes too. Write "
-                    f"{replace(self, sparsity=shares)!r}: each share is of what those before it leave."
+                    f"{CallName(self, method, (leaf.path,))} would prune weights that {later[0]!r} prunes too. Write "
+                    f"{replace(self, sparsity=shares)!r}: each share refers to what those before it leave."
                 )
         return stage
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _slice_scores(w, self.axis, self.ord))
+        return self._keep_largest(w, _slice_scores(w, self.axis, self.ord))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
@@ -393,9 +400,9 @@ class RandomPruning(_Prune):
     point, while ``project`` gives the nearest. No gradient passes to masked entries.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: ``"each"``, single weights.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
@@ -420,18 +427,18 @@ class RandomPruning(_Prune):
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         if key is None:
-            return self._masking(w, _slice_scores(w, self.axis, 2.0))
-        return self._masking(w, _random_scores(_slice_scores(w, self.axis, math.inf), key))
+            return self._keep_largest(w, _slice_scores(w, self.axis, 2.0))
+        return self._keep_largest(w, _random_scores(_slice_scores(w, self.axis, math.inf), key))
 
 
 def _random_scores(sizes: Array, key: Array) -> Array:
-    """Scores in random order, zeros first."""
+    """Random scores, of which those of zeros are the smallest."""
     noise = jax.random.uniform(key, sizes.shape, sizes.dtype, minval=0.5)
     return noise - (sizes == 0).astype(noise.dtype) / 2
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
-    """The scores of slices: numbers that grow with their norm, of size 1 along the normed axes."""
+    """The scores of slices: numbers that increase with the norm of a slice, of size 1 along the normed axes."""
     x = jnp.abs(widened(w))
     if axis == EACH:
         return x
@@ -445,7 +452,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 
 
 class _Regrow(_Masked, Constraint):
-    """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
+    """The base class of sparse training: an update drops the smallest weights, and regrows as many others from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
@@ -455,35 +462,35 @@ class _Regrow(_Masked, Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one(self)
+        require_sparsity_or_count(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return count_error(self, w.size)
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         sizes = jnp.abs(widened(w))
-        return self._masking(w, sizes if key is None else _random_scores(sizes, key))
+        return self._keep_largest(w, sizes if key is None else _random_scores(sizes, key))
 
-    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
-        """The raw values of ``w``; the weights with the largest scores stay."""
+    def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
+        """The raw values of ``w``, where all but the weights with the largest scores are masked and set to zero."""
         mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
-        """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
+        """The raw values after the smallest weights are dropped, and as many with the largest scores are regrown."""
         w, active = values["w"], values["mask"] != 0
-        size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
-        # NaN must not change the counts: such weights stay, and such scores rank last.
+        size, lowest = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
+        # NaN must not change the counts: such weights are kept, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # with the sharding of the weights
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
-        survivors = mask_largest(jnp.where(active, size, hidden), count - n_dropped)
-        grown = mask_largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
-        mask = (survivors | grown).astype(values["mask"].dtype)
-        return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
+        survivors = mask_largest(jnp.where(active, size, lowest), count - n_dropped)
+        regrown = mask_largest(jnp.where(survivors, lowest.astype(scores.dtype), scores), n_dropped)
+        mask = (survivors | regrown).astype(values["mask"].dtype)
+        return {"w": jnp.where(regrown & ~active, jnp.zeros_like(w), w), "mask": mask}
 
 
 class RigL(_Regrow):
@@ -576,13 +583,14 @@ class SET(_Regrow):
 class GlobalMagnitudePruning(Joint):
     r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
+    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, those that
+    come first in the tree stay. Raw values: ``w`` (main)
     and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
-        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
-        by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
+        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
+        of weights may differ by one for halves, and for more than 2^24 weights.
       count: Instead of a share, the number of weights to set to zero in all arrays together.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -611,7 +619,7 @@ class GlobalMagnitudePruning(Joint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one(self)
+        require_sparsity_or_count(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return why_infinite(w)
@@ -625,8 +633,8 @@ class GlobalMagnitudePruning(Joint):
 
     def update_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
         size = sum(masked["w"].size for masked in values.values())
-        if (wrong := count_error(self, size)) is not None:
-            raise ValueError(wrong)
+        if (why := count_error(self, size)) is not None:
+            raise ValueError(why)
         scores = [jnp.abs(widened(masked["w"])).astype(float) for masked in values.values()]
         kept = zip(values.items(), mask_largest_of_all(scores, count_left(self, size)), strict=True)
         return {place: {"mask": keep.astype(masked["mask"].dtype)} for (place, masked), keep in kept}
