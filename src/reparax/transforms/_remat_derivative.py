@@ -216,10 +216,8 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
-    forward_outvars = [*program.outvars[:n_outputs], *residuals.stored]
-    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, forward_outvars))
-    forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
-    values = _run_for_derivative(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    forward = residuals.forward_call(program, n_outputs, is_known)
+    values = _run_for_derivative(tangent_of.values(), forward, jaxprs.values(inputs, forward.program.invars))
     outs, stored_values = values[:n_outputs], values[n_outputs:]
     operands = [*jaxprs.values(inputs, residuals.read), *stored_values, *tangent_of.values()]
     # The linear program returns a tangent for each floating-point output.
@@ -264,6 +262,12 @@ class _Residuals:
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
         return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
+
+    def forward_call(self, program: Jaxpr, n_outputs: int, is_known: Known) -> RematCall:
+        """A call that computes the first ``n_outputs`` outputs of ``program``, and then the values to store."""
+        outvars = [*program.outvars[:n_outputs], *self.stored]
+        forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, outvars))
+        return RematCall(forward, dependence.are_known(is_known, forward.invars))
 
     def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
         """A call that recomputes residuals and runs the linear ``program`` on them.
