@@ -573,7 +573,8 @@ def _drawn_sum(operation: Operation) -> Sum:
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws with keys of the same formula are equal, so they have the same source.
+    # Draws of one shape with keys of the same formula are equal, so they have the same source. A key without a formula
+    # is taken to be a new one in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))

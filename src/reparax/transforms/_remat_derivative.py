@@ -174,6 +174,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
+        """The outputs of ``jaxpr``, rewritten for these arguments into one equation."""
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
         for rewrite in rewrites:  # constants become the first inputs, and are known
@@ -321,6 +322,7 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
+        """The outputs, from values of the moving inputs."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
