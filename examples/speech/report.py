@@ -22,6 +22,9 @@ from examples.speech.protocol import (
 from examples.speech.settings import TABLES, WAYS, Settings
 
 
+NAMES = {"digits_lstm": "LSTM with CTC", "digits_attention": "LSTM with an attention decoder"}
+
+
 def finished(found: Found, settings: Settings) -> bool:
     """Whether all recognizers of a table are on file."""
     return len(chosen(found, settings)) == len(settings.ways) and not left(found, settings)
@@ -97,7 +100,7 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
         )
     best = chosen(found, settings)
     replicates = len(of_replicates(found, best, "plain"))
-    state = f"**{name}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
+    state = f"**{NAMES[name]}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
     family = np.array([*json.loads((folder / "families.json").read_text()).values()])
     legend = (
         "Word error rates in percent: of *unseen* voices, over all levels of noise (with a 95 % interval) and at\n"
