@@ -459,7 +459,8 @@ class Drawing:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
         # On each shard of the data, and in each step of a scan in which data changes the weight, there are other rows.
-        shards = [operation.view.type.sharding.mesh.shape[i] for i in record.facts.differs - weight.maker.facts.differs]
+        mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
+        shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
         read = NoisyRead(operation.eqn, weight.maker, _sides(operation.view, operand, weight), n_rows)
         result = self._with_noise(interpreter, read, noisy, operation.out_facts, *parts)
@@ -479,7 +480,7 @@ class Drawing:
         None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
         """
         number = self._record_read(interpreter, read)
-        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.differs))
+        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
         return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
