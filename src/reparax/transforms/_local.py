@@ -620,17 +620,18 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 def _combined_sum(operation: Operation) -> Sum | None:
     """The weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    None if this is not a sum of products, or if its noise would not be independent.
+    None if this is not a sum of products, or if its noise would not be independent: the array of each weight that the
+    equation reads is then formed, with one draw for all rows.
     """
     # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
-    weight = next(each for each in args if isinstance(each, Sum))
+    weight = next(x for x in args if isinstance(x, Sum))  # the first one, of which reports show the type
     match view:
         case equations.Select():
             x = select_sum(args)
-        case equations.Gather():
+        case equations.Gather():  # in the weight; as indices, it would have to be an array
             x = look_up(view, weight, args[1:]) if weight is args[0] else None
         case _:
             x = make_sum(operation.eqn, args, operation.facts)

@@ -186,7 +186,10 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too."""
+    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too.
+
+    Without it, a scan over layers would store the weights of all of its steps.
+    """
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
@@ -206,7 +209,7 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     # Inputs without a tangent are left out of the linear program.
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
-    if not any(map(dependence.has_tangent, outvars)):
+    if not any(map(dependence.has_tangent, outvars)):  # integers only
         outs = _run_for_derivative(tangent_of.values(), call, primals)
         return outs, list(map(_zero_tangent, outs))
     try:
