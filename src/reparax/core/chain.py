@@ -311,7 +311,7 @@ class Parametrization(Static, ABC):
     def random_init(self) -> bool:
         """Whether initial values are random, so that ``init`` needs a key.
 
-        For a chain, this is true if it is true for any stage. ``_init_takes_key`` is the part of a single stage.
+        A chain needs one if any of its stages does. A stage does if its formula ``init_leaf`` takes a key.
         """
         return self._init_takes_key
 

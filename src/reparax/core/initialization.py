@@ -36,7 +36,7 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """The raw tree of a model's parameters. Stages with random initial values need a key, unless they are only traced.
+    """The raw tree of a model's parameters. ``key`` is for stages with random initial values.
 
     The last stage computes the model's own arrays, so its initialization comes first; an earlier stage then replaces
     the raw values that the later ones left.
@@ -164,15 +164,15 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
     for i, stage in reversed(list(enumerate(stages))):
         # Sites with equal stages, formulas and types are traced only once.
-        swaps, found = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
+        swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
             if not site.nodes:  # It changes the array in place, which keeps its axes.
                 continue
             types = {name: tree.arrays[place] for name, place in site.arrays.items()}
             group = stage_key(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
-            if group not in found:
-                found[group] = _follow_axes_at(site, types)
-            values, origins_of_values = found[group]
+            if group not in traced:
+                traced[group] = _follow_axes_at(site, types)
+            values, origins_of_values = traced[group]
             swaps += _swaps(site, values)
             followed |= _origins_at(site, values, origins_of_values, followed)
         tree = tree.swap(swaps)

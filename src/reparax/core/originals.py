@@ -208,15 +208,15 @@ def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any
     try:
         array = jnp.asarray(w)
     except (TypeError, ValueError):
-        raise _type_error(who, path, expected, type(w).__name__) from None
+        raise _wrong_array_error(who, path, expected, type(w).__name__) from None
     may_change = p.changes_type and is_inexact(array) and is_inexact(expected)
     if array.shape != expected.shape or (array.dtype != expected.dtype and not may_change):
-        raise _type_error(who, path, expected, describe(array))
+        raise _wrong_array_error(who, path, expected, describe(array))
     return array
 
 
-def _type_error(who: object, path: str, expected: Any, found: str) -> ValueError:
-    """The error for a value that is not an array of the expected shape and dtype."""
+def _wrong_array_error(who: object, path: str, expected: Any, found: str) -> ValueError:
+    """The error for a value that is not an array of the type ``expected``; ``found`` says what it is."""
     return ValueError(
         f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
