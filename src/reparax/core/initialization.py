@@ -79,34 +79,17 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
 def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
     """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
 
-    It tries the array of the initial ``values`` and, unless ``init`` takes a key, that of slightly perturbed ones.
+    Args:
+      site: The site of a stage of a user.
+      values: The initial raw values, which ``init`` of the stage returned for ``arrays``.
+      arrays: The arrays. If they are traced, nothing is checked, as they have no numbers to compare.
+      key: The key that ``init`` got; None if it takes none.
     """
-    # Numbers are compared, and traced arrays have none.
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
-    stage, rng, error = site.stage, np.random.default_rng(0), 0.0
-
-    def apply(values: RawValues) -> Mapping[str, Array]:
-        return stage._apply_at(site, values, None)
-
-    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        return apply(stage._init_at(site, arrays, key))
-
-    def perturb(value: str, x: Array) -> Array:
-        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
-        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
-        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
-
+    stage, error = site.stage, 0.0
     with suppress(Exception):  # A user's formula may raise any error on values that training never reaches.
-        candidates = [apply(values)]  # dicts of effective arrays by name
-        if key is None:
-            perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
-            candidates.append(apply(perturbed))
-            # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
-            if any(declared.fixed for declared in stage.raw_values.values()):
-                candidates[1] = apply_after_init(candidates[1])
-        pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
-        error = max(_relative_error(x, w) for w, x in pairs)
+        error = _inverse_error(site, values, key)
     if error > 0:
         init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
         method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
@@ -116,6 +99,36 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
             f"weights. Correct one of the two, or set `starts_elsewhere = True` in the class if this is intended.",
             stacklevel=2,
         )
+
+
+def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
+    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if all are exact.
+
+    It tries the arrays of the initial ``values`` and, unless ``init`` takes a key, those of slightly perturbed ones.
+    """
+    stage, rng = site.stage, np.random.default_rng(0)
+
+    def apply(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return apply(stage._init_at(site, arrays, key))
+
+    def perturb(value_name: str, x: Array) -> Array:
+        """A free value changed by about a tenth of each entry, or by a tenth where it is 0; a fixed value itself."""
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
+        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
+        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
+
+    candidates = [apply(values)]  # dicts of effective arrays by name
+    if key is None:
+        perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
+        candidates.append(apply(perturbed))
+        # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
+        if any(declared.fixed for declared in stage.raw_values.values()):
+            candidates[1] = apply_after_init(candidates[1])
+    pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
+    return max(_relative_error(x, w) for w, x in pairs)
 
 
 def _relative_error(x: Array, w: Array) -> float:

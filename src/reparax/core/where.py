@@ -380,8 +380,9 @@ def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
-            place = leaf.raw_path.removeprefix(leaf.parameter)
-            return f" {leaf.raw_path!r} has the path of its array; to select it by its place, write {f'.*{place}'!r}."
+            below_parameter = leaf.raw_path.removeprefix(leaf.parameter)
+            advice = f"to select it by its place, write {f'.*{below_parameter}'!r}."
+            return f" {leaf.raw_path!r} has the path of its array; {advice}"
     return ""
 
 
