@@ -102,7 +102,7 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
 
 
 def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
-    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if all are exact.
+    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if exact.
 
     It tries the arrays of the initial ``values`` and, unless ``init`` takes a key, those of slightly perturbed ones.
     """
