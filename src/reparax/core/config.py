@@ -163,7 +163,7 @@ def code(value: Any) -> str:
     if type(value) is float and not math.isfinite(value):
         return f"float('{value}')"
     if type(value) is tuple:
-        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"  # a tuple of one needs a comma, `(1,)`
     if type(value) is list:
         return f"[{', '.join(map(code, value))}]"
     if type(value) is dict:

@@ -199,6 +199,7 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
+        """The initial raw values; without a key, as only their types matter."""
         values = site.stage._init_at(site, arrays, None)
         # `probe_origins` doubles lengths. If a stage joins arrays, this check fails when only one of two lengths that
         # must be equal is doubled.

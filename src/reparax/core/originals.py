@@ -112,6 +112,7 @@ def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
     names = dict[str, list[str]]()
 
     def init(arrays: Mapping[str, Any]) -> Any:
+        """The initial raw values, of which those that are an array itself are written to ``names``."""
         raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]

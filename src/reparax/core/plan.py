@@ -130,7 +130,14 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """The plan of a chain, or of its mean, for a raw tree.
+    """The plan of a chain for a raw tree; no number of it is read, and no formula is run, only traced.
+
+    Args:
+      p: The chain.
+      raw: The raw tree, or its types.
+      method: The public method for which the plan is built, as errors name it.
+      mean: Whether each random stage is to be replaced by its mean, so that the plan needs no key.
+      advice: The end of the error, which says what the user can do.
 
     Raises:
       ValueError: If the chain did not create the raw tree; the error ends with ``advice``.
@@ -199,6 +206,7 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
+        """The arrays of the effective tree, from those of the raw tree, in the orders of both."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]

@@ -126,7 +126,7 @@ def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    if isinstance(key, Tracer):
+    if isinstance(key, Tracer):  # Arrays of words would be stored for the backward pass.
         return _fold_literals(key, tuple(map(tuple, words.tolist())))
     return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
