@@ -357,8 +357,8 @@ class Parametrization(Static, ABC):
             return [owner for source in last[path] for owner in owners(source, stages)]
 
         paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
-        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
-        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}  # each owner once
+        return {path: owned_by[0] if len(owned_by) == 1 else owned_by for path, owned_by in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights filled in, as :func:`roles` reads them from its jaxpr.
