@@ -113,11 +113,12 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
 
 
 def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
-    """The key for ``p.apply``, checked; None if the chain draws nothing."""
-    # Even if no key is needed, it is checked: users of other libraries may pass the model's data here.
-    typed_key = checked_key(
-        p, "apply", key, needed="Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
-    )
+    """The key for ``p.apply`` as a typed key; None if the chain draws nothing, whatever the user passed.
+
+    Even then it is checked: users of other libraries may pass the model's data here, which is an error.
+    """
+    needed = "Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
+    typed_key = checked_key(p, "apply", key, needed=needed)
     return typed_key if p.stochastic else None
 
 

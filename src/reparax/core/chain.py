@@ -311,7 +311,7 @@ class Parametrization(Static, ABC):
     def random_init(self) -> bool:
         """Whether initial values are random, so that ``init`` needs a key.
 
-        For a chain, this is true if it is true for any stage. ``_init_takes_key`` is the part of a single stage.
+        A chain needs one if any of its stages does. A stage does if its formula ``init_leaf`` takes a key.
         """
         return self._init_takes_key
 
@@ -357,8 +357,8 @@ class Parametrization(Static, ABC):
             return [owner for source in last[path] for owner in owners(source, stages)]
 
         paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
-        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
-        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}  # each owner once
+        return {path: owned_by[0] if len(owned_by) == 1 else owned_by for path, owned_by in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights filled in, as :func:`roles` reads them from its jaxpr.
@@ -392,7 +392,7 @@ class Parametrization(Static, ABC):
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
-        return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
+        return _chain_of(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     def fold(self, raw: T, *, without: Parametrization | type[Parametrization] | None = None) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
@@ -553,16 +553,18 @@ class Parametrization(Static, ABC):
     if not TYPE_CHECKING:  # Type checkers are to report a call of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
+            """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
             raise TypeError(
                 f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or "
                 f"`p.init(params)` for the raw tree."
             )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
+        """The chain of this stage or chain, which acts on raw values first, and then the other one: ``a >> b``."""
         right: Any = other
         if not isinstance(right, Parametrization):
             raise TypeError(f"{self!r} >> ...: expected a stage, but got {describe_non_stage(right)}")
-        return compose((self, right))
+        return _chain_of((self, right))
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -575,6 +577,7 @@ class Parametrization(Static, ABC):
     @overload
     def __getitem__(self, i: slice) -> Chain: ...
     def __getitem__(self, i: int | slice) -> Parametrization:
+        """A stage; for a slice, the chain of several stages, even if it is only one: ``p[1:]``."""
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:
@@ -695,6 +698,7 @@ class Chain(Parametrization):
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
     def __repr__(self) -> str:
+        """Code for the chain: ``a >> b``; ``Chain((a,))`` for one stage, to which the chain is not equal."""
         if len(self.stages) > 1:
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
@@ -710,10 +714,10 @@ class Chain(Parametrization):
     @property
     def deterministic(self) -> Parametrization:
         """The chain of the means. Noise around zero is left out, as its mean changes nothing."""
-        return compose(tuple(stage.deterministic for stage in self.stages))
+        return _chain_of(tuple(stage.deterministic for stage in self.stages))
 
 
-def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
     """The chain of ``stages``, each a stage or a chain; if there is only one stage, that stage itself."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain

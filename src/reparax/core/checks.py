@@ -84,6 +84,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
             f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
+    # The name "*" declares values of any names, so none is required.
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
     if not values.keys() >= set(required):
         raise ValueError(

@@ -154,13 +154,16 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument, or a short description if it has none, like an array or a nameless function."""
+    """Code for a constructor argument: ``(0, 1)``, ``jnp.exp``; a description of what has none: ``<float32[2]>``.
+
+    A function has the public name under which JAX exports it, or else its own name, which code may not find.
+    """
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
     if type(value) is float and not math.isfinite(value):
         return f"float('{value}')"
     if type(value) is tuple:
-        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"  # a tuple of one needs a comma, `(1,)`
     if type(value) is list:
         return f"[{', '.join(map(code, value))}]"
     if type(value) is dict:
@@ -411,8 +414,9 @@ def _derive_kind(cls: type) -> str:
     """
     kind = snake_case(cls.__name__.strip("_"))
     namesake, package = _namesake(cls, kind), _package(cls)
-    elsewhere = namesake is not None and _package(namesake) != package
-    return f"{package.strip('_')}_{kind}" if elsewhere else kind
+    is_of_other_package = namesake is not None and _package(namesake) != package
+    # Without the underscores of a private name, or of `__main__`, the module of a script.
+    return f"{package.strip('_')}_{kind}" if is_of_other_package else kind
 
 
 def _namesake(cls: type, kind: str) -> type | None:

@@ -412,7 +412,7 @@ def by_array(check: Check) -> Check:
     """
 
     def check_each(value: Any, who: str, name: str) -> Any:
-        """The check; numbers from a function are checked only when it is called for an array."""
+        """The value to keep for a field. Numbers from a function are checked only when it is called for an array."""
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):

@@ -38,8 +38,8 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
         nothing.
     """
 
-    def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the new values at each site of step ``i``; none if a gradient or key that it needs is missing."""
+    def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
+        """Yields the changed values at each site of step ``i``; none if a gradient or key that it needs is missing."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
@@ -50,10 +50,11 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
             # An output without a gradient, such as an integer array, has the gradient 0.
             grads_here = {name: grads_at.get(place, 0.0) for name, place in site.arrays.items()} if grads_at else {}
             with locate_errors(site.who):
-                values = site.stage._update_at(site, site.read(arrays), grads_here, key_here)
-            yield values
+                values = site.read(arrays)
+                new_values = site.stage._update_at(site, values, grads_here, key_here)
+            yield _changed(values, new_values)
 
-    return _change_values("update", plan, new_values)
+    return _change_values("update", plan, changed_values)
 
 
 def advance_bases(plan: Plan) -> Flat:
@@ -62,21 +63,34 @@ def advance_bases(plan: Plan) -> Flat:
     For ``w = base @ expm(x)``, the new base is ``w`` and the new ``x`` is 0.
     """
 
-    def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the new values at each site of step ``i``."""
+    def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
+        """Yields the changed values at each site of step ``i``."""
         for site in plan.steps[i].sites:
             with locate_errors(site.who):
-                values = site.stage._update_base_at(site, site.read(arrays))
-            yield values
+                values = site.read(arrays)
+                new_values = site.stage._update_base_at(site, values)
+            yield _changed(values, new_values)
 
-    return _change_values("update_base", plan, new_values)
+    return _change_values("update_base", plan, changed_values)
 
 
-def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
+def _changed(values: RawValues, new_values: RawValues) -> RawValues:
+    """The new values of a site that a formula did not return unchanged, as the same objects that it got.
+
+    Numbers cannot be compared instead, as they may be traced. ``new_values`` may omit values that do not change.
+    """
+    return {
+        array_name: {value_name: x for value_name, x in of_one.items() if x is not values[array_name][value_name]}
+        for array_name, of_one in new_values.items()
+    }
+
+
+def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
     """The raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
 
-    ``new_values(i, arrays)`` yields the new values at each site of step ``i``, where ``arrays`` are those that the step
-    reads. It may yield nothing at all, if the step is to change nothing. Later stages read the new values.
+    ``changed_values(i, arrays)`` yields the values that change at each site of step ``i``, where ``arrays`` are those
+    that the step reads. It may yield nothing at all, if the step is to change nothing. Later stages read the new
+    values.
     """
     raw = dict(plan.raw.arrays)
     for i, step in enumerate(plan.steps):
@@ -84,7 +98,7 @@ def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], 
             arrays = run_steps(plan.steps[:i], raw)
             free = method == "update_base" or step.stage.moves_weights
             # Not strict, as there may be no new values.
-            for site, values in zip(step.sites, new_values(i, arrays), strict=False):
+            for site, values in zip(step.sites, changed_values(i, arrays), strict=False):
                 _write(method, raw, arrays, site, values, free=free)
     return plan.raw.with_arrays(raw)
 
@@ -92,21 +106,19 @@ def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], 
 def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, values: RawValues, *, free: bool) -> None:
     """Writes the new fixed values of a site to ``raw``, which changes; the new free values too, if ``free`` is true.
 
-    A value that is the same object as in ``arrays`` was not changed, and is not written: numbers cannot be compared, as
-    they may be traced. Raises an error for a new value that an earlier stage computes, since ``raw`` has no place for
-    it.
+    Raises an error for a new value that an earlier stage computes, since ``raw`` has no place for it.
 
     Args:
       method: ``"update"`` or ``"update_base"``, for errors.
       raw: The arrays of the raw tree so far.
       arrays: What the stage read: the arrays of ``raw`` and those that earlier stages compute.
       site: The site of the stage.
-      values: The values that its formula returned, by array and value name. It may omit any.
+      values: The values that its formula changed, by array and value name.
       free: Whether free values may change.
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
-        if x is arrays[place] or not (free or is_fixed_value(place)):
+        if not (free or is_fixed_value(place)):
             continue
         # A weight that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
         if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
@@ -178,8 +190,7 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
     cast would make real.
     """
     if not is_array(grad) or grad.shape != w.shape:
-        text = f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
-        found = "none" if grad is None else text
+        found = "none" if grad is None else f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
         raise ValueError(
             f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {found}. Pass the whole tree of "
             f"`jax.grad(loss)(p.fold(raw))`."

@@ -36,7 +36,7 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """The raw tree of a model's parameters. Stages with random initial values need a key, unless they are only traced.
+    """The raw tree of a model's parameters. ``key`` is for stages with random initial values.
 
     The last stage computes the model's own arrays, so its initialization comes first; an earlier stage then replaces
     the raw values that the later ones left.
@@ -79,34 +79,17 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
 def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
     """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
 
-    It tries the array of the initial ``values`` and, unless ``init`` takes a key, that of slightly perturbed ones.
+    Args:
+      site: The site of a stage of a user.
+      values: The initial raw values, which ``init`` of the stage returned for ``arrays``.
+      arrays: The arrays. If they are traced, nothing is checked, as they have no numbers to compare.
+      key: The key that ``init`` got; None if it takes none.
     """
-    # Numbers are compared, and traced arrays have none.
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
-    stage, rng, error = site.stage, np.random.default_rng(0), 0.0
-
-    def apply(values: RawValues) -> Mapping[str, Array]:
-        return stage._apply_at(site, values, None)
-
-    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        return apply(stage._init_at(site, arrays, key))
-
-    def perturb(value: str, x: Array) -> Array:
-        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
-        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
-        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
-
+    stage, error = site.stage, 0.0
     with suppress(Exception):  # A user's formula may raise any error on values that training never reaches.
-        candidates = [apply(values)]  # dicts of effective arrays by name
-        if key is None:
-            perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
-            candidates.append(apply(perturbed))
-            # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
-            if any(declared.fixed for declared in stage.raw_values.values()):
-                candidates[1] = apply_after_init(candidates[1])
-        pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
-        error = max(_relative_error(x, w) for w, x in pairs)
+        error = _inverse_error(site, values, key)
     if error > 0:
         init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
         method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
@@ -116,6 +99,36 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
             f"weights. Correct one of the two, or set `starts_elsewhere = True` in the class if this is intended.",
             stacklevel=2,
         )
+
+
+def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
+    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if exact.
+
+    It tries the arrays of the initial ``values`` and, unless ``init`` takes a key, those of slightly perturbed ones.
+    """
+    stage, rng = site.stage, np.random.default_rng(0)
+
+    def apply(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return apply(stage._init_at(site, arrays, key))
+
+    def perturb(value_name: str, x: Array) -> Array:
+        """A free value changed by about a tenth of each entry, or by a tenth where it is 0; a fixed value itself."""
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
+        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
+        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
+
+    candidates = [apply(values)]  # dicts of effective arrays by name
+    if key is None:
+        perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
+        candidates.append(apply(perturbed))
+        # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
+        if any(declared.fixed for declared in stage.raw_values.values()):
+            candidates[1] = apply_after_init(candidates[1])
+    pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
+    return max(_relative_error(x, w) for w, x in pairs)
 
 
 def _relative_error(x: Array, w: Array) -> float:
@@ -164,15 +177,15 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
     for i, stage in reversed(list(enumerate(stages))):
         # Sites with equal stages, formulas and types are traced only once.
-        swaps, found = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
+        swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
             if not site.nodes:  # It changes the array in place, which keeps its axes.
                 continue
             types = {name: tree.arrays[place] for name, place in site.arrays.items()}
             group = stage_key(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
-            if group not in found:
-                found[group] = _follow_axes_at(site, types)
-            values, origins_of_values = found[group]
+            if group not in traced:
+                traced[group] = _follow_axes_at(site, types)
+            values, origins_of_values = traced[group]
             swaps += _swaps(site, values)
             followed |= _origins_at(site, values, origins_of_values, followed)
         tree = tree.swap(swaps)
@@ -186,6 +199,7 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
+        """The initial raw values; without a key, as only their types matter."""
         values = site.stage._init_at(site, arrays, None)
         # `probe_origins` doubles lengths. If a stage joins arrays, this check fails when only one of two lengths that
         # must be equal is doubled.

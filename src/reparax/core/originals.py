@@ -2,13 +2,14 @@
 
 ``original`` undoes stages, for which it needs no inverse formula. ``MagnitudePruning``, for example, stores the array
 that ``init`` got as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` takes ``w`` in
-place of that copy. This is right as long as training has moved ``w`` alone. ``WeightNorm(detach=True)`` also
-stores the array that ``init`` got, as ``v``, but training may move its lengths ``g`` too, so there is no original to
-return. Without ``detach``, ``v`` is a scaled copy, which is no original either.
+place of that copy. This is right as long as training has moved ``w`` alone. ``WeightNorm(detach=True)`` also stores the
+array that ``init`` got, as ``v``, but training may move its lengths ``g`` too, so there is no original to return.
+Without ``detach``, ``v`` is a scaled copy, which is no original either.
 
-In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, the array ``v`` is computed by ``LoRA`` from a fixed ``base``, which
-``init`` set to ``v`` itself, and two trained factors. Undoing ``LoRA`` gives ``base`` at the place of ``v``. Since
-nothing changes ``base``, ``v`` is then what ``init`` got, so undoing ``WeightNorm`` gives ``v``, whatever ``g`` is.
+In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
+``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
+``v``. Since nothing changes it, ``v`` is then what ``init`` got, so undoing ``WeightNorm`` gives ``v``, whatever ``g``
+is.
 """
 
 from __future__ import annotations
@@ -83,8 +84,7 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
       - A layout, such as ``Split``, only moves numbers, so its own formula gives the arrays.
       - If no array has an original, but all values are fixed, as the codes of ``Quantized``, the stage's own formula
         decodes them.
-      - Otherwise a new site gives each array from the raw value that holds it: for ``LoRA``, the array at the place of
-        ``w`` from ``base``.
+      - Otherwise a new site gives each array from the raw value that holds it: for ``LoRA``, from the fixed ``w``.
 
     Args:
       site: The site.
@@ -107,11 +107,13 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
 def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
     """For each array of a site, the names of the raw values that ``init`` sets to the array itself, as an object.
 
-    For ``LoRA``: ``{"w": ["base"]}``. ``types`` are those of the effective arrays, for which ``init`` is traced.
+    For ``WeightNorm()`` it is ``{"w": []}``, as ``v`` is a scaled copy; for ``LoRA`` it is ``{"w": ["w"]}``, where the
+    second ``"w"`` is the name of the fixed value. ``types`` are those of the effective arrays; ``init`` is only traced.
     """
     names = dict[str, list[str]]()
 
     def init(arrays: Mapping[str, Any]) -> Any:
+        """The initial raw values, of which those that are an array itself are written to ``names``."""
         raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]
@@ -126,7 +128,7 @@ def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: 
     """The name of the raw value that holds the array that ``init`` got, as it is or as trained; None if there is none.
 
     It is one of the ``copies`` of that array: one that nothing changes, or else the only raw value that is trained. For
-    ``LoRA`` it is ``base``, which is fixed. For ``MagnitudePruning`` it is ``w``, which is trained alone: its mask
+    ``LoRA`` it is ``w``, which is fixed. For ``MagnitudePruning`` it is ``w``, which is trained alone: its mask
     changes only in ``update``. For ``WeightNorm(detach=True)`` it is ``v`` under a ``LoRA`` that is undone, and
     otherwise None, as both ``v`` and ``g`` are trained.
 
@@ -164,8 +166,8 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
     """``raw`` with other raw values at one array, for which ``apply`` gives ``w`` at ``path``.
 
     From the last step of the plan to the first, the sites that compute the array replace it by new raw values, as
-    ``init`` does: for ``LoRA(4) >> WeightNorm()``, first ``w`` by ``g`` and ``v``, then ``v`` by ``base`` and factors.
-    All raw values of the array start again. ``key`` is for stages whose ``init`` is random.
+    ``init`` does: for ``LoRA(4) >> WeightNorm()``, first the array by ``g`` and ``v``, then ``v`` by ``a``, ``b`` and
+    ``w``. All raw values of the array start again. ``key`` is for stages whose ``init`` is random.
     """
     who = CallName(p, "set")
     plan = plan_for(p, raw, "set")
@@ -208,15 +210,15 @@ def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any
     try:
         array = jnp.asarray(w)
     except (TypeError, ValueError):
-        raise _type_error(who, path, expected, type(w).__name__) from None
+        raise _wrong_array_error(who, path, expected, type(w).__name__) from None
     may_change = p.changes_type and is_inexact(array) and is_inexact(expected)
     if array.shape != expected.shape or (array.dtype != expected.dtype and not may_change):
-        raise _type_error(who, path, expected, describe(array))
+        raise _wrong_array_error(who, path, expected, describe(array))
     return array
 
 
-def _type_error(who: object, path: str, expected: Any, found: str) -> ValueError:
-    """The error for a value that is not an array of the expected shape and dtype."""
+def _wrong_array_error(who: object, path: str, expected: Any, found: str) -> ValueError:
+    """The error for a value that is not an array of the type ``expected``; ``found`` says what it is."""
     return ValueError(
         f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
@@ -232,7 +234,7 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
     fixed_arrays = {place: x for place, x in flatten(since).arrays.items() if FIXED in place and is_array(x)}
     lines = list[str]()
     for place, old in fixed_arrays.items():
-        # The stage that declares it as fixed has its marker before the last "@fixed": (..., "@mask", "@fixed", "m").
+        # The marker of the stage that declares it as fixed is before the last "@fixed": "w/@lora/@fixed/w".
         last_fixed = max(i for i, name in enumerate(place) if name == FIXED)
         if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_change(old, now.get(place))):
             lines.append(f"{path_text(place)}: {difference}")

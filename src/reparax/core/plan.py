@@ -130,7 +130,14 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """The plan of a chain, or of its mean, for a raw tree.
+    """The plan of a chain for a raw tree; no number of it is read, and no formula is run, only traced.
+
+    Args:
+      p: The chain.
+      raw: The raw tree, or its types.
+      method: The public method for which the plan is built, as errors name it.
+      mean: Whether each random stage is to be replaced by its mean, so that the plan needs no key.
+      advice: The end of the error, which says what the user can do.
 
     Raises:
       ValueError: If the chain did not create the raw tree; the error ends with ``advice``.
@@ -199,6 +206,7 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
+        """The arrays of the effective tree, from those of the raw tree, in the orders of both."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
@@ -228,22 +236,30 @@ def run_steps(
     """
     arrays, pending = dict(arrays), PendingNoise()
     for step in steps:
-        sites = enumerate(step.sites)
-        merged = {i: noise for i, site in sites if step.draws_noise and (noise := _merge_noise(site, pending))}
+        merged = _merge_step(step, pending) if step.draws_noise else {}
         pending |= {noise[0].arrays["w"]: noise for noise in merged.values()}
-        acting = [i for i in range(len(step.sites)) if i not in merged]
-        # The acting sites read their arrays now, so the noise on these cannot wait.
-        _add_noise(arrays, pending, [place for i in acting for place in step.sites[i].places_read] if pending else [])
-        draws = draw_at_sites(step, acting, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
-        if step.draws_noise:  # Here the draws are noise, which waits; otherwise they are keys, for the formulas below.
-            pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in acting}
-            continue
-        for i, site in enumerate(step.sites):
-            with locate_errors(site.who):
-                effective = site.stage._apply_at(site, site.read(arrays), draws.get(i))
-            arrays |= {place: effective[name] for name, place in site.arrays.items()}
+        # The other sites read their arrays now, so the noise on these cannot wait.
+        others = [i for i in range(len(step.sites)) if i not in merged]
+        if pending:
+            _add_noise(arrays, pending, [place for i in others for place in step.sites[i].places_read])
+        draws = draw_at_sites(step, others, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
+        if step.draws_noise:
+            pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in others}
+        else:  # The draws are keys.
+            _apply_step(step, arrays, draws)
     _add_noise(arrays, pending, list(pending))
     return arrays
+
+
+def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array]) -> None:
+    """Computes the arrays of a step and puts them into ``arrays``. ``keys`` has the key of each site that gets one.
+
+    A site may read what an earlier site of the step computes, so they run one after the other.
+    """
+    for i, site in enumerate(step.sites):
+        with locate_errors(site.who):
+            effective = site.stage._apply_at(site, site.read(arrays), keys.get(i))
+        arrays |= {place: effective[name] for name, place in site.arrays.items()}
 
 
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
@@ -256,6 +272,12 @@ def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence
             site, drawn = pending.pop(place)
             with locate_errors(site.who):
                 arrays[place] = site.stage._add_noise(read_value(arrays, place), drawn)
+
+
+def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Array]]:
+    """For each site of a step that needs no draw of its own, by its index: the pending noise, merged with its own."""
+    merged = {i: _merge_noise(site, pending) for i, site in enumerate(step.sites)}
+    return {i: noise for i, noise in merged.items() if noise is not None}
 
 
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:

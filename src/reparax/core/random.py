@@ -126,7 +126,7 @@ def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    if isinstance(key, Tracer):
+    if isinstance(key, Tracer):  # Arrays of words would be stored for the backward pass.
         return _fold_literals(key, tuple(map(tuple, words.tolist())))
     return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
@@ -269,7 +269,8 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
         return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
-    one_bits = np.ones((), dtype).view(words.dtype)
+    one_bits = np.ones((), dtype).view(words.dtype)  # sign and exponent of a number in [1, 2)
+    # The first bits of each word, as many as the mantissa has.
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 

@@ -70,18 +70,19 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     ``fun`` is raised as it is.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]  # of the arrays
     errors = list[Exception]()
 
     def of_arrays(arrays: list[Any], key: Array | None) -> Any:
+        """``fun`` as a function of the arrays, with marks in its result, or None if ``fun`` raises an error."""
         # All leaves by their index, in order, with the traced arrays in place of the given ones.
-        inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
+        inputs = {**dict(enumerate(leaves)), **dict(zip(indices, arrays, strict=True))}
         try:
             return mark_same(lambda *inputs: fun(treedef.unflatten(inputs), key), *inputs.values())
         except Exception as error:  # It is raised below, as JAX would change its text here.
             errors.append(error)
 
-    outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in places], key)
+    outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in indices], key)
     if errors:
         raise errors[0]
     return restore_same(outputs, *leaves)

@@ -26,7 +26,8 @@ class Value:
     Attributes:
       main: Whether earlier stages act on it, under the path of the array.
       fixed: Whether it is not trained.
-      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act.
+      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act. What ``update_base``
+        calls a base is another thing: any fixed value to which free ones are relative, as in :class:`Orthogonal`.
       aligned: Whether its axes are those of the array.
       decays: Whether smaller numbers give a smaller array.
       part: Whether it is a part of the array, with a path of its own.

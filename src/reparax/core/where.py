@@ -310,9 +310,17 @@ def is_table(leaf: Leaf) -> bool:
 def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
     """The leaves that ``where`` selects, in their order; the list may be empty.
 
-    ``by_default`` is the default of the stage, for ``where=None`` and :func:`all_but`. It selects only main values,
-    that is, arrays and what stands for them. Raises an error if ``where`` names paths that do not exist; ``who`` is the
-    call for it.
+    A selection by default is only of main values, which are plain arrays, and raw values that stand for their arrays.
+    An expression or a predicate may select auxiliary values too.
+
+    Args:
+      who: The call, for errors.
+      where: The selection.
+      leaves: All leaves of a tree.
+      by_default: Whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
+
+    Raises:
+      ValueError: If an :func:`all_but` or :func:`selected` names paths that the tree does not have.
     """
 
     def is_selected(leaf: Leaf) -> bool:
@@ -322,6 +330,7 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
         if isinstance(where, AllBut):
             return leaf.main and not where.excludes(leaf.path) and by_default(leaf)
         if isinstance(where, str):
+            # The place has the markers, `dense/kernel/@weight_norm/v`; the path has none, `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
         if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
@@ -371,8 +380,9 @@ def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
-            place = leaf.raw_path.removeprefix(leaf.parameter)
-            return f" {leaf.raw_path!r} has the path of its array; to select it by its place, write {f'.*{place}'!r}."
+            below_parameter = leaf.raw_path.removeprefix(leaf.parameter)
+            advice = f"to select it by its place, write {f'.*{below_parameter}'!r}."
+            return f" {leaf.raw_path!r} has the path of its array; {advice}"
     return ""
 
 
@@ -423,7 +433,11 @@ def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
-    """Whether a predicate selects an array. It may also return a match of a regular expression, or None."""
+    """Whether a predicate selects an array. It may also return a match of a regular expression, or None.
+
+    Text and arrays of several numbers are refused, since they are true or false by accident; so are traced answers,
+    which have no value yet.
+    """
     try:
         answer = where(path, array)
     except Exception as error:
@@ -467,14 +481,15 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
     )
 
 
-def why_never_applies(pattern: str, path: str, first: str) -> str:
+def why_never_applies(pattern: str, path: str, earlier: str) -> str:
     """Why ``pattern``, a key of a dict from regular expressions, has no effect, for an error.
 
-    ``first`` is an earlier key that matches ``path`` too, as ``pattern`` does. The text begins after "got ... for".
+    Both ``pattern`` and the key ``earlier``, which stands before it, match ``path``. The text is meant to follow "got a
+    number for".
     """
     return (
-        f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {first!r} for "
-        f"{path!r}. Write {pattern!r} before {first!r}."
+        f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {earlier!r} "
+        f"for {path!r}. Write {pattern!r} before {earlier!r}."
     )
 
 
