@@ -87,8 +87,8 @@ class KnownAxes:
         """The possible choices of stacked axes in an array of that shape: without them, it has the known sizes.
 
         For the sizes ``(8, 4)``, the shape ``(3, 8, 4)`` has ``[(0,)]``, ``(8, 4)`` has ``[()]``, and ``(5, 5)`` has
-        none, ``[]``. If the user gave stacked axes, ``given``, they are the only choice. An array that no layer holds has
-        stacked axes only if they are given. Empty also if nothing is known about the axes.
+        none, ``[]``. If the user gave stacked axes, ``given``, they are the only choice. An array that no layer holds
+        has stacked axes only if they are given. Empty also if nothing is known about the axes.
         """
         if not self.sizes or not (self.is_class or given or len(shape) == len(self.sizes)):
             return []

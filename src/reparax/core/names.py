@@ -68,10 +68,10 @@ LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equi
 NOT_FAMILIES = ("testing", "demo")
 """The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
-VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain for which a stage writes formulas."""
+FORMULA_METHODS = ("init", "apply", "update", "update_base", "penalty", "log_det")
+"""The methods of a chain for which a stage writes formulas, such as ``init_leaf`` or ``init_leaves``."""
 METHODS = (
-    *(*VERBS, "fold", "original", "set", "with_axes"),
+    *(*FORMULA_METHODS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
 )
 """The methods and properties of a chain for users. All others are for authors of stages."""
@@ -99,12 +99,21 @@ NAMES_OF_OTHERS = {
 
 
 def family_by_name() -> dict[str, str]:
-    """The family of each public name. Families of libraries are left out, because they share names."""
+    """The family of each public name: ``{"Sphere": "norms", ...}``.
+
+    Families of libraries are left out, because they share names, such as ``Parametrized``.
+    """
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
 
 def load(name: str) -> Any:
-    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet."""
+    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet.
+
+    This is the ``__getattr__`` of the package.
+
+    Raises:
+      AttributeError: If there is none. It says what to write instead.
+    """
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
     if name in TOP:
@@ -119,12 +128,15 @@ def shown_names() -> list[str]:
 
 
 def dir_of(family: str) -> Callable[[], list[str]]:
-    """Returns the ``__dir__`` function of a family, which lists only its public names."""
+    """Returns the ``__dir__`` function of a family such as ``"norms"``, which lists only its public names."""
     return lambda: sorted(FAMILIES[family].names)
 
 
 def import_stage(name: str) -> None:
-    """Imports the family that defines a stage, given its class name or kind. Does nothing for a stage of others."""
+    """Imports the family that defines a stage, given its class name or kind: ``WeightNorm`` or ``weight_norm``.
+
+    Its class then registers itself. Does nothing if the name is no stage of this package.
+    """
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
             _import_module(module)
@@ -135,7 +147,7 @@ def _import_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if not str(error.name).startswith("jax."):
+        if not str(error.name).startswith("jax."):  # another package is missing, which the error names already
             raise
         version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
         raise ImportError(
@@ -146,7 +158,10 @@ def _import_module(module: str) -> Any:
 
 
 def layers_of_library(module: str) -> Any:
-    """The module with the table of layers for a library, given the name of any of its modules, or None."""
+    """The module with the table of layers for a library, given the name of any module of it.
+
+    ``"flax.nnx.nn.linear"`` gives ``models/_nnx_layers.py``. None for a library that has no table.
+    """
     table = LAYERS.get(module.partition(".")[0])
     return None if table is None else importlib.import_module(table)
 
@@ -157,7 +172,10 @@ def how_to_write() -> dict[str, str]:
 
 
 def _suggest(name: str) -> str:
-    """What to write in place of an unknown name, as the end of an error text."""
+    """What to write in place of an unknown name, as the end of an error text: ". Write `rpx.WeightNorm`.", for example.
+
+    Names that are found exactly, in a family, in another library or among the methods, come before similar ones.
+    """
     codes = how_to_write()
     if name in codes:
         return f" at the top: it is `{codes[name]}`."
