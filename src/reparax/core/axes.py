@@ -126,7 +126,7 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
             continue
         names = None if leaf is None else leaf.axes.names
         if names is None or axis in names or axis in WORDS:  # otherwise the array does not have the axis
-            numbers.append(axes_to_numbers(axis, names) + len(names or ()))
+            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # counted from the front instead
     return tuple(sorted(numbers))
 
 
@@ -195,8 +195,8 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
       ValueError: If not exactly one axis has the name, or it is a word for a role.
     """
 
-    def number(axis: Axis) -> int:
-        """One axis as a number."""
+    def to_number(axis: Axis) -> int:
+        """The number of one axis, which stays what it is if it is one already."""
         if isinstance(axis, int):
             return axis
         _refuse_word(axis)
@@ -208,7 +208,7 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
             )
         return names.index(axis) - len(names)
 
-    numbers = tuple(map(number, _as_tuple(axes)))
+    numbers = tuple(map(to_number, _as_tuple(axes)))
     return numbers if isinstance(axes, tuple) else numbers[0]
 
 

@@ -99,6 +99,7 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
+    # Only if neither the user nor a network gives the axes, and the stage needs some, those of the layer count.
     if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.possible_stacks(w.shape)
@@ -278,8 +279,8 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
         with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
             axes = axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content)
             axes_of_leaves.append((leaf, axes))
-    if parts := _split_by_axes(stage, axes_of_leaves):  # each selects fewer arrays, so this ends
-        return [numbered for part in parts for numbered in with_axes(part, tree)]
+    if copies := _split_by_axes(stage, axes_of_leaves):  # each selects fewer arrays, so this ends
+        return [numbered for copy in copies for numbered in with_axes(copy, tree)]
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
@@ -344,15 +345,15 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
     would be the same for both. The result is then a stage for all ``a``, and one for all ``b``. Empty if no two values
     need different axes.
     """
-    axes_of_path = dict[str, list[Mapping[str, Any]]]()
-    leaves_of_part = dict[int, list[Leaf]]()
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # by path, in the order in which they come
+    leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
-        known_axes = axes_of_path.setdefault(leaf.path, [])
-        if axes not in known_axes:
-            known_axes.append(axes)
-        part = known_axes.index(axes)  # the first stage gets the first axes of each path, the second the second, ...
-        leaves_of_part.setdefault(part, []).append(leaf)
-    return [_stage_at(stage, leaves) for leaves in leaves_of_part.values()] if len(leaves_of_part) > 1 else []
+        axes_at_path = different_axes.setdefault(leaf.path, [])
+        if axes not in axes_at_path:
+            axes_at_path.append(axes)
+        number = axes_at_path.index(axes)  # the first copy gets the first axes of each path, the second the second, ...
+        leaves_of_copy.setdefault(number, []).append(leaf)
+    return [_stage_at(stage, leaves) for leaves in leaves_of_copy.values()] if len(leaves_of_copy) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:

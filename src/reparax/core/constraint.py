@@ -45,7 +45,8 @@ def why_infinite(w: Array) -> str | None:
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
     """Whether ``w`` is within ``tolerance`` of its projection, as a boolean scalar.
 
-    For the default, None, and for the unit, see :meth:`Constraint.contains`.
+    ``tolerance`` is in units of the largest entry of ``w``. None is a default that covers rounding errors, which grow
+    with the number of summands, so with the longest axis.
     """
     relative = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return _is_within(widened(w), widened(projection), relative)

@@ -187,7 +187,7 @@ class Joint(Leafwise):
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the arrays of one group."""
+        """The initial raw values of the arrays of one group, by name. They are not random, so there is no key."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
@@ -197,7 +197,7 @@ class Joint(Leafwise):
         checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """The effective arrays of one group."""
+        """The effective arrays of one group, by name. They are not random, so there is no key."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
@@ -337,9 +337,14 @@ def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -
 
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """The items of a dict of names and regular expressions in a tuple, which is hashable. Raises an error otherwise.
+    """The items of a dict of names and regular expressions in a tuple, which is hashable.
 
-    It also takes such a tuple, so that a stage can be rebuilt from its own fields.
+    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. It also takes such a tuple, so that a stage can be
+    rebuilt from its own fields. ``who`` is the class of the stage, for errors.
+
+    Raises:
+      TypeError: If it is neither, or is empty.
+      ValueError: If an expression is not one.
     """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):

@@ -365,15 +365,18 @@ class Reparametrization(Leafwise):
                 checks.require_fit(types, expected)
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the array."""
+        """The initial raw values of the array, which the site calls ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
         w = arrays["w"]
         # The stages of this package are pure, so one program serves all arrays of a type. Others may look at numbers.
-        is_ours = config.is_of_package(type(self))
-        call = partial(_call_jitted, _jitted_call) if is_ours else site.call
+        is_of_package = config.is_of_package(type(self))
+        call = partial(_call_jitted, _jitted) if is_of_package else site.call
         return {"w": call(_initial_values, self, w, key)}
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        """Requires that the formula takes the initial values, and returns an array of the type of the given one."""
+        """Requires that the formula takes the initial values, and returns an array of the type of ``arrays["w"]``.
+
+        Only types are computed, so a random stage is checked by its mean.
+        """
         types = {name: type_of(x) for name, x in values["w"].items()}
         effective = jax.eval_shape(lambda values: self._array_for_type(values), types)
         if not self.changes_type:
@@ -404,7 +407,7 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(update_one)(values["w"], arguments)}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """The new values from ``update_base_leaf``, with the base moved to the current point."""
+        """The new values from ``update_base_leaf``, with the base moved to the current point: ``{"w": {"v": ...}}``."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
@@ -508,7 +511,7 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     become part of the surrounding program instead of a jitted function in it.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
-        return _call_jitted(_inlined_call if inline else _jitted_call, function, stage, *arrays)
+        return _call_jitted(_inlined if inline else _jitted, function, stage, *arrays)
     return function(stage, *arrays)
 
 
@@ -521,7 +524,7 @@ def _formula_caller(stage: Any) -> Callable[..., Any]:
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = inlined(partial(_call), static_argnums=(0, 1, 2))
+    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # a new function, with a cache of its own
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
         """``function(stage, *arrays)``, traced once for all arrays of the same type."""
@@ -538,14 +541,15 @@ def _is_traced(arrays: Any) -> bool:
 def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
     """Returns ``function(stage, *arrays)`` by way of ``jitted``, which is traced once for equal stages and types.
 
-    ``jitted`` is a transformed :func:`_call`. An array that the function returns unchanged stays the same object.
+    ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
+    object.
     """
     if stage._exact_text is None:  # equal stages may have different formulas
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
 
-def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
+def _call_marked(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
     """Returns ``function(stage, *arrays)``, with arrays that it returns unchanged marked as such.
 
     It is jitted with ``text`` as a static argument, which distinguishes stages that compare equal but are not the same,
@@ -554,8 +558,8 @@ def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> 
     return mark_same(partial(function, stage), *arrays)
 
 
-_jitted_call = jax.jit(_call, static_argnums=(0, 1, 2))
-_inlined_call = inlined(_call, static_argnums=(0, 1, 2))
+_jitted = jax.jit(_call_marked, static_argnums=(0, 1, 2))
+_inlined = inlined(_call_marked, static_argnums=(0, 1, 2))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:

@@ -107,7 +107,8 @@ class Leafwise(Parametrization):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``.
 
-        A subclass is checked anew, so the check of an inherited field may be an ``AxesByPath`` already.
+        ``_checks`` has the check of each field's value, by the name of the field. That of an inherited axes field is an
+        ``AxesByPath`` already.
         """
         super().__init_subclass__(**kwargs)
         checks = cls._checks.items()
@@ -149,6 +150,7 @@ class Leafwise(Parametrization):
         """What is wrong with the dtype of ``w``, or None if the stage accepts it."""
         if jnp.issubdtype(w.dtype, self.dtypes):
             return None
+        # The names of JAX's abstract dtypes, such as `floating`, say what they are, except for `inexact`.
         expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
 
@@ -197,12 +199,12 @@ class Leafwise(Parametrization):
 
     @cached_property
     def _given_axes(self) -> dict[str, Any]:
-        """The value of each axes field, ``stacked`` included, as the user gave it."""
+        """The value of each axes field, ``stacked`` included, as the user gave it, or its default."""
         return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
 
     @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
-        """The axes fields that are given by path."""
+        """The axes fields that are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
         return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
@@ -252,7 +254,7 @@ class Leafwise(Parametrization):
 
     @cached_property
     def stacked_axes(self) -> Numbers:
-        """The numbers of the stacked axes, in a stage that is resolved for one array."""
+        """The numbers of the stacked axes, in a stage that is resolved for one array. Raises an error for names."""
         return find_axes(self.stacked, None)
 
     @cached_property
@@ -280,9 +282,9 @@ class Leafwise(Parametrization):
     def _for_leaf(self, leaf: Leaf, w: Any, stacked: Numbers = ()) -> Self:
         """This stage with its numbers and axes for one array, which has the shape and dtype of ``w``.
 
-        All axes fields of the result hold numbers. Names of stacked axes that the array does not have are ignored. If
-        ``w`` is one of :func:`candidate_types` for the array, ``stacked`` are its stacked axes. Otherwise leave it out:
-        they follow from ``w``.
+        In the result, no field is by path, and no axis is a name or a word for its role. Names of stacked axes that the
+        array does not have are ignored. If ``w`` is one of :func:`candidate_types` for the array, ``stacked`` are its
+        stacked axes. Otherwise leave it out: they follow from ``w``.
         """
         stage = self.for_array(leaf.path, w)
         axes = axes_at(stage, leaf, w, stacked)
@@ -304,7 +306,10 @@ class Leafwise(Parametrization):
 
     @abstractmethod
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each call of the formulas that ``method``, such as ``"apply"``, needs in ``tree``."""
+        """A site for each call of the formulas that ``method`` of the chain, such as ``"apply"``, needs in ``tree``.
+
+        Before ``init``, ``tree`` holds the arrays themselves, and after it their marker dicts.
+        """
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
         """The arrays that the stage selects, each with the stage for that array. For ``init`` and stages in place."""
@@ -417,7 +422,11 @@ class Leafwise(Parametrization):
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves that the stage acts on: those that ``where`` or the default selects, and that its dicts match.
+        """The leaves that the stage acts on.
+
+        These are the leaves that ``where`` selects, or the default selection without it, and for which each field by
+        path has a value: ``VarNoise({"out/.*": 0.1})`` does not act on other arrays. ``method`` is the method of the
+        chain, such as ``"init"``.
 
         Raises:
           ValueError: If there are none. A class with ``_may_select_nothing`` allows this for its default selection,
@@ -456,7 +465,8 @@ class Leafwise(Parametrization):
     def _checked_number(self, method: str, values: Mapping[str, Any]) -> Array:
         """The number that a formula such as ``penalty_leaf`` returns for raw values in float32 or wider.
 
-        Of stacked arrays, there is one number for each. It must be a real scalar.
+        ``method`` is the name of the formula. A result that is not one real number is an error. If arrays are stacked,
+        the formula is called for each, and the result has the shape of the stack.
         """
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, dict(values))
 
@@ -503,6 +513,7 @@ def reader(stage: Any, who: CallName) -> Read:
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
+        """The reading of one leaf, whose content is a marker dict. An error names the path of the leaf."""
         with locate_errors(who.at(leaf.path)):
             types = leaf.content.arrays()
             key = (*stage._axes_key(leaf), *types.items())

@@ -234,6 +234,7 @@ class RowsAndColumns(MatrixAxes):
         """
 
         def on_arrays(x: Any, *arguments: Any) -> Any:
+            """Merges, calls the formula, and splits what it returns: an array, raw values, or one number."""
             is_raw = isinstance(x, Mapping)
             arrays = x if is_raw else {ARRAY: x}
             layout = self._layout(arrays)

@@ -177,7 +177,7 @@ def _suggest(name: str) -> str:
     Names that are found exactly, in a family, in another library or among the methods, come before similar ones.
     """
     codes = how_to_write()
-    if name in codes:
+    if name in codes:  # a name of a family, since names at the top are found before this is called
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
@@ -185,7 +185,7 @@ def _suggest(name: str) -> str:
         return f". It is a method of a chain: `p.{name}`."
     if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
-    squashed_names = {_squash(public): public for public in codes}
+    squashed_names = {_squash(public): public for public in codes}  # finds `weight_norm`, however it is written
     similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
     if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
         return f". Write `{codes[nearest]}`."
@@ -227,10 +227,14 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``."""
+    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
+
+    For ``WeightNorm(dim=0)``, "Write `axis=`." and how axes are numbered here. A word of another library comes before a
+    name that is only similar.
+    """
     if not argument_names:
         return "It takes none."
-    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]
+    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # one at most
     if words := known_words or difflib.get_close_matches(name, argument_names, n=1):
         return f"Write `{words[0]}=`.{NOTES.get(name, '')}"
     return f"It takes {', '.join(argument_names)}."

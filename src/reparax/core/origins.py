@@ -107,12 +107,13 @@ def _trace_doublings(init: Init, arrays: Mapping[str, Any]) -> Iterator[tuple[Sh
                 shapes = _trace(init, arrays, [*doubled, *together])
             except Exception:  # a stage may refuse such a shape with any exception
                 continue
+            # With other raw values, or more axes of them, the axes could not be compared with those before.
             if _count_raw_axes(shapes) == _count_raw_axes(original):
                 yield shapes
                 doubled += together
                 waiting = [candidate for candidate in waiting if candidate not in together]
                 break
-        else:
+        else:  # neither try succeeded
             waiting.append(length)
 
 

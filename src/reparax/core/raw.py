@@ -53,7 +53,8 @@ OTHER_CHAIN = (
     "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
 )
 
-_NO_ROLE = Role(why="its axes follow none of the network's")
+_ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
+"""The role of an array that follows no parameter of the network."""
 
 
 STAGES: dict[str, Any] = {}
@@ -114,7 +115,7 @@ class Leaf:
         An array of such a tree without a role of its own has an empty one, whose ``why`` says so.
         """
         roles = None if self.tree is None else self.tree.roles
-        return None if roles is None else roles.get(self.place, _NO_ROLE)
+        return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
 
     @property
     def is_state(self) -> bool:
@@ -356,6 +357,7 @@ def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Na
     path = draw_path = parameter_path(place)
     for value in values:
         if value.declared.part or not value.declared.main:
+            # Stages of two kinds may have values of the same name, so the draw path has the marker too.
             path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
         elif len(main_names[value.node]) > 1:
             draw_path = f"{draw_path}/{value.name}"
@@ -427,7 +429,7 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
 def state_flags(tree: PyTree) -> list[bool]:
     """For each leaf of a tree, in order, whether it is model state, such as the running mean of a normalization.
 
-    Linen's collections and the types of nnx variables tell.
+    Linen's collections and the types of nnx variables tell. See :func:`_are_state`.
     """
     return _flags_of_leaves(tree, lambda node: len(jax.tree.leaves(node)))
 
@@ -458,6 +460,7 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
         is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
         if is_flax_instance(box, "Variable") and not is_parameter:
             return True
+        # A path with "/" has two names or more, so it is in a collection.
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
     return list(map(is_state, paths, boxes))
@@ -642,7 +645,8 @@ class Flat:
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree with some arrays replaced by others. The order of all others is kept.
 
-        ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value.
+        ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap
+        removes at least one place, where its new arrays go. The old tree is not changed.
         """
         if not swaps:
             return self

@@ -141,9 +141,10 @@ class Role:
 def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word, the axes that it stands for in an array with this role.
 
-    They are counted from the back, without the axes in ``stacked``. For a convolution of shape ``(3, 8, 16)``, whose
-    window moves along axis 0, ``inputs`` are ``(-3, -2)``, ``outputs`` and ``channels`` are ``(-1,)`` and ``(-2,)``,
-    ``uncut`` are ``(-3, -1)``, and ``vectors`` are ``inputs``. A word that the role knows no axes for has ``()``.
+    They are counted from the back, without the axes in ``stacked``. A word without axes has ``()``. For the kernel of a
+    convolution, of shape ``(width, in, out)``::
+
+        {"inputs": (-3, -2), "outputs": (-1,), "stacked": (), "channels": (-2,), "uncut": (-3, -1), "vectors": (-3, -2)}
     """
     unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
 
@@ -156,7 +157,7 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     # The last input along which no window moves, in a tuple; if windows move along all of them, the last one.
     channels = tuple(axis for axis in inputs if axis not in windows)[-1:] or inputs[-1:]
     uncut = tuple(sorted({*inputs, *outputs} - {*channels}))
-    vectors = outputs if role.is_table else inputs
+    vectors = outputs if role.is_table else inputs  # each row of a table is a vector of outputs
     return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, CHANNELS: channels, UNCUT: uncut, VECTORS: vectors}
 
 
