@@ -239,7 +239,8 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     """Why ``axes``, the value of ``field``, do not fit an array, or None if they do.
 
-    They may be out of bounds, contain an axis twice, or be ``"last"`` for an array that is not a vector.
+    They may be out of bounds, contain an axis twice, as ``(0, -2)`` does for a matrix, or be ``"last"`` for an array
+    that is not a vector. None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
     """
     if axes is None or axes == EACH:
         return None

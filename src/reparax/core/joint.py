@@ -141,7 +141,10 @@ class Joint(Leafwise):
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects."""
+        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects.
+
+        At ``init``, the leaves are the arrays themselves, and later their marker dicts.
+        """
         who = CallName(self, method)
         if self.arrays:  # the expressions determine the groups, so marker dicts need not be read to select them
             leaves = tree.leaves() if method == "init" else self._intact_nodes(who, self._leaves_with_nodes(who, tree))
@@ -150,7 +153,7 @@ class Joint(Leafwise):
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         else:
             leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
-            for leaf in leaves:
+            for leaf in leaves:  # so that an error names the array that lacks a value, and not all of them
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]

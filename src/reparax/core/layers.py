@@ -183,8 +183,9 @@ def known_by_name(name: str) -> KnownAxes:
 def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequence[int]) -> dict[int, KnownAxes]:
     """What the modules in a tree tell about its leaves, by the numbers of the leaves in ``treedef``.
 
-    Leaves outside of modules are left out. Those of a module that tells nothing are there, with the reason, because
-    their names do not count either.
+    For ``{"dense": nnx.Linear(8, 4)}``, the bias has the number 0 and the size 4, and the kernel 1 and the sizes
+    ``(8, 4)``. Leaves outside of modules are left out. Those of a module that tells nothing are there, with the reason,
+    because their names do not count either.
 
     Args:
       treedef: The structure of the tree, whose nodes have the classes of the modules.
@@ -200,16 +201,16 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
         ``why`` says why the axes of a leaf are unknown if no layer below determines them; it is empty outside modules.
         """
         cls = node.node_data()[0] if node.node_data() else None  # a leaf has none
-        if cls is None and why:
+        if cls is None and why:  # a leaf, unless the layer around it has said what its axes are
             known.setdefault(start, KnownAxes(why=why, is_class=True))
-        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):
+        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):  # the innermost class is named
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"it belongs to {layer[1]}, which does not specify its axes"
             module = node.unflatten(range(start, start + node.num_leaves))  # the layer, with numbers for its arrays
             known.update(_axes_in_layer(*layer, module, boxes))
         start_of_child = start
-        for child in node.children():
+        for child in node.children():  # leaves are numbered in the order of the tree
             visit(child, start_of_child, why)
             start_of_child += child.num_leaves
         if cls is not None and layers_of_library(cls.__module__) is not None and cls.__name__ == "Shared":
@@ -220,14 +221,23 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
                     known[number] = KnownAxes(why=why, is_class=True)
 
     visit(treedef, 0, "")
-    for number, axes in list(known.items()):  # a copy, as `known` changes
-        first = known.get(first_numbers[number], axes)
+    return _without_contradictions(known, first_numbers)
+
+
+def _without_contradictions(known: Mapping[int, KnownAxes], first_numbers: Sequence[int]) -> dict[int, KnownAxes]:
+    """What is known about leaves, where a parameter whose modules disagree about its axes has unknown ones.
+
+    An embedding that is also the last layer is such a parameter. It is unknown at its first place, which
+    ``first_numbers`` gives for each leaf, and at which others look it up.
+    """
+    resolved = dict(known)
+    for number, axes in known.items():
+        first = resolved.get(first_numbers[number], axes)
         if _uses_of(first) != _uses_of(axes):
             sources = " and ".join(x.source or "a module of another class" for x in (first, axes))
-            known[first_numbers[number]] = KnownAxes(
-                why=f"{sources} share it, but use its axes differently", is_class=True
-            )
-    return known
+            why = f"{sources} share it, but use its axes differently"
+            resolved[first_numbers[number]] = KnownAxes(why=why, is_class=True)
+    return resolved
 
 
 def _uses_of(axes: KnownAxes) -> Any:

@@ -672,6 +672,7 @@ def flatten(tree: PyTree) -> Flat:
     """
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
+    # An `Elsewhere` stands at each further place of a parameter that a model holds several times.
     first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
         content = node
@@ -684,7 +685,7 @@ def flatten(tree: PyTree) -> Flat:
             if place in arrays:
                 raise same_path_error(path_text(place))
             arrays[place] = x
-            if below and is_box(x):
+            if below and is_box(x):  # the box of a raw value, or of an empty marker dict
                 boxes_of_values[place], value = x, value_in(x)
                 arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})

@@ -82,7 +82,7 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
             f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
             f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
         )
-    for path in sorted(arrays.keys() ^ spec_of.keys()):  # the first path that only one of them has
+    for path in sorted(arrays.keys() ^ spec_of.keys()):  # paths that only one of them has, of which the first is named
         with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
             f"{who}: the {with_path} hold {path!r}, the {without_path} do not. Give one PartitionSpec for each array; "
