@@ -1,6 +1,7 @@
 """What a page shows of the numbers on file; it trains nothing."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from benchmarks.evidence.summary import markdown, told
 from examples.speech.protocol import (
     RESULTS,
-    Contrast,
     Found,
     chosen,
     contrasts,
@@ -58,14 +58,17 @@ def over(cells: list, test: str, level: int | None = None) -> np.ndarray:
     return np.array([rates(cell, test, level).mean() for cell in cells])
 
 
-def verdict(each: Contrast) -> str:
-    """A sentence for a planned contrast."""
-    word = "no significant difference from" if each.p >= 0.05 else "lower than" if each.mean < 0 else "higher than"
-    p = "p < 0.001" if each.p < 0.001 else f"p = {each.p:.3f}"
-    return (
-        f"{each.way}: {word} {each.against} ({round(each.mean, 1) + 0.0:+.1f} points, 95 % interval {each.low:+.1f} to "
-        f"{each.high:+.1f}, Holm's {p})."
-    )
+def compared(found: Found, best: Mapping[str, float]) -> str:
+    """A row for each planned contrast."""
+    head = ["way", "compared with", "points", "95 % interval", "p (Holm)"]
+    rows = [
+        [
+            *(each.way, each.against, f"{round(each.mean, 1) + 0.0:+.1f}", f"{each.low:+.1f} to {each.high:+.1f}"),
+            "< 0.001" if each.p < 0.001 else f"{each.p:.3f}",
+        ]
+        for each in contrasts(found, best)
+    ]
+    return markdown(head, rows)
 
 
 def headline(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
@@ -96,15 +99,13 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
     replicates = len(of_replicates(found, best, "plain"))
     state = f"**{name}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
     family = np.array([*json.loads((folder / "families.json").read_text()).values()])
-    listed = "\n".join(f"- {verdict(each)}" for each in contrasts(found, best))
     legend = (
         "Word error rates in percent: of *unseen* voices, over all levels of noise (with a 95 % interval) and at\n"
         "each; of the voices *seen* in training; and of the *named* voices of espeak-ng."
     )
-    tried_values = (
-        f"The values that were tried, with their word error rates on development voices:\n\n{values(found, settings)}"
-    )
-    return "\n\n".join([state, legend, table(found, settings, family), listed, tried_values])
+    tuning = "The values that were tried, with their word error rates on development voices:"
+    parts = table(found, settings, family), compared(found, best), tuning, values(found, settings)
+    return "\n\n".join([state, legend, *parts])
 
 
 def fixed_set(folder: Path = RESULTS) -> str:

@@ -687,6 +687,10 @@ def test_data_that_is_closed_over_is_refused(name):
     )
 
 
+def in_loop(w, xs):
+    return jax.lax.map(lambda x: x @ w, xs)
+
+
 def turned_over(w):
     return w + w[::-1]
 
@@ -696,8 +700,8 @@ NOT_CLOSED = {
     "dropout": lambda raw, key, x: product(raw, key, p=rpx.WeightDropout(0.3)),
     "entries that depend on each other": lambda raw, key, x: BATCH @ turned_over(NOISE.apply(raw, key)["w"]),
     "a matrix between data and weight": lambda raw, key, x: x @ product(raw, key, jnp.eye(3) + np.ones((3, 3))),
-    "the same in a loop": lambda raw, key, x: jax.lax.map(lambda y: y @ product(raw, key, np.ones((3, 3))), x),
-    "one example, and a table": lambda raw, key, x: product(raw, key, x[:1]) + BATCH,
+    "the same, read by a loop": lambda raw, key, x: in_loop(product(raw, key, np.ones((3, 3))), x),
+    "one example, and a table": lambda raw, key, x: x[:1] @ NOISE.apply(raw, key)["w"] + BATCH,
     "no product": lambda raw, key, x: jnp.square(NOISE.apply(raw, key)["w"]),
 }
 

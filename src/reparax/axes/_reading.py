@@ -46,7 +46,10 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """The values of the outputs of an equation, for these values of its operands. Its uses are recorded."""
+        """The values of the outputs of an equation, for these values of its operands. Its uses are recorded.
+
+        The bodies of loops, conds and calls are read in place of the equation itself. ``Uses`` reads all others.
+        """
         view = view_of(eqn)
         match view:
             case Scan():
@@ -54,6 +57,7 @@ class Reading:
             case While():
                 return self._read_while(view, operands)
             case Cond():
+                # The first operand selects the branch.
                 branches = [self._read_body(branch, operands[1:]) for branch in jaxprs.bodies(eqn)]
                 return [_combine_alternatives(outs, operands[0].source) for outs in zip(*branches, strict=True)]
             case ShardMap():
@@ -104,7 +108,10 @@ class Reading:
             del self.uses[n_uses:]
 
     def _read_scan(self, view: Scan, operands: Sequence[Value]) -> list[Value]:
-        """The values of the final carry of a scan, and of its outputs that are stacked along a new first axis."""
+        """The values of the final carry of a scan, and of its outputs that are stacked along a new first axis.
+
+        Each step reads the constants, the carry, and a slice of all other operands.
+        """
         eqn = view.eqn
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
@@ -113,7 +120,10 @@ class Reading:
         return [*carry, *(replace(value, axes=((Part(view.length),), *value.axes)) for value in outs)]
 
     def _read_while(self, view: While, operands: Sequence[Value]) -> list[Value]:
-        """The values of the final carry of a while loop. Its condition is read too, as it may use weights."""
+        """The values of the final carry of a while loop. Its condition is read too, as it may use weights.
+
+        The operands are the constants of the condition, those of the body, and the carry.
+        """
         n_condition, n_body = view.counts
         consts, carry = operands[n_condition : n_condition + n_body], operands[n_condition + n_body :]
         condition, body = jaxprs.bodies(view.eqn)

@@ -131,6 +131,7 @@ def _use_of(product: DataProduct, parameter: int) -> Use:
     """The use of one parameter in a product: the axes of this parameter alone, as plain numbers such as ``(0, 1)``."""
 
     def axes_in(origins: Origins) -> Numbers:
+        """The numbers of the axes that belong to the parameter."""
         return _sorted_axes(axis for owner, axis in origins if owner == parameter)
 
     words = {word: axes_in(getattr(product, word)) for word in (*WORDS, "windows")}

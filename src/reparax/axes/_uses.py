@@ -76,13 +76,17 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     """
 
     def __init__(self) -> None:
-        """No equation has been read. Each of the three sets holds axes of parameters, as the class docstring says."""
+        """No equation has been read.
+
+        The three sets collect axes of parameters: those that a product keeps apart, those along which entries of data
+        were mixed before that, and those that a product contracts.
+        """
         super().__init__()
         self._apart, self._mixed, self._contracted = Origins(), Origins(), Origins()
 
     @property
     def members(self) -> Origins:
-        """The axes of parameters that index the members of an ensemble."""
+        """The axes of parameters that index the members of an ensemble, as far as the equations so far show."""
         return self._apart - self._mixed - self._contracted
 
     def read_equation(self, view: View, operands: Sequence[Value], line: str) -> list[Value]:
@@ -169,16 +173,24 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             product = _product_with_data(view, value, i, line)
             if product is not None:
                 self._add_product(product, view, operands, i)
-                continue
-            self._add_other_read(value, line)
-            long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
-            # Whole rows meet data here, so they were looked up; a penalty would read a sum of their squares.
-            if any(use.outputs & long_axes for use in value.products_if_rows):
+                # Entries that constants chose are rows, and so data, if another weight has multiplied them. If they
+                # were only looked up, this operand is a slice of a weight.
+                are_rows = any(use.how != LOOKUP for use in value.products_if_rows)
+            else:
+                self._add_other_read(value, line)
+                long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
+                # Whole rows meet data here, so they were looked up; a penalty would read a sum of their squares.
+                are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
+            if are_rows:
                 self.extend(value.products_if_rows)
         return [use for use in self[n_before:] if isinstance(use, DataProduct)]
 
     def _add_product(self, product: DataProduct, view: View, operands: Sequence[Value], i: int) -> None:
-        """Records a product of data with the operand ``i``, a weight, and which axes of the data it contracts."""
+        """Records a product of data with the operand ``i``, a weight.
+
+        It also records which axes of earlier layers the product contracts, and which of them it keeps apart by batch
+        axes. These say which axes are those of ensemble members.
+        """
         self.append(product)
         if isinstance(view, Conv):
             self._read_convolution(view, *operands)
@@ -190,10 +202,6 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._contracted |= data.origins_of(contraction.contracted(1 - i))
             # An output of an earlier layer is kept apart only if it is on batch axes alone.
             self._add_apart(data, data.origins_of(batch) - data.origins_of(other_axes))
-        # Entries that constants chose are rows, and so data, if another weight multiplied them and data now meet the
-        # result. If they were only looked up, this operand is a slice of a weight.
-        if any(use.how != LOOKUP for use in operands[i].products_if_rows):
-            self.extend(operands[i].products_if_rows)
 
     def _read_convolution(self, view: Conv, data: Value, kernel: Value) -> None:
         """Records the features that a convolution contracts, and the blocks of features that it keeps apart.

@@ -76,7 +76,7 @@ def to_peft(
       >>> config["peft_type"], config["r"], config["lora_alpha"], config["target_modules"]
       ('LORA', 1, 2, ['dense'])
     """
-    require_chains("to_peft(p, raw)", p)
+    require_chains("io.to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         plan = plan_for(weights, raw, mean=True)

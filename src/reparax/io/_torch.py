@@ -135,7 +135,7 @@ def from_torch(
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
     """
-    require_chains("from_torch(p, state_dict, like)", p)
+    require_chains("io.from_torch(p, state_dict, like)", p)
     arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
@@ -196,7 +196,7 @@ def to_torch(
       >>> {name: x.shape for name, x in rpx.io.to_torch(p, raw, style="hooks").items()}
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
-    require_chains("to_torch(p, raw)", p)
+    require_chains("io.to_torch(p, raw)", p)
     with locate_errors("to_torch"):
         if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
             raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")

@@ -35,8 +35,8 @@ def check_number(value: Any, who: str, name: str) -> Any:
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
-                f"{who} takes a number as {name}, but got a function. Call a schedule in the training step: "
-                f"`{who}(schedule(step))`."
+                f"{who} takes a number as {name}, but got a function. Call a schedule in the training step, and pass "
+                "the number that it gives, `schedule(step)`."
             )
         raise TypeError(
             f"{who} takes a real number or a real scalar array as {name}, but got {describe_argument(value)}."

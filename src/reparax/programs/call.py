@@ -32,7 +32,7 @@ class Arguments:
     Attributes:
       fun: The function.
       leaves: The leaves of the positional and keyword arguments.
-      treedef: The structure of these leaves.
+      treedef: The structure of these leaves: that of ``(args, kwargs)``.
       positions: The positions of the leaves that are arrays.
       is_chosen: For each array, whether the user chose its argument.
     """
@@ -45,7 +45,10 @@ class Arguments:
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are chosen."""
+        """The arguments of ``fun(*args, **kwargs)``, of which the user chose those at ``argnums``.
+
+        ``who`` names the call in errors. Keyword arguments are never chosen, and their leaves come last.
+        """
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         chosen_positions = _chosen_positions(who, argnums, args)
         flags = [i in chosen_positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -60,11 +63,15 @@ class Arguments:
 
     @property
     def paths(self) -> list[str]:
-        """For each array, the name of its argument and its path in that argument."""
+        """For each array, the name of its argument and its path in that argument, such as ``raw/layer/kernel``."""
         all_names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
         parameters = _parameters_of(self.fun)
 
         def path(names: tuple[str, ...]) -> str:
+            """The path of a leaf, from its keys in ``(args, kwargs)``: ("0", "0", "w") becomes ``raw/w``.
+
+            A positional argument gets the name of its parameter, if the function has one at this position.
+            """
             group, name, *path_in_argument = names
             has_name = group == "0" and int(name) < len(parameters)
             argument = parameters[int(name)] if has_name else f"argument {name}"
@@ -73,7 +80,7 @@ class Arguments:
         return [path(all_names[i]) for i in self.positions]
 
     def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
-        """Calls the function, or ``fun`` instead, with other arrays in these arguments."""
+        """Calls the function, or ``fun`` instead, with ``arrays`` in place of the arrays among these arguments."""
         leaves = list(self.leaves)
         for i, x in zip(self.positions, arrays, strict=True):
             leaves[i] = x
@@ -81,22 +88,31 @@ class Arguments:
         return (fun or self.fun)(*args, **kwargs)
 
     def trace(self) -> "Traced":
-        """Traces the function, once. The outputs of the program are the leaves of the result that are traced."""
+        """Traces the function, once.
+
+        The outputs of the program are those leaves of the result that are traced. All others, such as texts or arrays
+        that do not depend on the arguments, are kept by ``Traced.restore``.
+        """
+        # JAX returns a program only, so the function notes here how its result is restored.
         restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
+            """The traced leaves of the result of the function."""
             outs, treedef = jax.tree.flatten(self.call(arrays))
             untraced = {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}
             restores.append(functools.partial(_restore, treedef, untraced))
             return [x for x in outs if isinstance(x, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(traced_leaves)(*self.arrays))
-        is_chosen = [*(False for _ in consts), *self.is_chosen]
+        is_chosen = [*(False for _ in consts), *self.is_chosen]  # arrays that the function closes over count as data
         return Traced(program, [*consts, *self.arrays], is_chosen, restores[-1])
 
 
 def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
-    """The result of a function, from its untraced leaves, by their positions, and the values of all other leaves."""
+    """The result of a function, from its structure, its untraced leaves by position, and the values of the others.
+
+    With the untraced leaf {1: "a"} and the outputs [x, y], the leaves are x, "a" and y.
+    """
     traced_leaves = iter(outputs)
     leaves = [untraced[i] if i in untraced else next(traced_leaves) for i in range(treedef.num_leaves)]
     return treedef.unflatten(leaves)
@@ -104,7 +120,7 @@ def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class Traced:
-    """The program of one call.
+    """The program of one call, as :meth:`Arguments.trace` returns it.
 
     Attributes:
       program: The program, with its constants as first inputs.
@@ -137,7 +153,7 @@ def check_call(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass a "
             f"function, such as the loss."
         )
-    function = fun
+    function = fun  # without ``functools.partial``, which hides its attributes
     while isinstance(function, functools.partial):
         function = function.func
     if follows_weights and getattr(function, "hides_weights", False):
@@ -157,7 +173,7 @@ def check_call(
 
 
 def _parameters_of(fun: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters; none if its signature is unknown."""
+    """The names of a function's parameters; none if its signature is unknown, as for some builtin functions."""
     try:
         return list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):
@@ -165,12 +181,15 @@ def _parameters_of(fun: Callable[..., Any]) -> list[str]:
 
 
 def given_options(**options: Any) -> list[str]:
-    """The names of the options whose value is not their default, None or False."""
+    """The names of the options that the user passed: those whose value is not None or False, which are the defaults."""
     return [name for name, value in options.items() if value is not None and value is not False]
 
 
 def _require_positions(who: str, argnums: Any) -> None:
-    """Raises an error unless ``argnums`` is the position of an argument, a tuple of positions, or None."""
+    """Raises an error unless ``argnums`` is None, the position of an argument, or a tuple or list of positions.
+
+    Negative positions are refused: which argument they name would depend on the call.
+    """
     positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
@@ -183,14 +202,20 @@ _CONTAINERS = (dict, list, tuple)
 
 
 def _describe_arrays(x: Any) -> Any:
-    """``x`` for an error message, with the dtype and shape of each array in place of its numbers."""
+    """``x`` for an error message, with the dtype and shape of each array in place of its numbers.
+
+    It looks into dicts, lists and tuples only, as errors should show other objects, such as modules, as they are.
+    """
     return jax.tree.map(
         lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
     )
 
 
 def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
-    """The positions of the arguments that the user chose: by default the first, and all that are keys."""
+    """The positions of the arguments that the user chose by ``argnums``: by default the first, and all that are keys.
+
+    Raises an error, in the name of ``who``, if there is no positional argument at one of them.
+    """
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
     positions = {argnums} if isinstance(argnums, int) else set(argnums)
@@ -203,9 +228,10 @@ def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[in
 
 
 def is_keys(arg: Any) -> bool:
-    """Whether an argument consists of PRNG keys, typed or legacy."""
+    """Whether an argument consists of PRNG keys only: typed ones, or arrays that look like legacy ones."""
 
     def is_key(x: Any) -> bool:
+        """Whether a leaf is an array of keys. Legacy keys are uint32 arrays whose last axis has 2 or 4 entries."""
         if not is_traceable(x):
             return False
         is_legacy_key = x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4)

@@ -2,6 +2,7 @@
 
 As in einsum, each axis of an operand and of the output has an index, and axes with the same index are one axis. The
 operands of ``x @ w`` have the indices (0, 1) and (1, 3), and its output (0, 3). All readers of programs use this table.
+An index is a number and has no other meaning. Those that only the output has are negative.
 """
 
 import itertools
@@ -17,12 +18,12 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Contraction:
-    """The indices of the axes of a contraction.
+    """The indices of the axes of a contraction: those of ``x @ w`` are ((0, 1), (1, 3)) and (0, 3).
 
     Attributes:
       operands: The indices of each operand.
-      output: The indices of the output. One that no operand has is an axis of its own: the positions of a window, the
-        part of an axis that a look-up takes, or the groups whose rows are summed.
+      output: The indices of the output. An index that no operand has is an axis of its own: the positions of a window,
+        or the part of an axis that a look-up takes.
       batch_indices: The indices along which each entry of an operand is combined with its own part of another operand:
         those of a batch, and of the matrices for groups of rows.
     """
@@ -32,37 +33,50 @@ class Contraction:
     batch_indices: frozenset[int]
 
     def contracted(self, operand: int) -> list[int]:
-        """The axes of an operand that are summed over, belong to a window, or are indexed by a look-up."""
+        """The axes of an operand that the output does not have, except those of a batch.
+
+        They are summed over, belong to a window, or are indexed by a look-up. For ``x @ w``, [1] of x and [0] of w.
+        """
         return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
     def kept(self, operand: int) -> list[int]:
-        """The axes of an operand that the output has, except those of a batch."""
+        """The axes of an operand that the output has, except those of a batch: for ``x @ w``, [0] of x and [1] of w."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.batch_indices]
 
     def batch(self, operand: int) -> list[int]:
-        """The axes of an operand with ``batch_indices``."""
+        """The axes of an operand along which each entry is combined with its own part of another operand."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.batch_indices]
 
     def sources(self, axis: int) -> list[int | None]:
-        """For each operand, the axis that becomes this axis of the output; None if it has no such axis."""
+        """For each operand, the axis that becomes this axis of the output; None if it has no such axis.
+
+        For axis 0 of ``x @ w``, [0, None].
+        """
         index = self.output[axis]
         return [indices.index(index) if index in indices else None for indices in self.operands]
 
 
 def contraction_of(view: View) -> Contraction | None:
-    """The indices of the axes of an equation; None if it is not a contraction."""
+    """The contraction that an equation is: a product of matrices, a convolution or a look-up; None if it is none."""
     table = _TABLE.get(type(view))
     return table and table(view)
 
 
 def _new_indices(view: View) -> list[list[int]]:
-    """A different index for each axis of each operand."""
+    """A different index for each axis of each operand: [[0, 1], [2, 3]] for two matrices.
+
+    The caller gives axes that belong together one index.
+    """
     count = itertools.count()
     return [[next(count) for _ in v.aval.shape] for v in view.operands]
 
 
 def _dot(view: Dot | RaggedDot) -> Contraction:
-    """The output has the batch, then the other axes of the first operand, then those of the second."""
+    """The contraction of a product of matrices, also of the first two operands of one for groups of rows.
+
+    The output has the batch axes, then the other axes of the first operand, then those of the second, except for axes
+    that are summed over.
+    """
     a, b = _new_indices(view)[:2]
     for i, j in itertools.chain(zip(*view.contracting, strict=True), zip(*view.batch, strict=True)):
         b[j] = a[i]
@@ -72,7 +86,12 @@ def _dot(view: Dot | RaggedDot) -> Contraction:
 
 
 def _ragged_dot(view: RaggedDot) -> Contraction:
-    """As a product of matrices, but each row is multiplied by the part of its group, or rows are summed by group."""
+    """The contraction of a product of matrices for groups of rows.
+
+    It is that of :func:`_dot`, but either each row is multiplied by the matrix of its group, so that groups are no axis
+    of the output, or rows are summed by group, so that groups are its first axis. The last axis of the third operand,
+    the sizes of the groups, has the index of that first axis.
+    """
     product, sizes = _dot(view), tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
     if view.group is None:
@@ -82,8 +101,12 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
 
 
 def _convolution(view: Conv) -> Contraction:
-    """It sums over the window, and over features unless they are in groups. Positions of the output are new axes."""
+    """The contraction of a convolution. It sums over the window, and over input features unless they are in groups.
+
+    The output has the batch of the data, the output features of the kernel, and positions, which are axes of its own.
+    """
     data, kernel = _new_indices(view)
+    # Axes of data and output are listed as batch, features, positions; of the kernel, as output and input features.
     lhs, rhs, out = view.dimension_numbers
     if view.feature_group_count == 1:
         kernel[rhs[1]] = data[lhs[1]]
@@ -93,12 +116,18 @@ def _convolution(view: Conv) -> Contraction:
 
 
 def _gather(view: Gather) -> Contraction:
-    """Axes of the operand that are taken whole are in the output, and so are those of the indices but for the last."""
+    """The contraction of a look-up by indices.
+
+    The output has the axes of the table that slices take whole, an axis of its own for each that they take in part, and
+    the axes of the indices but for the last, which has the position in the table. For ``table[indices]`` with indices
+    of shape (7, 1), it has the indices (2, 1): the 7 rows and the columns of the table.
+    """
     table, rows = _new_indices(view)
     numbers = view.dimension_numbers
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[j] = table[i]
     kept_axes = [i for i in range(len(table)) if i not in view.removed_axes]
+    # Axes at ``offset_dims`` are those of slices, in order, and the others are those of the indices, in order.
     slices = iter([-1 - i if i in view.partial_axes else table[i] for i in kept_axes])
     rows_left = iter(rows[:-1])
     output = tuple(next(slices if k in numbers.offset_dims else rows_left) for k in range(view.type.ndim))
@@ -107,13 +136,18 @@ def _gather(view: Gather) -> Contraction:
 
 
 def _dynamic_slice(view: DynamicSlice) -> Contraction:
-    """Axes of the operand that are taken whole are in the output."""
+    """The contraction of a slice whose start is known only at run time.
+
+    The output has the axes of the operand that are taken whole, and an axis of its own for each other axis. The start
+    indices, which are scalars, have no axes.
+    """
     table, *starts = _new_indices(view)
     sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)
     output = [index if size == n else -1 - i for i, (index, (size, n)) in enumerate(zip(table, sizes, strict=True))]
     return Contraction((tuple(table), *map(tuple, starts)), tuple(output), frozenset())
 
 
+# The contraction of each kind of equation.
 _TABLE: dict[type[View], Callable[[Any], Contraction]] = {
     Dot: _dot,
     RaggedDot: _ragged_dot,

@@ -3,6 +3,9 @@
 Known inputs are those that the user chose by ``argnums``, such as parameters and keys, and those that an ``apply``
 reads. What is computed from them alone is known too, and can be computed again at any time. An ``Analysis`` finds such
 facts about all values: ``IsKnown`` finds only this one, and ``AllFacts`` everything that the interpreter needs.
+
+An ``apply`` is the equation in which ``p.apply`` of a parametrization computes weights: a ``jax.checkpoint`` with a
+policy of ours. The body of an equation is a program inside it, such as a step of a scan.
 """
 
 from abc import ABC, abstractmethod
@@ -24,16 +27,16 @@ T = TypeVar("T")
 Flags = list[bool]
 """For each input, whether it is known: chosen by the user, or read by an ``apply``."""
 Known = dict[Var, bool]
-"""For each variable, whether it depends on known inputs alone."""
+"""For each variable of a program, whether it is known: it depends on known inputs alone."""
 EquationRule = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 """Returns a function that computes an equation in another way, or None to evaluate it as it is."""
 
 STORED = "reparax_stored"
-"""The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they can be recomputed."""
+"""The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they could be recomputed."""
 
 
 def has_tangent(atom: Any) -> bool:
-    """Whether an atom is floating-point and so has tangents."""
+    """Whether a variable or literal is floating or complex, so that it has a tangent and can get a gradient."""
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
@@ -42,9 +45,10 @@ class Batch:
     """Equations of a program that are evaluated together.
 
     Attributes:
-      eqns: The equations.
-      function: The function that computes the only equation, if a rule returned one.
-      reads_beside: If these equations were delayed until another one needs their values, all operands of that one.
+      eqns: The equations, in the order of the program.
+      function: A function that computes the outputs of the only equation from its operands, if a rule returned one.
+      reads_beside: If these equations were delayed until another equation needs their values, the operands of that
+        equation; else empty.
     """
 
     eqns: list[JaxprEqn]
@@ -53,7 +57,11 @@ class Batch:
 
 
 def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> None:
-    """Appends an equation to the last batch, or as a new one if either has a function or the last one was delayed."""
+    """Adds an equation to the last of ``batches``, or appends a new batch for it.
+
+    It gets a batch of its own if ``rule`` returns a function for it, and a new one if the last batch has a function or
+    was delayed, so that it must stay as it is.
+    """
     function = rule(eqn)
     if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
         batches[-1].eqns.append(eqn)
@@ -62,7 +70,10 @@ def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> N
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, in which ``rule`` may return another function for an equation."""
+    """Evaluates a program without constants, in which ``rule`` may return another function for an equation.
+
+    Equations between those with a function are evaluated together, as one program.
+    """
     batches = list[Batch]()
     for eqn in jaxpr.eqns:
         add_to_batches(batches, eqn, rule)
@@ -75,11 +86,17 @@ def run_batches(
     batches: Sequence[Batch],
     run_batch: Callable[[Batch, Jaxpr, Env], Sequence[Any]],
 ) -> list[Any]:
-    """Evaluates a program whose equations are in ``batches``, one batch after the other.
+    """Evaluates a program without constants, one batch of its equations after the other, and returns its outputs.
 
-    ``run_batch`` computes the outputs of a batch without a function, from its program and all values computed so far.
+    Args:
+      jaxpr: The program.
+      args: The values of its inputs.
+      batches: All its equations, in an order in which each reads only outputs of earlier ones.
+      run_batch: Computes the outputs of a batch without a function, from the batch, its equations as a program of the
+        values that are read later, and all values computed so far.
     """
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
+    # What is read after each batch, collected from the last batch to the first, and after all of them: the outputs.
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
         read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
@@ -95,7 +112,10 @@ def run_batches(
 
 
 def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxpr, list[Any]]:
-    """The program that :func:`run` traces for these inputs, with constants as its first inputs, and these constants."""
+    """The program with the changes of ``rule``: what :func:`run` computes for inputs such as ``args``.
+
+    Its constants are its first inputs, and the second result has their values.
+    """
     return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, rule))(*args))
 
 
@@ -105,11 +125,12 @@ def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxp
 class Analysis(ABC, Generic[T]):
     """How a fact about each value of a program follows from the facts about the operands of its equation.
 
-    Facts are elements of a finite lattice, so that the facts about the values of a loop reach a fixed point.
+    A fact is of the type ``T``, such as bool for ``IsKnown``. :func:`analyze` applies an analysis to a program. For it
+    to end at loops, facts must be elements of a finite lattice, in which :meth:`join` is the least upper bound.
 
     Attributes:
       constant: The fact about literals.
-      closed_over: The fact about the constants of bodies.
+      closed_over: The fact about the constants of bodies: ``constant``, unless a transform sets another one.
       analyzed: The facts about the values of each program, for each choice of facts about its inputs.
     """
 
@@ -120,19 +141,25 @@ class Analysis(ABC, Generic[T]):
 
     @abstractmethod
     def join(self, values: Sequence[T]) -> T:
-        """The fact about a value that is one of several values, or computed from them."""
+        """The fact about a value that is computed from values with these facts, or is one of them, as after a cond."""
 
     @abstractmethod
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
-        """The fact about all outputs of an equation, if its bodies are not analyzed."""
+        """The fact about each output of an equation, if its bodies are not analyzed, from those about its operands."""
 
     @abstractmethod
     def enters(self, eqn: JaxprEqn, operands: Sequence[T]) -> bool:
-        """Whether the bodies of an equation are analyzed, so that each output has a fact of its own."""
+        """Whether the bodies of an equation are analyzed, so that each output gets a fact of its own.
+
+        If not, :meth:`of_equation` says what holds for all outputs.
+        """
 
 
 def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
-    """The fact about each value of a program, from those about its inputs."""
+    """The fact about each variable of a program, from those about its inputs.
+
+    The analysis keeps it, as the same body is often analyzed again. The result must not be changed.
+    """
     key = jaxpr, tuple(inputs)
     if key not in analysis.analyzed:
         env = dict.fromkeys(jaxpr.constvars, analysis.constant) | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -154,12 +181,19 @@ def facts_of_outputs(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -
 
 
 def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The facts about the outputs of a body, whose constants are its first inputs."""
+    """The facts about the outputs of a body, from those about its inputs.
+
+    ``body`` has its constants as its first inputs, and their values, but ``inputs`` has only the other ones.
+    """
     return facts_of_outputs(body[0], [*(analysis.closed_over for _ in body[1]), *inputs], analysis)
 
 
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
-    """The facts about the outputs of an equation."""
+    """The fact about each output of an equation, by its bodies if the analysis enters them.
+
+    An output of a cond has the facts of all its branches joined; the first operand, which selects the branch, is no
+    input of a branch. Equations with bodies of other kinds are not entered.
+    """
     if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
             return _facts_of_body(jaxprs.body(eqn), steady_inputs(eqn, operands, analysis), analysis)
@@ -172,7 +206,12 @@ def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[
 
 
 def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The facts about the inputs of a scan's body that hold at every step, from those that hold at the first."""
+    """The facts about the inputs of a scan's body that hold at every step, from those that hold at the first.
+
+    A carried value is an input of the first step and an output of each step before another, so its fact is joined with
+    that about the output of the body, until nothing changes. If a carry begins as known, but the body adds data to it,
+    it is not known in the result.
+    """
     n_consts, n_carry = jaxprs.scan_counts(scan)
     consts = inputs[:n_consts]
     carry = list(inputs[n_consts : n_consts + n_carry])
@@ -193,39 +232,43 @@ class IsKnown(Analysis[bool]):
     """
 
     def __init__(self) -> None:
+        """Constants are known."""
         super().__init__(constant=True)
 
     def join(self, values: Sequence[bool]) -> bool:
+        """What is computed from several values is known if all of them are."""
         return all(values)
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+        """Outputs are known if all operands are, unless the equation has effects and so must run exactly once."""
         return all(operands) and not jaxprs.has_effects(eqn)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+        """Whether the outputs may differ: not if all operands are known, or if the equation must run exactly once."""
         # Even if no input is known, a body may compute known values from its own literals.
         return not all(operands) and not jaxprs.has_effects(eqn)
 
 
 def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
-    """For each value of a program, whether it depends on known inputs and constants only."""
+    """For each variable of a program, whether it is known, in the sense of :class:`IsKnown`."""
     return analyze(jaxpr, known_inputs, IsKnown())
 
 
 def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
-    """Whether each atom is known; literals always are."""
+    """For each variable or literal, whether it is known; literals always are."""
     return _look_up(is_known, atoms, constant=True)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one value.
+    """Facts about one value of a program.
 
     Attributes:
       known: Whether it depends on known inputs only.
       fixed: Whether it gets no gradient. A value that is not known is fixed only if all that it depends on is.
-      origins: The known inputs on which it depends, by their position.
-      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. Its type may list more of them.
-      steps: The scans around it, by their depth, in which it may differ between steps.
+      origins: The positions of the known inputs on which it depends.
+      mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
+      steps: The scans around it in which it may differ between steps, each by the number of scans around that scan.
       formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
         are equal.
     """
@@ -233,7 +276,7 @@ class Facts:
     known: bool
     fixed: bool
     origins: frozenset[int] = frozenset()
-    differs: frozenset[str] = frozenset()
+    mesh_axes: frozenset[str] = frozenset()
     steps: frozenset[int] = frozenset()
     formula: int | None = None
 
@@ -246,35 +289,54 @@ class AllFacts(Analysis[Facts]):
     """Finds all facts. It enters ``jit`` and ``checkpoint`` alone, whose gradients are those of their body."""
 
     def __init__(self) -> None:
+        """Constants are known and fixed, and depend on no input."""
         super().__init__(FACTS_OF_CONSTANT)
 
     def join(self, values: Sequence[Facts]) -> Facts:
+        """Known and fixed if all are; origins, mesh axes and scans of any; the formula if all have the same."""
         return Facts(
             known=all(facts.known for facts in values),
             fixed=all(facts.fixed for facts in values),
             origins=frozenset().union(*(facts.origins for facts in values)),
-            differs=frozenset().union(*(facts.differs for facts in values)),
+            mesh_axes=frozenset().union(*(facts.mesh_axes for facts in values)),
             steps=frozenset().union(*(facts.steps for facts in values)),
             formula=values[0].formula if len({facts.formula for facts in values}) == 1 else None,
         )
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
+        """The facts of the operands joined, except for what the equation changes.
+
+        Outputs are not known if it has effects. Known outputs become fixed if it stops gradients, or if they have none,
+        as of an ``argmax``.
+        """
         facts = self.join(operands)
         stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
-        # A sum over a mesh axis does not differ along it. What reads nothing may, such as the index of the shard.
-        differs = facts.differs
-        if differs or not eqn.invars:
-            types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
-            differs = differs & types if eqn.invars else types
-        is_known = facts.known and not jaxprs.has_effects(eqn)
-        return replace(facts, known=is_known, fixed=facts.fixed or stops, differs=differs)
+        is_known, mesh_axes = facts.known and not jaxprs.has_effects(eqn), _mesh_axes_of_outputs(eqn, facts.mesh_axes)
+        return replace(facts, known=is_known, fixed=facts.fixed or stops, mesh_axes=mesh_axes)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
+        """Only a ``jit`` or a ``checkpoint`` is entered."""
         return view_class_of(eqn) in (Jit, Checkpoint)
 
 
+def _mesh_axes_of_outputs(eqn: JaxprEqn, axes_of_operands: frozenset[str]) -> frozenset[str]:
+    """The mesh axes along which the shards of an equation's outputs differ, from those of its operands.
+
+    Operands that do not differ have outputs that do not. Otherwise the types of the outputs say along which axes they
+    may still differ: a sum over a mesh axis does not differ along it. An equation without operands is not computed from
+    equal values: its output may be the index of the shard, so its type alone decides.
+    """
+    if eqn.invars and not axes_of_operands:
+        return axes_of_operands
+    types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
+    return axes_of_operands & types if eqn.invars else types
+
+
 def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
-    """The facts about the inputs of a program, some of which the user chose."""
+    """The facts about each input of a program, of which ``is_chosen`` says whether the user chose it.
+
+    Inputs that an ``apply`` reads are known as well. Each known input has itself as its origin.
+    """
     flags = with_inputs_of_apply(program, is_chosen)
     return [
         Facts(known=is_known, fixed=not has_tangent(v), origins=frozenset([i]) if is_known else frozenset())
@@ -286,9 +348,12 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 
 
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """``jaxpr`` as an early program, which reads known inputs only, and a late one, which reads the outputs of that.
+    """Splits a program into an early one, which reads known inputs only, and a late one, which reads its outputs.
 
-    An equation that reads other inputs, too, is late as a whole, and so is all that depends on its outputs.
+    Equations that read other inputs are late, and so are all that depend on their outputs, and those that must run
+    exactly once. For ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one
+    ``y = x @ e``. The late one computes the outputs of ``jaxpr``, and its inputs are the values that it needs, in the
+    order in which it reads them.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()
@@ -305,13 +370,18 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
-    """The program that recomputes the known values ``outvars``, from inputs and from values that must be stored."""
+    """The program that recomputes the known variables ``outvars``.
+
+    Its inputs are inputs of ``jaxpr`` and variables that must be stored for it: those named ``STORED``, and values that
+    are not known but that one of its equations reads, such as the index of a cond.
+    """
     needed = set(outvars)
     eqns = list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):
             known_eqns = [eqn]
+            # A scan or cond that reads data as well may need only its known operands for the outputs that are needed.
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
@@ -320,12 +390,18 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
 
 
 def is_apply(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the ``apply`` of a parametrization."""
+    """Whether an equation is the ``apply`` of a parametrization, which is a ``jax.checkpoint`` with the policy MARK."""
     return jaxprs.policy_of(eqn) is MARK
 
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """``known_inputs``, plus the inputs that an ``apply`` reads, and keys and scalars from which its operands come."""
+    """For each input of a program, whether it is known, or must be because an ``apply`` depends on it.
+
+    These are the inputs that an ``apply`` reads itself, such as raw parameters. Of those from which its operands are
+    computed, only keys and scalars count: a key is split before ``apply``, but an array may be data. In
+    ``apply(raw, fold_in(key, step))``, ``raw``, ``key`` and ``step`` become known.
+    """
+    # From the last equation to the first: what an ``apply`` reads, and all that these values are computed from.
     read_by_apply, needed_by_apply = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         inputs = _inputs_of_apply(eqn)
@@ -340,7 +416,11 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
-    """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
+    """The variables that an ``apply`` reads: the operands of an equation that is one, or those that one inside reads.
+
+    Empty if the equation holds no ``apply``, or one that cannot be reached, because JAX cannot run it with another
+    body.
+    """
     if not jaxprs.inner_programs(eqn):
         return []
     if is_apply(eqn):
@@ -348,12 +428,13 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
+    # Constants are the first inputs of the body, and no operands of the equation.
     read_by_apply = with_inputs_of_apply(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
     return variables(v for v, is_read in zip(eqn.invars, read_by_apply, strict=True) if is_read)
 
 
 def _is_key_or_number(v: Any) -> bool:
-    """Whether a variable may be a key, typed or legacy, or is a scalar."""
+    """Whether a variable is a scalar, a typed PRNG key, or an array that may be a legacy key: uint32 of 2 or 4."""
     dtype, shape = v.aval.dtype, v.aval.shape
     is_legacy_key = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
     return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
@@ -365,5 +446,5 @@ def holds_apply(eqn: JaxprEqn) -> bool:
 
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
-    """Whether a program contains the ``apply`` of a parametrization, itself or in a body."""
+    """Whether an equation of a program, or of a body inside it, is the ``apply`` of a parametrization."""
     return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

@@ -1,6 +1,9 @@
 """Equations as typed views: each kind of equation is a class, with the parameters that JAX's functions have.
 
 ``view_of(eqn)`` is the view of an equation, such as a ``Dot`` for a ``dot_general``, so rules can match its class.
+
+An equation reads operands, computes outputs, and has parameters, which are static. Its primitive is the operation.
+Axes are numbers, counted from 0.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +20,7 @@ Axes = tuple[Sequence[int], Sequence[int]]
 
 
 KINDS: dict[str, "type[View]"] = {}
-"""The class of views of each primitive that has one of its own."""
+"""The class of views for the name of each primitive that has one of its own; ``View`` is for all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class View:
     """The primitives of this kind."""
 
     def __init_subclass__(cls, names: tuple[str, ...]) -> None:
-        """Registers the subclass for these primitives."""
+        """Registers the subclass for the primitives with these names, in ``KINDS``."""
         cls.names = names
         KINDS.update(dict.fromkeys(names, cls))
 
@@ -46,7 +49,7 @@ class View:
 
     @property
     def _compared(self) -> tuple[Any, ...]:
-        """The values that are compared between views."""
+        """What two views are compared by: primitive, parameters and types of operands, but not the variables."""
         return self.eqn.primitive, *self.eqn.params.items(), *(v.aval for v in self.operands)
 
     @property
@@ -61,18 +64,22 @@ class View:
 
     @property
     def has_sharding(self) -> bool:
-        """Whether it specifies the sharding of its output."""
+        """Whether the equation specifies the sharding of its output. JAX names this parameter in two ways."""
         return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
 
     def bind(self, *args: Any, **new_params: Any) -> Any:
-        """The outputs for other operands, with some parameters changed."""
+        """Runs the equation on other operands, with some parameters changed, and returns its outputs."""
         return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
 
 
 class Param(Generic[T]):
-    """An attribute of a view that reads a parameter of its equation: ``name``, or the one named as the attribute."""
+    """An attribute of a view class, a descriptor, that reads a parameter of the equation.
+
+    ``axis = Param[int]("dimension")`` reads the parameter dimension. Without a name, it is that of the attribute.
+    """
 
     def __init__(self, name: str = "") -> None:
+        """Takes the name of the parameter, if it is not that of the attribute."""
         self._name = name
 
     def __set_name__(self, _: type, name: str) -> None:
@@ -93,19 +100,21 @@ class Dot(View, names=("dot_general",)):
 
     @property
     def contracting(self) -> Axes:
-        """The axes that are summed over."""
+        """The axes that are summed over, of the left and of the right operand: ([1], [0]) for ``x @ w``."""
         return self.eqn.params["dimension_numbers"][0]
 
     @property
     def batch(self) -> Axes:
-        """The batch axes, which are the first of the output."""
+        """The batch axes of the left and of the right operand, which become the first axes of the output."""
         return self.eqn.params["dimension_numbers"][1]
 
 
 class RaggedDot(View, names=("ragged_dot_general",)):
     """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of rows of the left operand.
 
-    The third operand has the size of each group. Rows beyond all groups give zeros.
+    The third operand has the size of each group: the first rows are in the first group, the next in the second, and so
+    on. Rows after those of all groups give zeros. The output is one of three: each row times the matrix of its group,
+    or for each group the sum over its rows, or, if rows are along a batch axis, the product for each of them.
     """
 
     precision = Param[Any]()
@@ -118,12 +127,12 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def contracting(self) -> Axes:
-        """The axes that are summed over; ``group`` is none of them."""
+        """The axes of the left and of the right operand that are summed over; ``group`` is not among them."""
         return self._numbers.dot_dimension_numbers[0]
 
     @property
     def batch(self) -> Axes:
-        """The batch axes, which are kept."""
+        """The batch axes of the left and of the right operand, which the output keeps."""
         return self._numbers.dot_dimension_numbers[1]
 
     @property
@@ -139,12 +148,17 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it computes all groups, and the axis with groups is not a batch axis."""
+        """Whether it computes all groups, not only those from an offset on, and the rows are not a batch axis."""
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
     def axes_of_sizes(self) -> Sequence[int]:
-        """The axes of the left operand that the third has too, before its last: along these, group sizes may differ."""
+        """The axes of the left operand along which group sizes may differ, which the third operand has too.
+
+        They are the axes of the third operand before its last one, in order; none if it has only that one. By the rule
+        of JAX, they are the batch axes, and then the axes before the rows: among those that are summed over if the rows
+        are, and else among those that are not.
+        """
         if self.operands[2].aval.ndim == 1:
             return ()
         contracting, batch = self.contracting[0], self.batch[0]
@@ -190,19 +204,22 @@ class Gather(View, names=("gather",)):
 
     @property
     def removed_axes(self) -> tuple[int, ...]:
-        """The axes of the operand that slices do not have."""
+        """The axes of the operand that the output lacks: slices have size 1 along them, or they are batch axes."""
         return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes of the operand of which slices have only a part, except batch axes."""
+        """The axes of the operand along which slices are not whole, or have size 1 and lack the axis; no batch axes."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
-        """The only axis into which the indices point, if slices lack it and are whole along all others; else None."""
+        """The only axis into which the indices point, if slices lack it and are whole along all others; else None.
+
+        Then the look-up is ``jnp.take`` along this axis. Unlike ``row``, it is None if the indices have more columns.
+        """
         numbers = self.dimension_numbers
         if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
             return None
@@ -213,12 +230,13 @@ class Gather(View, names=("gather",)):
     def row(self) -> tuple[int, int] | None:
         """The axis of the operand along which slices have one entry, and which column of the indices chooses it.
 
-        None if slices are not whole along all other axes.
+        For the look-up of the matrices ``w[experts]`` of shape (tokens, i, o), (0, 0). None if slices are not whole
+        along all other axes, if there are batch axes, or if the indices may point outside along another axis.
         """
         shape = self.operands[0].aval.shape
         axes = tuple(self.dimension_numbers.start_index_map)
         cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
-        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # the only entry of an axis of size 1
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
         # Along the other axes, indices may be ignored: slices begin at 0, as other indices are clipped or do not occur.
@@ -252,7 +270,10 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
     @property
     def keeps_axis(self) -> Sequence[bool]:
-        """For each axis, whether windows have one entry along it, so that it stays as it is."""
+        """For each axis, whether it stays as it is: windows have one entry along it, and the stride is 1.
+
+        Such are the axes of the batch and of channels in pooling.
+        """
         params = self.eqn.params
         pads = params["padding"]
         dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
@@ -279,7 +300,7 @@ class TopK(View, names=("top_k",)):
 
     @property
     def axis(self) -> int:
-        """The axis, as a non-negative number."""
+        """The axis, as a non-negative number. Older versions of JAX have no parameter for it, and use the last."""
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
 
@@ -329,7 +350,7 @@ class Slice(View, names=("slice",)):
 
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
-        """For each axis, the start, the limit and the stride."""
+        """For each axis, the start, the limit and the stride of the slice; JAX holds None for strides of 1."""
         starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
 
@@ -349,7 +370,7 @@ class SplitAxis(View, names=("split",)):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The size of each output along this axis."""
+        """The size of each output along this axis, as ints."""
         return [int(n) for n in self.eqn.params["sizes"]]
 
 
@@ -361,7 +382,7 @@ class Reverse(View, names=("rev",)):
 
 
 class ReadInStep(View, names=("reparax_read",)):
-    """An array that is read in a step: ``numerics/tie.py``."""
+    """A call of ``read_in_step`` of ``numerics/tie.py``, which returns an array that is read in a step of a loop."""
 
 
 class Vary(View, names=("pvary",)):
@@ -527,7 +548,7 @@ class While(View, names=("while",)):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many operands are constants of the condition, and how many of the body; the others are carried."""
+        """How many operands are constants of the condition, and then of the body; all others are carried."""
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 
@@ -543,7 +564,7 @@ class ShardMap(View, names=("shard_map",)):
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:
-        """The size of each mesh axis."""
+        """The size of each mesh axis, by name."""
         return self.eqn.params["mesh"].shape
 
 

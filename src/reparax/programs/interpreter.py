@@ -25,8 +25,9 @@ from reparax.programs.rules import map_factors
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
-"""The outputs of an equation, arrays or sums; None if it must be evaluated as it is, on arrays."""
+"""The outputs of an equation, arrays or sums; None if the equation must be evaluated as it is, on arrays."""
 
+# An operation without a value: it can be traced, for its type, but not run.
 _stand_in = Primitive("reparax_stand_in")
 _stand_in.def_abstract_eval(lambda *, type: type)
 
@@ -43,10 +44,10 @@ class Operation:
     Attributes:
       interpreter: The interpreter that evaluates it.
       eqn: The equation.
-      args: The values of its operands, arrays and sums.
-      facts: The facts about its operands.
+      args: The value of each operand, an array or a sum.
+      facts: The facts about each operand, such as whether it gets a gradient.
       out_facts: The facts about its first output.
-      only_first_read: Whether only its first output is read.
+      only_first_read: Whether no other output than the first is read.
     """
 
     interpreter: "Interpreter"
@@ -63,7 +64,7 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """Identifies a sum that this equation makes: the equation, and those whose bodies contain it."""
+        """Identifies a sum that this equation makes, by the equation and all equations whose bodies contain it."""
         return (*self.interpreter.path, id(self.eqn))
 
 
@@ -71,12 +72,15 @@ class Rules(Protocol):
     """What happens to weights: which equations introduce them as sums, and what other equations do with sums.
 
     Attributes:
-      analysis: The analysis that finds the facts about values.
       counts_steps: Whether the rules need the index of the current step of each scan.
     """
 
-    analysis: Analysis[Facts]
     counts_steps: bool
+
+    @property
+    def analysis(self) -> Analysis[Facts]:
+        """The analysis that finds the facts about values."""
+        ...
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation that reads no sum may introduce one, itself or in its bodies."""
@@ -87,7 +91,7 @@ class Rules(Protocol):
         ...
 
     def form(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum, for an equation that needs it. None in place of an equation is the end of a program."""
+        """The array of a sum, for an equation that needs it; ``eqn`` is None if the program returns the sum."""
         ...
 
 
@@ -100,13 +104,13 @@ class LoopStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Interpreter:
-    """How programs are evaluated.
+    """How a program is evaluated: by which rules, and where it is in the whole program.
 
     Attributes:
       rules: What happens to weights.
-      times: How often the program runs.
+      times: How often the program runs: the product of the lengths of the scans around it.
       steps: The current step of each scan around the program, the outermost first.
-      path: Identifies the program: each equation that contains it, followed by the number of the body.
+      path: Identifies the program: for each equation that contains it, the ``id`` and then the number of the body.
       in_formula: Whether the program is part of the ``apply`` of a parametrization.
       computes: Whether equations that read no sum are evaluated. If not, placeholders do for their outputs.
     """
@@ -119,19 +123,25 @@ class Interpreter:
     computes: bool = True
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs of a program, arrays or sums."""
+        """The outputs of a program, arrays or sums, from the values of its inputs and the facts about these."""
         return _Evaluation(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs of a program as arrays."""
+        """The outputs of a program as arrays; arguments as for :meth:`run`."""
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """``x`` as an array, for an equation that needs it, or for the end of a program if that is None."""
+        """The array ``x``, or the array of the sum ``x``, for an equation that needs it.
+
+        ``eqn`` is None if the program returns ``x``.
+        """
         return self.rules.form(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, branch: int = 0, step: LoopStep | None = None) -> "Interpreter":
-        """The interpreter of a body of an equation: of a branch of a cond, or of a step of a scan."""
+        """The interpreter of a body of an equation.
+
+        ``branch`` is the number of the body, for a cond. ``step`` is the current step, for a scan only.
+        """
         steps = self.steps if step is None else (*self.steps, step)
         times = self.times if step is None else self.times * count_entries([step.length])
         in_formula = self.in_formula or is_apply(eqn)
@@ -139,25 +149,32 @@ class Interpreter:
 
 
 class _Evaluation:
-    """One evaluation of a program: the values computed so far, and how many reads of each are left."""
+    """One evaluation of a program: the values computed so far, and the equations that wait to be evaluated together."""
 
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
+        """Takes the values of the inputs, arrays or sums, and the facts about them. Nothing is evaluated yet."""
         self._interpreter, self._jaxpr = interpreter, jaxpr
+        # The array or sum of each variable, the array of each variable whose sum was formed, and all facts.
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        self._reads = jaxprs.count_reads(jaxpr)
-        self._deferred: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
+        self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
+        # How many equations will still read each variable, so that values nobody reads are not kept.
+        self._reads = jaxprs.count_reads(jaxpr)
+        # Equations that keep no sum in factors. They are evaluated together, before the rules need any values.
+        self._deferred: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:
-        """The outputs, arrays or sums."""
+        """Evaluates the program, once, and returns its outputs, arrays or sums."""
         for eqn in self._jaxpr.eqns:
             self._evaluate_or_defer(eqn)
         self._evaluate_deferred()
         return list(map(self._value_of, self._jaxpr.outvars))
 
     def _value_of(self, v: Any) -> Any:
-        """The array or sum of an atom; a placeholder for a variable that was not computed."""
+        """The array or sum of a variable or literal.
+
+        A variable has no value yet if equations that read no sum are not evaluated; then it gets a placeholder.
+        """
         if isinstance(v, Literal):
             return jnp.asarray(v.val)
         if v not in self._env:
@@ -165,7 +182,7 @@ class _Evaluation:
         return self._env[v]
 
     def _evaluate_or_defer(self, eqn: JaxprEqn) -> None:
-        """Evaluates an equation that keeps sums in factors, and defers any other equation."""
+        """Adds the outputs of an equation to ``_env``, or the equation to ``_deferred`` if it needs no rules."""
         facts = [FACTS_OF_CONSTANT if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
         outs = self._keep_factors(eqn, facts)
         if outs is None:
@@ -175,7 +192,10 @@ class _Evaluation:
         self._env.update(zip(eqn.outvars, outs, strict=True))
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """The outputs of an equation that keeps sums in factors, or returns operands unchanged; None for any other."""
+        """The outputs of an equation that keeps sums in factors or returns its operands unchanged.
+
+        None for any other equation, which is to be deferred.
+        """
         outs = self._outputs_by_rules(eqn, facts)
         unchanged_operands = _unchanged_operands(eqn, facts) if outs is None else None
         if unchanged_operands is None:
@@ -184,7 +204,11 @@ class _Evaluation:
         return list(map(self._value_of, unchanged_operands))
 
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """The outputs that the rules compute for an equation that reads sums or may introduce one; else None."""
+        """The outputs that the rules compute for an equation that reads sums or may introduce one.
+
+        None for any other equation, and if the rules need the arrays of its sums. Evaluates the deferred equations
+        first, because the rules may need their values.
+        """
         rules = self._interpreter.rules
         out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else FACTS_OF_CONSTANT
         reads_sum = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
@@ -196,7 +220,10 @@ class _Evaluation:
         return rules.outputs(Operation(self._interpreter, eqn, args, facts, out_facts, only_first_read))
 
     def _evaluate_deferred(self) -> None:
-        """Evaluates the deferred equations as one program, for which the sums that they read become arrays."""
+        """Evaluates the deferred equations as one program, and adds their outputs to ``_env``.
+
+        The sums that they read are formed. If equations that read no sum are not evaluated, only this is done.
+        """
         eqns, self._deferred = self._deferred, []
         if not eqns:
             return
@@ -207,13 +234,13 @@ class _Evaluation:
             program = jaxprs.part(self._jaxpr, eqns, outvars)
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
-        else:  # the rules must know of each sum that would become an array
+        else:  # the rules must be told of each sum that would be formed
             for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
 
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
-        """The value of a variable as an array. A sum becomes one only once, for the first of ``eqns`` that reads it."""
+        """The value of a variable as an array. A sum is formed only once, for the first of ``eqns`` that reads it."""
         x = self._env[v]
         if not isinstance(x, Sum):
             return x
@@ -223,10 +250,14 @@ class _Evaluation:
 
 
 def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
-    """For each output of an equation, the operand that it returns unchanged; None if the equation computes anything."""
+    """For each output of an equation, the operand that it returns unchanged; None if the equation computes anything.
+
+    Such an equation is a ``jit`` without equations inside, or a ``stop_gradient`` of a value that gets no gradient.
+    """
     kind = view_class_of(eqn)
     if kind is StopGradient and facts[0].fixed:
         return eqn.invars
+    # A jit with a sharding may move its operands.
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -240,21 +271,28 @@ def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
 
 
 def has_body(eqn: JaxprEqn) -> bool:
-    """Whether an equation has a body that :func:`interpret_bodies` interprets."""
+    """Whether :func:`interpret_bodies` can interpret the bodies of an equation, as of a scan or a cond."""
     return view_class_of(eqn) in _INTERPRET
 
 
 def interpret_bodies(operation: Operation) -> Outs:
-    """The outputs of an equation whose bodies are interpreted; None if it must be evaluated as it is, on arrays."""
+    """The outputs of an equation whose bodies are interpreted; None if it must be evaluated as it is, on arrays.
+
+    The equation must be one for which :func:`has_body` is true.
+    """
     return _INTERPRET[view_class_of(operation.eqn)](operation)
 
 
 def _interpreted_body(
     operation: Operation, facts: Sequence[Facts], branch: int = 0, *, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
-    """A function that interprets a body of an equation, for inputs with these facts.
+    """A function that interprets a body of an equation: from the values of its inputs, it computes a list of outputs.
 
-    ``branch`` is the number of the body. With ``in_arrays``, sums among its outputs become arrays.
+    Args:
+      operation: The equation.
+      facts: The facts about the inputs, without the constants of the body, which the function adds itself.
+      branch: The number of the body, for a cond.
+      in_arrays: Whether sums among the outputs become arrays.
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[branch]
     facts_of_inputs = [*(operation.interpreter.rules.analysis.closed_over for _ in consts), *facts]
@@ -264,7 +302,10 @@ def _interpreted_body(
 
 
 def _interpret_jit(operation: Operation) -> Outs:
-    """Interprets a call inline, or under ``jit`` again if it has shardings, for which no operand may be a sum."""
+    """Interprets a call inline, or under ``jit`` again if it specifies shardings.
+
+    None if it specifies shardings and an operand is a sum, whose factors have other axes than those specified.
+    """
     if not jaxprs.has_sharding(operation.eqn):
         return _interpreted_body(operation, operation.facts, in_arrays=False)(*operation.args)
     if any(isinstance(x, Sum) for x in operation.args):
@@ -273,7 +314,7 @@ def _interpret_jit(operation: Operation) -> Outs:
 
 
 def _interpret_checkpoint(operation: Operation) -> list[Any]:
-    """Interprets a body under ``jax.checkpoint`` again, or inline if nothing is computed."""
+    """Interprets a body under ``jax.checkpoint`` again, or inline if equations that read no sum are not evaluated."""
     body = _interpreted_body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
@@ -283,11 +324,14 @@ def _interpret_checkpoint(operation: Operation) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Slices:
-    """A sum that a scan slices along the first axis.
+    """A sum that a scan slices along the first axis, in two parts: what the scan slices, and what stays the same.
+
+    For stacked weights ``a @ b`` of shape (layers, i, o), in which only ``a`` varies with the layer, ``arrays`` is
+    [a], of shape (layers, i, r), and ``rest`` has the shape (i, o), with b and a factor without an array for a.
 
     Attributes:
       arrays: The arrays of the factors that vary along this axis, which is their first.
-      rest: The sum of one step, with None in place of these arrays.
+      rest: The sum of one step, with None in place of each of these arrays, in the same order.
     """
 
     arrays: list[Any]
@@ -295,12 +339,13 @@ class _Slices:
 
     @classmethod
     def of(cls, x: Sum) -> "_Slices | None":
-        """The slices of a sum; None if its first axis is merged or on a diagonal."""
+        """The slices of a sum; None if its first axis is merged or on a diagonal, so that no axis of a factor is it."""
         if not all(product.is_plain(0) for product in x.products):
             return None
         arrays = list[Any]()
 
         def without_axis(factor: Factor, axis: AxisLabels) -> Factor:
+            """The factor of one step. If the factor varies along the axis, its array is moved to ``arrays``."""
             array = _with_axis_first(factor, axis)
             if array is None:
                 return factor
@@ -308,6 +353,7 @@ class _Slices:
             return replace(factor, array=None, labels=tuple(label for label in factor.labels if label not in axis))
 
         def of_one_step(product: Product) -> Product:
+            """The product of one step, without the first axis."""
             first_axis, *other_axes = product.axes
             return Product(tuple(without_axis(factor, first_axis) for factor in product.factors), tuple(other_axes))
 
@@ -315,14 +361,18 @@ class _Slices:
         return cls(arrays, rest)
 
     def at_step(self, arrays: Sequence[Any]) -> Sum:
-        """The sum of one step, from the slices of ``arrays`` at this step."""
+        """The sum of one step. These ``arrays`` are the slices at this step of the attribute ``arrays``."""
         slices = iter(arrays)
         return map_factors(self.rest, lambda x: replace(x, array=next(slices)) if x.array is None else x)
 
 
 def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
-    """The array of a factor, with an axis of its product as the first; None if it does not vary along this axis."""
-    if not axis:  # an axis of size 1 has no label
+    """The array of a factor with the axis of a scan as its first; None if the factor does not vary along this axis.
+
+    ``axis`` has the label of this axis of the product, or none if the scan has only one step. Then every factor gets a
+    first axis of size 1.
+    """
+    if not axis:
         return factor.dense[None]
     (label,) = axis
     return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
@@ -331,24 +381,15 @@ def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
 def _interpret_scan(operation: Operation) -> Outs:
     """Interprets a scan: constant and sliced sums stay in factors, and carried ones become arrays."""
     eqn, interpreter = operation.eqn, operation.interpreter
-    (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
-    length, depth = Scan(eqn).length, len(interpreter.steps)
-    inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
-    for i in range(n_consts, len(inputs)):
-        facts[i] = replace(facts[i], steps=facts[i].steps | {depth}, formula=None)
-        if i < n_consts + n_carry:
-            inputs[i] = interpreter.array(inputs[i], eqn)
-        elif isinstance(inputs[i], Sum):
-            inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
-        elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
-            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
+    (jaxpr, consts), length = jaxprs.body(eqn), Scan(eqn).length
+    inputs, facts = _inputs_of_scan(operation)
     body_facts = [*(interpreter.rules.analysis.closed_over for _ in consts), *facts]
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
         """One step, from the values of its inputs and, if the rules need it, the index of the step as the last."""
         index = values[len(inputs)] if step_indices else None
-        pairs = zip(inputs, values, strict=False)
+        pairs = zip(inputs, values, strict=False)  # without the index
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
@@ -356,18 +397,40 @@ def _interpret_scan(operation: Operation) -> Outs:
     return _run_with_body(operation, body, [*operands, *step_indices])
 
 
-def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
-    """Whether every read of an input of a body stops its gradient.
+def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
+    """The operands of a scan in the form in which it is run, and for each, the facts that hold at every step.
 
-    If so, the gradient of a sliced input can be stopped before the scan instead. The derivative of the scan reads the
-    slices again, but everything that the body computes from them, even by ``stop_gradient``, is stored for each step.
+    The operands are constants, carried values and sliced values, in this order. A constant stays as it is, also a sum.
+    A carried sum becomes an array, and a sliced one ``_Slices`` if it can be sliced in factors; else an array too.
+    """
+    eqn, interpreter = operation.eqn, operation.interpreter
+    (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
+    inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
+    for i in range(n_consts, len(inputs)):
+        # It may differ between the steps of this scan, and so from values outside with the same formula.
+        facts[i] = replace(facts[i], steps=facts[i].steps | {len(interpreter.steps)}, formula=None)
+        if i < n_consts + n_carry:
+            inputs[i] = interpreter.array(inputs[i], eqn)
+        elif isinstance(inputs[i], Sum):
+            inputs[i] = _Slices.of(inputs[i]) or interpreter.array(inputs[i], eqn)
+        elif _gradient_stops(jaxpr, jaxpr.invars[len(consts) + i]):
+            inputs[i], facts[i] = jax.lax.stop_gradient(inputs[i]), replace(facts[i], fixed=True)
+    return inputs, facts
+
+
+def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
+    """Whether the body of a scan reads its input ``v``, and every read stops its gradient.
+
+    If so, the gradient of a sliced input can be stopped before the scan instead, which takes less memory: the
+    derivative of the scan reads the slices again, but everything that the body computes from them, even by
+    ``stop_gradient``, is stored for each step.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is v]
     return v not in jaxpr.outvars and bool(reads) and all(_stops_gradient(eqn, i) for eqn, i in reads)
 
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
-    """Whether an equation stops the gradient of its ``i``-th operand, itself or at every read in its body."""
+    """Whether an equation stops the gradient of its ``i``-th operand, itself or at every read inside a call."""
     kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
@@ -376,13 +439,13 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """The outputs of the equation with another body; None if its kind cannot run another body."""
+    """Runs the equation with another body on these operands; None if its kind cannot run another body."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 
 
 def _interpret_cond(operation: Operation) -> list[Any]:
-    """Interprets each branch of a cond, with sums among its operands kept in factors."""
+    """Interprets each branch of a cond. Sums among its operands stay in factors, and its outputs are arrays."""
     index, *operands = operation.args
     _, *facts = operation.facts  # the first are those of the index
     branches = [_interpreted_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
@@ -392,8 +455,8 @@ def _interpret_cond(operation: Operation) -> list[Any]:
 def _interpret_shard_map(operation: Operation) -> list[Any]:
     """Interprets the body of a ``shard_map``: sums stay in factors if the mesh can split these as it splits the sum.
 
-    The indices of the steps of scans are operands of the ``shard_map`` too, because its body must not close over arrays
-    on an explicit mesh.
+    A shard is the part of an operand on one device. The indices of the steps of scans are operands of the ``shard_map``
+    too, because its body must not close over arrays on an explicit mesh.
     """
     eqn, steps = operation.eqn, operation.interpreter.steps
     in_specs = ShardMap(eqn).in_specs
@@ -412,19 +475,27 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
-    """The facts about one shard of a value with this partition spec."""
+    """The facts about one shard of a value with this partition spec, which splits it over mesh axes.
+
+    Shards differ along these axes, so values with the same formula may be different on a shard.
+    """
     axes = frozenset(_mesh_axes(spec))
-    return replace(facts, differs=axes, formula=None if axes else facts.formula)
+    return replace(facts, mesh_axes=axes, formula=None if axes else facts.formula)
 
 
 def _mesh_axes(spec: Any) -> list[str]:
-    """The mesh axes in the entries of a partition spec."""
+    """The mesh axes in the entries of a partition spec: for ``("data", None, ("x", "y"))``, data, x and y."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return [name for entry in entries for name in entry]
 
 
 def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
-    """An operand for a ``shard_map``, and its partition spec. A sum whose factors can be split has a spec for each."""
+    """An operand for a ``shard_map`` whose body is interpreted, and its partition spec.
+
+    For a sum whose factors can be split, both are sums: the second has the spec of each array in place of the array,
+    as ``shard_map`` expects of trees. Any other sum becomes an array. For ``w = a @ b`` with the spec ("x", None), the
+    specs are ("x", None) for ``a`` and (None, None) for ``b``.
+    """
     if not isinstance(x, Sum):
         return x, spec
     mesh = ShardMap(operation.eqn).mesh_shape
@@ -434,6 +505,7 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
     entry_of_label = {label: entry for each in entries for label, entry in each.items()}
 
     def spec_of(factor: Factor) -> Factor:
+        """The factor with partition specs in place of its array and of the key of its draw, which is not split."""
         draw = factor.draw and replace(factor.draw, key=PartitionSpec())
         return replace(factor, array=PartitionSpec(*map(entry_of_label.get, factor.labels)), draw=draw)
 
@@ -441,9 +513,13 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
 
 
 def _sum_on_shard(x: Sum) -> Sum:
-    """The sum on one shard, whose factors hold shards; labels, axes and the shape are adjusted to their sizes."""
+    """The sum on one shard, from one whose factors hold shards but whose labels still have the sizes of whole arrays.
+
+    Labels of another size than the arrays are replaced by labels of their size, and the shape is computed from these.
+    """
 
     def with_sizes_of_shards(product: Product) -> Product:
+        """The product with labels of the sizes of its arrays. Axes that have size 1 now lose their label."""
         pairs = (pair for factor in product.factors for pair in zip(factor.labels, factor.array.shape, strict=True))
         renamed = product.rename_labels({label: Label(n) for label, n in dict(pairs).items() if n != label.size})
         return replace(renamed, axes=tuple(tuple(x for x in group if x.size != 1) for group in renamed.axes))
@@ -455,8 +531,14 @@ def _sum_on_shard(x: Sum) -> Sum:
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
-    """The entry of a partition spec for each label that it splits; None if one of these cannot be split."""
+    """The entry of a partition spec for each label of a product that it splits.
+
+    For the axes ((i,), (o,)) and the spec ("x", None), {i: "x"}. An axis that merges several labels is split along its
+    first. None if this does not work: if the axis has no label, its first label is not a multiple of the number of
+    shards, or is on two axes, or is on no factor.
+    """
     labels = product.labels_of_axes
+    # A spec may leave out entries of the last axes, which are not split.
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
         n = math.prod(mesh[name] for name in _mesh_axes([entry]))

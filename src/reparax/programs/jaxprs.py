@@ -33,7 +33,7 @@ from reparax.programs import equations
 
 T = TypeVar("T")
 Env = dict[Any, Any]
-"""What each variable stands for: its value, or another atom."""
+"""What each variable stands for: its value, or another atom (a variable or literal)."""
 Body = Callable[..., list[Any]]
 """A function that computes the outputs of a program from the values of its inputs."""
 
@@ -51,7 +51,7 @@ _CALLS = {
 
 _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
-# The parameter that holds the program of our own primitives. JAX takes any equation that has it for a call, and looks
+# The parameter that holds the program of our own primitives. JAX treats any equation that has it as a call, and looks
 # inside.
 PROGRAM = "call_jaxpr"
 
@@ -72,7 +72,7 @@ def is_tested() -> bool:
 
 
 def unreadable(what: str) -> RuntimeError:
-    """The error for a program that reparax cannot read."""
+    """The error for a program that reparax cannot read; ``what`` names the unknown thing in it, such as "a scan"."""
     return RuntimeError(
         f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
         f"tested with JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
@@ -80,7 +80,7 @@ def unreadable(what: str) -> RuntimeError:
 
 
 def check_this_jax(works: Callable[[], bool]) -> None:
-    """Raises an error if JAX is newer than the tested versions and ``works`` fails or returns False."""
+    """Raises an error if JAX is newer than the tested versions and ``works`` raises an error or returns False."""
     if is_tested():
         return
     try:
@@ -102,7 +102,11 @@ def small_network(w: Array, x: Array) -> Array:
 
 
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
-    """The program with its constants turned into its first inputs, and the values of these constants."""
+    """The program with its constants turned into its first inputs, and the values of these constants.
+
+    JAX holds a program with constants as a closed jaxpr, or as a jaxpr with them; both may be passed. So may a jaxpr
+    without constants, which is returned with an empty list.
+    """
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
     if not jaxpr.constvars:
@@ -111,17 +115,17 @@ def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def _jaxpr_of(program: Any) -> Jaxpr:
-    """The jaxpr of a program, with or without its constants."""
+    """The jaxpr of a program that is either a jaxpr itself or a closed jaxpr, which holds one and its constants."""
     return getattr(program, "jaxpr", program)
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """The variables among ``atoms``, without duplicates."""
+    """The variables among ``atoms``, in order and without duplicates; literals are left out."""
     return list(dict.fromkeys([v for v in atoms if not isinstance(v, Literal)]))
 
 
 def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """The variables that equations read, without duplicates."""
+    """The variables that equations read as operands, in order and without duplicates."""
     return variables([v for eqn in eqns for v in eqn.invars])
 
 
@@ -136,12 +140,16 @@ def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
 
 
 def types(program: Any) -> list[Any]:
-    """The types of the outputs of a program."""
+    """The types of the outputs of a program: their shapes and dtypes."""
     return [v.aval for v in _jaxpr_of(program).outvars]
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
-    """The program of some equations of ``jaxpr``, whose inputs are the variables that they read from elsewhere."""
+    """The program of some equations of ``jaxpr``, with the outputs ``outvars``.
+
+    Its inputs are the variables that these equations read, or ``outvars`` names, but that none of them computes. The
+    part ``b = tanh(a)``, ``c = b @ w`` with the output c has the inputs (a, w).
+    """
     outvars_of_eqns = {v for eqn in eqns for v in eqn.outvars}
     atoms = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
     invars = [v for v in atoms if v not in outvars_of_eqns]
@@ -149,7 +157,10 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 
 def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
-    """The program with ``atom_of[v]`` in place of each input ``v`` in ``atom_of``, which is no longer an input."""
+    """The program with ``atom_of[v]`` in place of each input ``v`` in ``atom_of``, which is no longer an input.
+
+    A variable that is put in place of an input is free in the result, unless it is one of the inputs that remain.
+    """
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in atom_of],
         outvars=_substitute(jaxpr.outvars, atom_of),
@@ -158,31 +169,35 @@ def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
 
 
 def _substitute(atoms: Iterable[Any], atom_of: Env) -> list[Any]:
-    """The atoms, with ``atom_of[v]`` in place of each variable ``v`` in ``atom_of``."""
+    """The atoms, with ``atom_of[v]`` in place of each variable ``v`` that ``atom_of`` has; all others stay."""
     return [v if isinstance(v, Literal) else atom_of.get(v, v) for v in atoms]
 
 
 def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
-    """The equation with other operands, or the equation itself if they are the same."""
+    """The equation with other operands, or the same object if they are equal, because its ``id`` may identify it."""
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
 def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
-    """The program with some of its calls inlined and constants as its first inputs, and the values of these constants.
+    """The program with the calls inlined for which ``is_inlined`` is true, inside inlined bodies too.
 
-    An inlined body keeps its variables, so two calls must not share one: its variables would be computed twice. Returns
-    None in that case.
+    The constants of inlined bodies become its first inputs, and the second result has their values. None if two of
+    these calls share one body: an inlined body keeps its variables, so they would be computed twice.
     """
     inlined_bodies, consts = set[int](), dict[Var, Any]()
 
     def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
-        """The equations and the outputs of a program whose inputs are ``atom_of``; None if a body appears again."""
+        """The equations and the outputs of a program, with ``atom_of[v]`` in place of its input ``v``.
+
+        None if a body appears again. Adds to ``inlined_bodies`` and ``consts``.
+        """
         eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
             operands = _substitute(eqn.invars, atom_of)
             if not is_inlined(eqn):
                 eqns.append(_with_operands(eqn, operands))
                 continue
+            # Each call of ``body`` may return a new jaxpr, so the program that JAX holds identifies it.
             body_id, (body_jaxpr, body_consts) = id(_programs_in(eqn)[0]), body(eqn)
             if body_id in inlined_bodies:
                 return None
@@ -204,35 +219,49 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """A program with the inputs ``invars`` that runs the parts in order and returns the outputs of the last one."""
+    """A program with the inputs ``invars`` that runs the parts in order and returns the outputs of the last one.
+
+    A part may read variables that an earlier one computes.
+    """
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
     return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without the equations that no output needs."""
+    """The program without the equations that no output needs. It keeps all inputs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """The program reduced to its used outputs and the inputs that they need, and whether each old input is kept."""
+    """The program with its used outputs only, and without the equations and inputs that these do not need.
+
+    The second result says for each input of ``jaxpr`` whether it is kept.
+    """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
 def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """The program under ``jax.vmap`` with its constants as first inputs, these constants, and the outputs' batch axes.
+    """The program of ``jax.vmap`` of a program, for a batching rule of one of our primitives.
 
-    ``dims`` are the batch axes of the inputs, and ``axis`` is the axis that JAX passes to batching rules. Outputs that
-    do not depend on the batch have the batch axis None, because JAX expects this.
+    Args:
+      jaxpr: The program.
+      args: The values of its inputs.
+      dims: The batch axis of each input; None for an input without a batch.
+      axis: What JAX passes to batching rules about the batch: its name and size.
+
+    Returns:
+      The batched program with its constants as first inputs, the values of these constants, and the batch axis of each
+      output: 0, or None if it does not depend on the batch, because JAX expects this.
     """
     name = None if type(axis.name) is object else axis.name  # the name of an unnamed axis is a bare object
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     out_dims: list[int | None] = []
 
     def note_batch_axes(*args: Any) -> list[Any]:
+        """The outputs for one element of the batch. Notes in ``out_dims`` which of them ``vmap`` has batched."""
         outs = evaluate(jaxpr, args)
         out_dims[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
         return outs
@@ -246,10 +275,10 @@ def batch_program(
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program without constants.
+    """The outputs of a program without constants, from the values of its inputs.
 
     If it is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal ones can share
-    their derivative.
+    their derivative. Then each value is dropped after its last reader, so that it does not stay in memory.
     """
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
@@ -276,7 +305,10 @@ def _is_linearized(x: Any) -> bool:
 
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
-    """Whether any value is traced by more than differentiation, so that its numbers are not known yet."""
+    """Whether any value is traced by more than differentiation, as inside ``jit``, so that its numbers are not known.
+
+    A value that is only being differentiated holds its numbers as its primal, perhaps inside another such value.
+    """
     primals = list(args)
     while any(map(_is_linearized, primals)):
         primals = [x.primal if _is_linearized(x) else x for x in primals]
@@ -284,10 +316,10 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
 
 
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation, from the values of the variables that it reads.
+    """The outputs of an equation of ``program``, from the values of the different variables that it reads.
 
     JAX derives a primitive afresh for each equation, but a function only once. So equal equations call one function,
-    which is inlined and thus not seen in the program.
+    which is inlined and thus not seen in the program. It gets the source line and the name scope of this equation.
     """
     function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
     if function is None:
@@ -298,7 +330,11 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
-    """Whether the derivative of an equation on these values takes JAX long, and equal equations can share it."""
+    """Whether equal equations should share one function, because JAX takes long to derive them on these values.
+
+    An equation without a body should if it is differentiated. One with a body only if it is a ``jax.custom_jvp``, or a
+    ``jax.checkpoint`` that is differentiated.
+    """
     is_linearized = any(map(_is_linearized, args))
     if not _programs_in(eqn):
         return is_linearized
@@ -308,7 +344,11 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
 
 
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
-    """The function that computes an equation and all equal ones; None if its parameters cannot be hashed."""
+    """The function that computes an equation and all equal ones; None if its parameters cannot be hashed.
+
+    Equations are equal if they have equal parameters and types, and read the same variable at the same positions:
+    ``x * x`` equals ``y * y``, but not ``x * y``.
+    """
     number_of: dict[Any, int] = {}
     key = key_of(eqn, [None if isinstance(v, Literal) else number_of.setdefault(v, len(number_of)) for v in eqn.invars])
     try:
@@ -325,10 +365,10 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
 
 
 def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is equal for equations that compute the same function of the same operands.
+    """A key for dictionaries that is equal for equations that compute the same function of the same operands.
 
-    ``operands`` identifies each operand; a literal is identified by its type and number instead. Hashing the key raises
-    a TypeError if a parameter of the equation cannot be hashed.
+    ``operands`` has a hashable value that identifies each operand, such as a number. A literal is identified by its
+    type and number instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
     """
     pairs = zip(eqn.invars, operands, strict=True)
     atoms = ((v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else x) for v, x in pairs)
@@ -344,15 +384,20 @@ _MOST_SHARED_FUNCTIONS = 4096
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
-    """The arrays that a function from ``jax.linearize`` stores, and the structure that rebuilds the function."""
+    """The arrays that a function from ``jax.linearize`` stores, and the treedef that rebuilds it from them."""
     return jax.tree.flatten(linear)
 
 
 def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
-    """The program of a function from ``jax.linearize``, with the values that it stores as first inputs, and these.
+    """The program of a function from ``jax.linearize``, and the values that it stores, which are its first inputs.
 
-    :func:`residuals` gives the stored values alone. The function usually holds its program. It is traced if JAX keeps
-    the program elsewhere, or if the program leaves out some of the ``n_outs`` outputs because they are zeros.
+    The function usually holds its program. It is traced if JAX keeps the program elsewhere, or if the program leaves
+    out some outputs because they are zeros.
+
+    Args:
+      linear: The function.
+      points: Values such as its arguments, for their types.
+      n_outs: The number of arrays that it returns.
     """
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
@@ -368,17 +413,22 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
     """The transpose of a program whose outputs are linear in the inputs ``moving``, and the values of its constants.
 
     It computes the cotangents of ``moving``. Its inputs are its constants and then the cotangents of the outputs of
-    ``jaxpr``. It also reads the other inputs of ``jaxpr``, as free variables.
+    ``jaxpr``. It also reads the other inputs of ``jaxpr``, as free variables. For ``y = x @ w`` with ``moving`` (x,),
+    it computes ``x_bar = y_bar @ w.T`` from its input y_bar and the free variable w.
     """
+    # The other inputs: ``moving`` is at the front of this list of all, without duplicates.
     fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
     call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
 
     def cotangents(*args: Any) -> tuple[Any, ...]:
+        """The cotangents of ``moving``, from the values of ``fixed`` and then the cotangents of the outputs."""
         linear = functools.partial(_STAGED.bind, *args[: len(fixed)], call=call)
         return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
 
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
+    # The inputs after the constants stand for ``fixed``; the last ones, for the cotangents, remain.
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
+    # The program holds the transposed call, a jit, which is inlined; calls inside it are not.
     outermost = set(map(id, program.eqns))
     inlined_program = inline_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
     assert inlined_program is not None
@@ -386,7 +436,11 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
 
 
 def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
-    """The parameters of a ``jax.jit`` call of a program: those of another call, repeated for each input and output."""
+    """The parameters of an equation that calls a program by ``jax.jit``.
+
+    They are those of a call with one input and one output, of which each tuple, such as the shardings, is repeated for
+    each input or output of the program.
+    """
     counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
     with jax.disable_jit(disable=False):
         (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
@@ -426,15 +480,18 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
 
 
 def has_known_varying_axes(type_: Any) -> bool:
-    """Whether the type of an array says over which mesh axes it varies.
+    """Whether :func:`varying_axes` of the type of an array can be trusted.
 
-    Inside a ``shard_map``, a type without varying axes does not: with ``check_vma=False``, all types are without.
+    Inside a ``shard_map``, a type without varying axes cannot: with ``check_vma=False``, no type has any.
     """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a program or one inside it uses mutable arrays. Those that JAX passes to kernels do not count."""
+    """Whether a program or one inside it uses mutable arrays (``jax.new_ref``).
+
+    A program inside whose inputs are mutable arrays does not count, because it is a kernel, to which JAX passes them.
+    """
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     stack, visited = [jaxpr], {id(jaxpr)}
@@ -458,19 +515,25 @@ def _any_is_ref(variables: Iterable[Var]) -> bool:
 
 
 def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
-    """The function that JAX passes to a call in place of its program, and the operands of the call."""
+    """The function and the operands of a call, from what JAX passes to ``bind`` when it evaluates the call.
+
+    JAX passes a function in place of the program of the call.
+    """
     # The function is the first operand before jax 0.9.2.
     function, *operands = (*params.get("subfuns", ()), *args)
     return lambda *args: function.call_wrapped(*args), operands
 
 
 def params_of_our_equation(eqn: JaxprEqn) -> Env:
-    """The parameters of an equation of one of our own primitives, for the module that defines it."""
+    """The parameters of an equation of one of our own primitives, for the module that defines the primitive.
+
+    What we assume about the parameters of JAX's primitives is in this module and in ``equations``.
+    """
     return eqn.params
 
 
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation."""
+    """The programs inside an equation, without the values of their constants; none for most equations."""
     return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
 
@@ -486,12 +549,12 @@ def _programs_in(eqn: JaxprEqn) -> list[Any]:
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
-    """The only program inside an equation, with its constants as first inputs, and these constants."""
+    """The first or only program inside an equation, with its constants as first inputs, and their values."""
     return bodies(eqn)[0]
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
-    """The programs inside an equation, each with its constants as first inputs, and these constants."""
+    """The programs inside an equation, each with its constants as first inputs, and their values."""
     return [consts_first(program) for program in _programs_in(eqn)]
 
 
@@ -502,12 +565,15 @@ def has_sharding(eqn: JaxprEqn) -> bool:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation has effects and so must run exactly once. JAX's effect for using a mesh axis is ignored."""
+    """Whether an equation has effects, such as a print, and so must run exactly once.
+
+    JAX's effect for using a mesh axis is no reason to, so it is ignored.
+    """
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:
-    """The policy of an equation that is a ``jax.checkpoint``; None for other equations."""
+    """The policy of an equation that is a ``jax.checkpoint``; None if it has none, and for other equations."""
     return equations.Checkpoint(eqn).policy if equations.view_class_of(eqn) is equations.Checkpoint else None
 
 
@@ -518,7 +584,7 @@ def has_name(eqn: JaxprEqn, name: str) -> bool:
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan."""
+    """Whether an equation is a ``jax.lax.scan``, or a loop that JAX writes as one."""
     return equations.view_class_of(eqn) is equations.Scan
 
 
@@ -528,12 +594,12 @@ def is_cond(eqn: JaxprEqn) -> bool:
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs its one program once, on its own operands."""
+    """Whether an equation runs its one program once, on its own operands, such as a ``jit`` or ``jax.checkpoint``."""
     return eqn.primitive.name in _CALLS
 
 
 def holds_body(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan, a cond or a call."""
+    """Whether an equation is a scan, a cond or a call: those whose bodies we read. A while loop is none."""
     return eqn.primitive.name in _BODIES
 
 
@@ -543,15 +609,23 @@ def is_jit(eqn: JaxprEqn) -> bool:
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
+    """How many operands of a scan are constants, and how many are carried; the others are sliced at each step.
+
+    The operands are in this order. A scan of 3 operands with one carried value over one array of inputs, which closes
+    over a matrix, has the counts (1, 1).
+    """
     _read_parameters(scan, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
     inner_jaxpr = inner_programs(scan)[0]
+    # The outputs are the carried values and then those that are stacked.
     n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
     return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 
 
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many values a scan slices or stacks: those with one more axis outside of its body than inside."""
+    """How many operands a scan slices, or outputs it stacks: those with one more axis outside of its body than inside.
+
+    ``outside`` are all operands or outputs of the scan, and ``inside`` those of its body.
+    """
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
 
@@ -561,7 +635,7 @@ def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """A number that identifies the traceback of an equation, which equations of one source line may share."""
+    """A number that identifies the traceback of an equation, while that exists; equations of one line may share it."""
     return id(eqn.source_info.traceback)
 
 
@@ -574,7 +648,10 @@ def lines(eqn: JaxprEqn) -> list[str]:
 
 
 def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """A function that takes a new body and the operands and runs the equation with that body; None if impossible."""
+    """The function that runs a ``jit``, scan or ``shard_map`` with another body; None for all other equations.
+
+    It takes the body and then the operands: ``runner_of(eqn)(body, *operands)`` returns the outputs.
+    """
     functions: dict[type[equations.View], Callable[..., Any]] = {
         equations.Jit: _run_jit,
         equations.Scan: _run_scan,
@@ -585,7 +662,11 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
-    """The parameters ``names`` of an equation. Raises an error if any is missing, or any is in neither argument."""
+    """The parameters ``names`` of an equation.
+
+    Raises an error if one of them is missing, or if the equation has a parameter that is neither in ``names`` nor in
+    ``ignored``: another version of JAX may have added it, and it may change what the equation does.
+    """
     if missing := [name for name in names if name not in eqn.params]:
         raise unreadable(f"a {eqn.primitive.name} without the parameter {missing[0]!r}")
     if unknown := sorted(set(eqn.params) - {*names, *ignored}):
@@ -594,22 +675,27 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> 
 
 
 def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``jit`` with another body: inline, unless it specifies shardings. Its other parameters are dropped."""
+    """Runs a ``jit`` with another body: inline, unless it specifies shardings. All other parameters are dropped."""
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
         return body(*args)
-    settings["out_shardings"] = list(settings["out_shardings"])
+    settings["out_shardings"] = list(settings["out_shardings"])  # a list, as the outputs of the body are
     return jax.jit(body, **settings)(*args)
 
 
 def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a scan with another body, which may take more sliced operands than the original."""
+    """Runs a scan with another body, and returns the carried and then the stacked outputs.
+
+    ``args`` are the constants, the initial carried values and the sliced operands, of which there may be more than the
+    scan had.
+    """
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
     init = args[n_consts : n_consts + n_carry]
     xs = args[n_consts + n_carry :]
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
+        """One step: the outputs of the body are the next carried values, and then those to stack."""
         outs = body(*consts, *carry, *x)
         return outs[:n_carry], outs[n_carry:]
 
@@ -621,7 +707,11 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 
 
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs a cond with other branches. If it selects by platform, only the branch of one platform is compiled."""
+    """Runs a cond with other branches, on its operands without the ``index`` that selects one.
+
+    If the cond selects by platform, as ``jax.lax.platform_dependent`` does, so does the new one, and only the branch of
+    the platform is compiled.
+    """
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
         return jax.lax.switch(index, branches, *operands)
@@ -637,9 +727,10 @@ def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 
 
 def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Runs a ``shard_map`` with another body and other inputs, whose partition specs are ``in_specs``.
+    """Runs a ``shard_map`` with another body and other operands ``args``, whose partition specs are ``in_specs``.
 
-    The mesh and the specs of the outputs are those of the equation, so the body must return as many outputs.
+    Operands may be trees; then the specs are trees with the same structure. The mesh and the specs of the outputs are
+    those of the equation, so the body must return as many outputs.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
@@ -649,7 +740,7 @@ def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:
-    """An array marked as varying over mesh axes."""
+    """An array marked as varying over the mesh axes ``names``; the array itself if there are none."""
     axes = tuple(sorted(names))
     if not axes:
         return x

@@ -60,7 +60,7 @@ def array_of_products(products: Sequence[Product], shape: Sequence[int], numeric
 
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The function behind :func:`array_of_products`, for products whose labels are numbered."""
+    """The function behind :func:`array_of_products`, for products whose labels :func:`with_numbers` replaced."""
     return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
@@ -450,6 +450,7 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
     # ``ragged_dot_general`` must sum over something, and needs batch axes of the group sizes in its left operand.
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
+    # Axes of ``a`` along which group sizes differ must come before the rows, and all these axes are axes of the sizes.
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)

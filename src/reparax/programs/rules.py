@@ -188,7 +188,7 @@ def _change_axis_of_product(product: Product, axis: int, size: int, change: Chan
     diagonal, because then no single axis of a factor corresponds to it, or if it has size 1 and the new size differs.
     """
     labels_of_axis = product.axes[axis]
-    if not labels_of_axis:  # an axis of size 1 is on no factor, so there is nothing to change
+    if not labels_of_axis:  # an axis of size 1, which has no label to look for
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
     if not product.is_plain(axis):

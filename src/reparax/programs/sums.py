@@ -33,7 +33,7 @@ UNKNOWN = 1024
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """The number of entries of an array of these sizes, for costs."""
+    """The number of entries of an array of these sizes, for costs: a size that is unknown counts as ``UNKNOWN``."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
@@ -395,7 +395,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     are none, as for (6, 4) and (8, 3), or if they are unknown. The shapes must have no sizes of 1, and the same number
     of entries.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # nothing needs to be divided
         return [[n] for n in a], [[n] for n in b]
     # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
@@ -544,22 +544,29 @@ def has_range(dtype: Any) -> bool:
 
 
 def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of a dtype may be kept as a product of arrays: it has the range of float32 and of each array."""
+    """Whether a weight of this dtype may be kept as a product of ``arrays``, its factors.
+
+    The dtype must have the range of float32 and of each array, so that none overflows when cast to it.
+    """
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
 def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype."""
+    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype.
+
+    Digits may get lost: bfloat16 has the range of float16, but float16 does not have that of bfloat16.
+    """
     if not jnp.issubdtype(other_dtype, jnp.inexact):
         return holds_exactly(dtype, other_dtype)
     if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
+    # float8_e8m0fnu, for instance, has no negative numbers.
     return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
 
 def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype exactly."""
+    """Whether a floating dtype holds each number of another dtype exactly: float32 those of int16, but not of int32."""
     digits = jnp.finfo(dtype).nmant + 1
     if jnp.issubdtype(other_dtype, jnp.inexact):
         return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
@@ -569,25 +576,34 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
 
 
 def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
-    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits, as float32 to bfloat16."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
 
 def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype of intermediate products of operands of one dtype with a result of another: it holds both exactly."""
+    """The dtype in which to multiply operands of ``dtype`` for a result of dtype ``result``: it holds both exactly.
+
+    For operands in bfloat16 and a result in float16, it is float32.
+    """
     candidates = (result, dtype, jnp.float32, jnp.complex64)
     return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
-    """The array of a factor in the dtype of its weight. Integers that this holds exactly are cast when multiplied."""
+    """The array of a factor, cast to the dtype of its weight.
+
+    Integers that this dtype holds exactly stay integers, which may take fewer bytes, until they are multiplied.
+    """
     is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:
-    """Whether products at this precision keep the range of float32, as they do except with some dot algorithms."""
+    """Whether products at this precision keep the range of float32: all but those by some dot algorithms do.
+
+    An algorithm keeps it if it casts its operands to dtypes with this range. One whose dtypes are not known does not.
+    """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True

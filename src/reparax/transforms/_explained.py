@@ -9,7 +9,7 @@ from reparax.core.reports import fold_lines
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a report.
+    """One line of a report: what a transform does with one weight.
 
     Attributes:
       path: The path of the parameter from which it is computed, or the common path of several.
@@ -30,7 +30,7 @@ class Explained:
 
     Attributes:
       weights: The weights that have factors, or those with Gaussian noise.
-      head: The first line, with ``{}`` in place of the number of transformed weights, such as "1 of 2".
+      head: The first line, with ``{}`` where the number of transformed weights is put, such as "1 of 2".
       titles: The title of the transformed weights, and the title of the others.
     """
 
@@ -39,6 +39,7 @@ class Explained:
     titles: tuple[str, str]
 
     def __repr__(self) -> str:
+        """The table: the head, then the weights under each title. Equal weights of numbered layers share a line."""
         n = sum(weight.is_transformed for weight in self.weights)
         lines = [self.head.format(f"{n} of {len(self.weights)}")]
         for title, flag in zip(self.titles, (True, False), strict=True):

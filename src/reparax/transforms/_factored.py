@@ -114,7 +114,10 @@ class Record:
 
     @property
     def costs(self) -> tuple[float, float]:
-        """The cost of all reads of the sum if it stays in factors, and if it is formed where it is created."""
+        """The cost of all reads of the sum if it stays in factors, and if it is formed where it is created.
+
+        A read that needs the array costs nothing by itself in either case, but in factors, the array is formed for it.
+        """
         # A sum in factors is formed at each read that needs the array, perhaps more often than it is created. One that
         # is created in a loop without steps has ``times`` 0.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
@@ -514,7 +517,10 @@ class _Convolution:
         return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
 
     def cost(self, split: _SplitKernel) -> float:
-        """The cost of the convolution with a kernel and of mixing its channels, including gradients."""
+        """The cost of the convolution with a kernel and of mixing its channels, including gradients.
+
+        It also counts what it takes to multiply the factors of the kernel.
+        """
         # The forward pass, the gradient of the data, and that of the kernel if it has one.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
@@ -529,7 +535,10 @@ class _Convolution:
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
     def output(self, split: _SplitKernel) -> Any:
-        """The output of the convolution with a kernel, with its channels mixed."""
+        """The output of the convolution with a kernel, in the dtype of its sums, with its channels mixed.
+
+        The factors of the kernel are multiplied first, as it is small beside the data.
+        """
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
         numerics = Numerics(dtype, dtype, self.weight.precision)
@@ -704,6 +713,7 @@ class Factoring:
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
         """The record of a sum that an equation creates from arrays, or from other sums, which are its parents."""
+        # Costs are totals: what the equation costs, times how often it runs, and the cost to form its parents.
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
@@ -809,6 +819,7 @@ def check_this_jax() -> None:
 
 def _is_compatible() -> bool:
     """Whether all three products with the one weight of ``jaxprs.small_network`` use its factors."""
+    # The weight is ``a @ b`` of rank 1, so factors are cheaper for every product.
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
     plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])

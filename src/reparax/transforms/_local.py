@@ -74,14 +74,15 @@ class NoisyWeight:
         """
         if not has_independent_noise(x):
             return None
-        noise, dtype = list(_draws_in(x)), _dtype_to_compute_in(x.dtype)
-        mean = replace(x, products=tuple(each for each in x.products if not any(each is y for y, _, _ in noise)))
-        std = replace(
-            x, products=tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in noise), dtype=dtype
-        )
+        draws, dtype = list(_draws_in(x)), _dtype_to_compute_in(x.dtype)
+        noisy_products = {id(product) for product, *_ in draws}
+        mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
+        deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
+        std = replace(x, products=deviations, dtype=dtype)
         # Along an axis that the draw lacks, as after a broadcast, all entries read the same numbers.
-        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in noise)
-        return cls(mean, std, key=noise[0][2].key, entries_may_repeat=may_repeat)
+        may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
+        _, _, first_draw = draws[0]
+        return cls(mean, std, first_draw.key, may_repeat)
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
@@ -93,12 +94,13 @@ def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
 def has_independent_noise(x: Sum) -> bool:
     """Whether a sum has noise that is independent between its entries, except where entries are repeated.
 
-    All of its draws must differ, as in ``m + s * e1 + t * e2``. A draw that occurs twice, as in ``s * e + t * e``, or
-    two draws in one product, as in ``e1 * e2``, do not give the sum of the variances. False without any noise.
+    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not if a draw
+    occurs twice, as in ``s * e + t * e``, or if two are in one product, as in ``e1 * e2``. False without any noise.
     """
-    noise = list(_draws_in(x))
-    n_different = min(len({draw.source for *_, draw in noise}), len({id(product) for product, *_ in noise}))
-    return 0 < len(noise) == n_different and all(_is_entrywise(product, factor) for product, factor, _ in noise)
+    draws = list(_draws_in(x))
+    n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
+    are_entrywise = all(_is_entrywise(product, factor) for product, factor, _ in draws)
+    return 0 < len(draws) == n_sources == n_products and are_entrywise
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
@@ -113,7 +115,7 @@ def _is_entrywise(product: Product, draw: Factor) -> bool:
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """The labels of more than one index."""
+    """The labels of more than one index: an axis of size 1 repeats nothing and sums nothing."""
     return {label for label in labels if label.size != 1}
 
 
@@ -262,7 +264,8 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            return array_of_products(products or [], view.type.shape, numerics)
+            assert products is not None  # `_is_linear` has tried it
+            return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
         case equations.Gather():  # rows that are out of bounds have no noise
@@ -272,7 +275,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             return _square(data[0]) * array_of(squares)
         case equations.Divide():
             return array_of(squares) / _square(data[0])
-        case _:
+        case _:  # a sum with data, or the weight itself
             return array_of(squares)
 
 
@@ -285,7 +288,7 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # one for each group
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -358,8 +361,12 @@ class _FactsOfDraws(AllFacts):
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """The facts about the outputs of an equation. Sets ``multiplies_data`` if it multiplies data by noise."""
+        """The facts about the outputs of an equation, as in ``AllFacts``, with the formula, and the origin of a draw.
+
+        Sets ``multiplies_data`` if the equation multiplies data by noise.
+        """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
+        # A body is not analyzed if it is that of a loop, which counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
@@ -423,7 +430,7 @@ class Drawing:
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):
+        if has_body(eqn):  # JAX marks a `jax.checkpoint` that is part of a derivative
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
@@ -452,7 +459,8 @@ class Drawing:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
         # On each shard of the data, and in each step of a scan in which data changes the weight, there are other rows.
-        shards = [operation.view.type.sharding.mesh.shape[i] for i in record.facts.differs - weight.maker.facts.differs]
+        mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
+        shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
         read = NoisyRead(operation.eqn, weight.maker, _sides(operation.view, operand, weight), n_rows)
         result = self._with_noise(interpreter, read, noisy, operation.out_facts, *parts)
@@ -472,7 +480,7 @@ class Drawing:
         None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
         """
         number = self._record_read(interpreter, read)
-        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.differs))
+        key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
         key = functools.reduce(jax.random.fold_in, [step.index for step in interpreter.steps], key)
         result = add_noise(key, mean)
         return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
@@ -502,7 +510,7 @@ class Drawing:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:
+            if result is not None:  # otherwise, the read is recorded again, as one without rows
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
@@ -540,7 +548,7 @@ def _row_sizes(operation: Operation) -> list[Any]:
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Whether a draw of a weight has other numbers at each index of an axis. Not along an axis of size 1."""
+    """Whether any draw of a weight has numbers of its own at each index of an axis. False for an axis of size 1."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
@@ -553,9 +561,8 @@ def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    weights = [(x.maker.steps, facts.steps) for x, facts in pairs if isinstance(x, Sum)]
     # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
-    steps_of_noise = frozenset[int]().union(*(steps - of_data for of_data, steps in weights))
+    steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
@@ -567,7 +574,8 @@ def _drawn_sum(operation: Operation) -> Sum:
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws with keys of the same formula are equal, so they have the same source.
+    # Draws of one shape with keys of the same formula are equal, so they have the same source. A key without a formula
+    # is taken to be a new one in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
@@ -809,7 +817,10 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """The report for these arguments, or for their shapes and dtypes."""
+        """The report for these arguments, or for their shapes and dtypes.
+
+        It says of a weight with one draw for all rows if this is only because what multiplies it is no data.
+        """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call = arguments.trace()
@@ -860,7 +871,8 @@ def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
     """The entries of the report of ``explain``, one for each path of a parameter, which may be read several times.
 
-    A weight counts as transformed, which means that each row draws, if none of its draws is shared.
+    A weight counts as transformed, which means that each row draws, if none of its draws is shared. The reason says how
+    many rows draw, and what reads the weight in such a way that its draws are shared (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()

@@ -1,9 +1,12 @@
 """The derivative of a program that recomputes values of known inputs, parameters and keys, instead of storing them.
 
 Our own primitives hold a program in one equation, a :class:`RematCall`, so that JAX asks us for its derivative.
-``recomputed_call`` is a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals that depend
-on other inputs too are stored. ``linear`` is the rest: a program that recomputes the other residuals, each just before
-it is used, and is linear in the tangents, its last inputs.
+``recomputed_call`` is a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals, the values
+that the linear program reads, are stored if they depend on data. ``linear`` is the rest: a program that recomputes the
+other residuals, each just before it is used, and is linear in the tangents, its last inputs.
+
+For ``sum(x @ sin(w))`` with data ``x``, the gradient of ``w`` reads ``x`` and ``cos(w)``. Only ``x`` is kept until the
+backward pass, which computes ``cos(w)`` from ``w``.
 """
 
 import functools
@@ -35,8 +38,9 @@ class RematCall:
 
     Attributes:
       program: A program without constants.
-      known_inputs: Which inputs are known: parameters and keys, from which weights are computed.
-      n_tangents: The number of inputs that are tangents; they are the last inputs.
+      known_inputs: Which inputs are known: parameters and keys, from which weights are computed. Values that depend on
+        known inputs alone are recomputed in the backward pass.
+      n_tangents: The number of inputs that are tangents; they are the last inputs. Zero for a ``recomputed_call``.
       keeps_masks: Whether the backward pass reads stored masks instead of drawing them again.
     """
 
@@ -63,13 +67,15 @@ class CallPrimitive:
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        """Creates the primitive and registers its rules with JAX."""
+        """Creates the primitive and registers its rules with JAX, each in the form in which JAX calls it."""
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
+            """``run``, as JAX calls it for an equation."""
             return run(call_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+            """The types of the outputs, and the effects, whatever the operands."""
             program = call_of(params).program
             return jaxprs.types(program), program.effects
 
@@ -83,11 +89,14 @@ class CallPrimitive:
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """The outputs of a call, which becomes one equation."""
+        """The outputs of a call. If JAX traces it, the call becomes one equation, whose parameters hold its program."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
-        """The outputs of a call on a batch, and their batch axes."""
+        """The outputs of a call under ``jax.vmap``, and the batch axis of each; None for one without.
+
+        ``dims`` are the batch axes of the inputs. The program is batched as a whole, and its constants become inputs.
+        """
         call = call_of(params)
         program, consts, out_dims = jaxprs.batch_program(call.program, args, dims, axis)
         known_inputs = [True for _ in consts] + call.known_inputs
@@ -100,7 +109,11 @@ class _Primitive(Primitive):
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
-        """The outputs of a call, which becomes one equation, except where no rule of ours would hold."""
+        """The outputs of a call, which becomes one equation.
+
+        Where our rules cannot be used, the program is evaluated instead: under ``jet``, and if JAX has added outputs to
+        a linear call.
+        """
         if has_series(args):  # jax.experimental.jet, which has no rule for our primitives
             return jaxprs.evaluate(call_of(params).program, args)
         if jaxprs.PROGRAM in params:
@@ -117,7 +130,10 @@ class _Primitive(Primitive):
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
-    """The rule for dead code: which operands are needed for the used outputs, and the equation for these alone."""
+    """The rule for dead code: which operands are needed for the used outputs, and the equation for these alone.
+
+    The equation is None if nothing needs it, so that JAX removes it.
+    """
     if not any(used_outputs) and not eqn.effects:
         return [False for _ in eqn.invars], None
     call = call_of(jaxprs.params_of_our_equation(eqn))
@@ -130,7 +146,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(call: RematCall) -> dict[str, Any]:
-    """A call as the parameters of an equation, which JAX requires to be hashable."""
+    """A call as the parameters of an equation, which JAX requires to be hashable. The inverse is ``call_of``."""
     return {
         jaxprs.PROGRAM: call.program,
         "known_inputs": tuple(call.known_inputs),
@@ -140,7 +156,7 @@ def _params(call: RematCall) -> dict[str, Any]:
 
 
 def call_of(params: Any) -> RematCall:
-    """The call in the parameters of an equation."""
+    """The call that the parameters of an equation hold, as ``_params`` wrote them."""
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
@@ -150,12 +166,15 @@ def call_of(params: Any) -> RematCall:
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
     """``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
 
-    The inputs of each ``apply`` are known too. With ``keeps_masks``, masks are stored in bits.
+    It takes the inputs of ``jaxpr``, which has no constants, and returns the list of its outputs. ``known_inputs`` says
+    which inputs are parameters and keys; the inputs of each ``apply`` are known too. With ``keeps_masks``, masks are
+    stored in bits.
     """
     known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
+        """The outputs of ``jaxpr``, rewritten for these arguments into one equation."""
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
         for rewrite in rewrites:  # constants become the first inputs, and are known
@@ -167,7 +186,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """A rule that runs equations with bodies, so that the bodies recompute too."""
+    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too."""
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
@@ -181,9 +200,11 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     """The outputs of a call and their tangents: its rule for derivatives.
 
     Linearizing the call gives residuals and a linear program. A forward call computes the outputs and the residuals
-    that must be stored. A linear call reads these, and recomputes the other residuals.
+    that must be stored. A linear call reads these, and recomputes the other residuals. Outputs that are integers have
+    the tangent zero.
     """
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
+    # Inputs without a tangent are left out of the linear program.
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     if not any(map(dependence.has_tangent, outvars)):
         outs = _run_for_derivative(tangent_of.values(), call, primals)
@@ -192,15 +213,15 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
         program, consts, linear_program = _linearize(call, primals, list(tangent_of))
     except ValueError:  # some functions have forward derivatives only; if it is another error, JAX raises it again here
         return _jvp_without_linearization(call, primals, tangent_of)
+    # The outputs of ``program`` are those of the call, then the residuals.
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
-    forward_outvars = [*program.outvars[:n_outputs], *residuals.stored]
-    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, forward_outvars))
-    forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
-    values = _run_for_derivative(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    forward = residuals.forward_call(program, n_outputs, is_known)
+    values = _run_for_derivative(tangent_of.values(), forward, jaxprs.values(inputs, forward.program.invars))
     outs, stored_values = values[:n_outputs], values[n_outputs:]
     operands = [*jaxprs.values(inputs, residuals.read), *stored_values, *tangent_of.values()]
+    # The linear program returns a tangent for each floating-point output.
     dots = iter(linear(residuals.linear_call(linear_program, is_known), operands))
     return outs, [
         next(dots) if dependence.has_tangent(v) else _zero_tangent(x) for v, x in zip(outvars, outs, strict=True)
@@ -208,13 +229,16 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _zero_tangent(x: Any) -> Any:
-    """The tangent of a value that does not depend on any tangents."""
+    """The tangent of a value that does not depend on any tangents: JAX's symbol for zero, not an array."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 @dataclass(frozen=True)
 class _Residuals:
     """The residuals of a linearized program, and how the backward pass gets them.
+
+    Each residual is an input of the program, which is read again; known, and recomputed; or stored. If a residual is
+    recomputed from a value that is not known, that value is stored too.
 
     Attributes:
       atoms: The residuals, as variables and literals of the program.
@@ -230,21 +254,30 @@ class _Residuals:
 
     @classmethod
     def of(cls, program: Jaxpr, atoms: Sequence[Any], is_known: Known) -> "_Residuals":
-        """Divides the residuals of a program into recomputed, read and stored ones."""
+        """Divides the residuals ``atoms`` of a program into recomputed, read and stored ones."""
         inputs = set(program.invars)
         recomputed = [v for v in jaxprs.variables(atoms) if is_known[v] and v not in inputs]
         recompute = dependence.recomputing_program(program, recomputed, is_known)
+        # What the backward pass needs: the residuals, and what it computes them from.
         needed = jaxprs.variables([*atoms, *recompute.invars])
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
         return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
 
-    def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
-        """A call that recomputes residuals and runs a linear program on them.
+    def forward_call(self, program: Jaxpr, n_outputs: int, is_known: Known) -> RematCall:
+        """A call that computes the first ``n_outputs`` outputs of ``program``, and then the values to store."""
+        outvars = [*program.outvars[:n_outputs], *self.stored]
+        forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, outvars))
+        return RematCall(forward, dependence.are_known(is_known, forward.invars))
 
-        Its inputs are the inputs that are read, the stored values and the tangents.
+    def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
+        """A call that recomputes residuals and runs the linear ``program`` on them.
+
+        Its inputs are the inputs that are read, the stored values and the tangents. The first inputs of ``program`` are
+        the residuals, in the order of ``atoms``; the others are the tangents.
         """
-        late = jaxprs.substitute_inputs(program, dict(zip(program.invars, self.atoms, strict=False)))
+        residual_vars = program.invars[: len(self.atoms)]
+        late = jaxprs.substitute_inputs(program, dict(zip(residual_vars, self.atoms, strict=True)))
         inputs = [*self.read, *self.stored]
         known_inputs = [is_known[v] for v in inputs] + [False for _ in late.invars]
         joined = jaxprs.join_parts([self.recompute, late], [*inputs, *late.invars])
@@ -252,25 +285,27 @@ class _Residuals:
 
 
 def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> tuple[Jaxpr, list[Any], Jaxpr]:
-    """Linearizes a call with respect to its ``moving`` inputs, without computing anything.
+    """Linearizes a call with respect to its ``moving`` inputs, those with a tangent, without computing anything.
 
     Returns a program of the outputs and the residuals, its constants, which are its first inputs, and a linear program.
     That takes the residuals and the tangents of the ``moving`` inputs, and returns the tangents of all outputs that can
     have any.
     """
-    linear_programs = list[Jaxpr]()
+    linear_programs = list[Jaxpr]()  # tracing adds the linear program, which is no output of the traced function
 
     def outputs_and_residuals(*args: Any) -> list[Any]:
+        """All outputs of the call, then the residuals."""
         inputs = dict(zip(call.program.invars, args, strict=True))
 
         def outputs_at(*points: Any) -> tuple[list[Any], list[Any]]:
+            """The floating-point outputs, which are linearized, and all outputs, from values of the moving inputs."""
             values = jaxprs.values(inputs | dict(zip(moving, points, strict=True)), call.program.invars)
             outs = dependence.run(call.program, values, _rule_of_call(call))
             return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
 
         points = [inputs[v] for v in moving]
-        smooth, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
-        linear_program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
+        floating_outs, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
+        linear_program, residuals = jaxprs.program_and_residuals(linear_function, points, len(floating_outs))
         linear_programs.append(linear_program)
         return [*outs, *residuals]
 
@@ -279,10 +314,15 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
 
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
-    """The outputs of a call and their tangents, computed together by forward derivatives."""
+    """The outputs of a call and their tangents, computed together by forward derivatives.
+
+    ``moving`` are the tangents of the inputs that have one. Functions without
+    linearization, such as ``jax.lax.while_loop``, have no backward pass.
+    """
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
+        """The outputs, from values of the moving inputs."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
@@ -291,7 +331,11 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """The cotangents of the inputs of a call that is linear in some of them, which need not be its last inputs."""
+    """The cotangents of the inputs of a call that is linear in some of them, which need not be its last inputs.
+
+    JAX marks the linear inputs among ``args``. ``_transpose_linear`` needs them last, so inputs and cotangents are
+    reordered.
+    """
     linear_inputs = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in linear_inputs), *linear_inputs]
     invars = [call.program.invars[i] for i in order]
@@ -315,15 +359,18 @@ def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs of a linear call and their tangents.
 
-    If only the linear inputs have tangents, the tangents of the outputs are the same call on these.
+    If only the linear inputs have tangents, the tangents of the outputs are the same call on these. In derivatives of
+    higher order, residuals have tangents too. The program is then differentiated with respect to both at once.
     """
     n = call.n_fixed
     linear_dots = [ad.instantiate_zeros(dot) for dot in tangents[n:]]
+    # The fixed inputs, such as residuals, that have a tangent.
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *linear_dots])
 
     def function(values: list[Any], dots: list[Any]) -> list[Any]:
+        """The outputs, from values of the moving residuals and of the linear inputs."""
         moving_values = dict(zip(moving, values, strict=True))
         return jaxprs.evaluate(call.program, [*(moving_values.get(i, x) for i, x in enumerate(primals[:n])), *dots])
 
@@ -334,10 +381,13 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs of a linear call, from those of its outputs; None for inputs that are not tangents.
 
-    The early half of the program, which recomputes residuals, stays as it is. Only the linear half is transposed.
+    The early half of the program, which recomputes residuals, stays as it is. Only the linear half is transposed. Each
+    residual is computed just before the transposed half reads it.
     """
     n = call.n_fixed
+    # The early half depends on the fixed inputs alone, the late half on tangents too.
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
+    # An output whose cotangent is zero needs no computation.
     used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     out_cts = [cts[i] for i in used_outputs]
     late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
@@ -347,7 +397,7 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in out_cts]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     recomputed_from = read_as_more_than_views(call.program, call.known_inputs)
-    pairs = zip(args[:n], call.program.invars, strict=False)
+    pairs = zip(args[:n], call.program.invars[:n], strict=True)
     fixed = [lax.optimization_barrier(x) if v in recomputed_from else x for x, v in pairs]
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *fixed, *out_cts], known_inputs)
 
@@ -363,7 +413,10 @@ def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence
 
 
 def _partially_evaluate_linear(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """The outputs of a linear call under partial evaluation: computed if all inputs are known, else an equation."""
+    """The outputs of a linear call under JAX's partial evaluation, as in ``jax.grad``.
+
+    They are computed if JAX knows all inputs. Otherwise, the call stays one equation for later.
+    """
     values = [x.pval.get_known() for x in tracers]
     if any(x is None for x in values):
         return trace.default_process_primitive(linear.primitive, tracers, params)

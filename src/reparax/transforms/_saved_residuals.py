@@ -21,6 +21,7 @@ from reparax.programs.sources import line_of_output, lines_by_origin
 from reparax.transforms._remat_derivative import recomputing_function
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
+# The kinds in the order of the report, with the words for each.
 _TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alone", ACTIVATIONS: "activations and data"}
 
 
@@ -67,19 +68,23 @@ class SavedResiduals:
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
+        """The table: the total size, then each kind with its size and its arrays."""
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines += [f"  {title}: {readable_size(self.bytes(kind))}", *self._lines(kind)]
         return "\n".join(lines)
 
     def _lines(self, kind: str) -> list[str]:
-        """The lines for the arrays of a kind, the largest first; similar arrays share a line."""
+        """The lines for the arrays of a kind, the largest first; similar arrays share a line.
+
+        Each has a size, a type, and the path or the line of source, as in ``2.0 KiB  float32[8, 64]  x``.
+        """
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
         # Only parameters have paths, which can be folded into one if they differ in a number.
         folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)
         largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
         types = [f"{line.times}{line.value[0]}" for line in largest_first]
-        width = max([20, *map(len, types)])
+        width = max([20, *map(len, types)])  # so that most sections have equal columns
         sizes = [readable_size(line.count * line.value[1]) for line in largest_first]
         rows = zip(sizes, types, largest_first, strict=True)
         return [f"    {size:>10}  {type:<{width}} {line.path}" for size, type, line in rows]
@@ -135,7 +140,11 @@ def saved_residuals(
 
 
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
-    """What is stored for the gradient of a function, without a check of the installed JAX."""
+    """What is stored for the gradient of a function, for ``check_this_jax`` too, which must not check itself.
+
+    The residuals of the gradient are outputs of a traced program (``_residuals``). Each is a parameter, a weight or an
+    activation by what it depends on in this program. ``who`` is named in errors.
+    """
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
     operands = [i for i, flags in enumerate(zip(is_floating, arguments.is_chosen, strict=True)) if all(flags)]
@@ -148,15 +157,17 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     loss, constants = jaxprs.consts_first(traced_loss)
     residuals = functools.partial(_residuals, loss, constants, operands)
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
+    # The inputs of the program are the constants that the function closes over, then its arguments.
     origins = dict(zip(program.invars, ["closed over" for _ in consts] + arguments.paths, strict=True))
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
     is_known = dependence.known_variables(program, known_inputs)
-    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    eqn_of = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     lines = lines_by_origin(loss)
 
     def kept(v: Var) -> Kept:
+        """The entry of the report for a residual, which is an input of the program or computed by an equation."""
         kind_if_known = PARAMETERS if v in origins else WEIGHTS
-        origin = origins[v] if v in origins else line_of_output(makers[v], makers[v].outvars.index(v), lines)
+        origin = origins[v] if v in origins else line_of_output(eqn_of[v], eqn_of[v].outvars.index(v), lines)
         kind = kind_if_known if is_known[v] else ACTIVATIONS
         return Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
 
@@ -164,12 +175,14 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
 
 
 def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *arrays: Any) -> list[Any]:
-    """The values stored for the gradient of the first output of a program with respect to the ``operands``.
+    """The values stored for the gradient of the first output of ``loss`` with respect to the ``operands``.
 
-    These are numbers of ``arrays``, which are the inputs of the program after its constants.
+    ``arrays`` are the inputs of ``loss`` after its ``constants``, and ``operands`` are positions in them. The first
+    output is the loss; with ``has_aux``, there are others.
     """
 
     def first_output(*values: Any) -> Any:
+        """The first output for other values of the operands."""
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
         return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
 
@@ -189,13 +202,14 @@ def _is_compatible() -> bool:
     """Whether small programs are read correctly.
 
     Weights must be distinguished from data through each kind of call, and a network must store its weights without
-    ``remat`` but not with it.
+    ``remat`` but not with it, and as many activations in both cases.
     """
     args = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
     program, consts = jaxprs.consts_first(jax.make_jaxpr(_weight_and_data)(*args))
     is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
 
     def recomputed(w: Array, x: Array) -> Array:
+        """The network under ``remat``, without its checks."""
         network, consts = jaxprs.consts_first(jax.make_jaxpr(_network)(w, x))
         # No input is declared as known, so only the mark of ``apply`` shows which values are weights.
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
@@ -207,9 +221,13 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call."""
+    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call.
+
+    It is traced to see whether the analysis tells both apart, and never computed.
+    """
 
     def pair(w: Array, x: Array) -> tuple[Array, Array]:
+        """Both values after one more call."""
         return jnp.sin(w), x @ w
 
     by_hand = jax.custom_jvp(pair)

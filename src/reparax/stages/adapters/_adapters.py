@@ -285,18 +285,18 @@ class Rotated(RowsAndColumns):
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
-    """The factor A with uniform numbers, with the bound that PEFT uses."""
+    """The factor A, uniform within the bound that PEFT uses."""
     bound = w.shape[0] ** -0.5
     return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
 
 
 def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
-    """The factor A with normal numbers of standard deviation ``1 / rank``."""
+    """The factor A, normal with standard deviation ``1 / rank``."""
     return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
 
 
 def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """The factors A and B, of equal norms, of the part of ``w`` with the largest singular values."""
+    """Factors of equal norms, whose scaled product is the part of ``w`` with the largest singular values."""
     u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
     nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
@@ -305,7 +305,7 @@ def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """The factors A and B from the QR decomposition of the transposed matrix: first rows of R, first columns of Q."""
+    """Factors from the QR decomposition of the transposed ``w``: the first rows of R and the first columns of Q."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T

@@ -76,7 +76,10 @@ class _Pattern(RowsAndColumns, Constraint):
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """Where a lower triangle, stored row by row, has entry (i, j); -1 above it, and on the diagonal if ``strict``."""
+    """The index of entry (i, j) in a lower triangle that is stored row by row, and -1 above the triangle.
+
+    If ``strict``, the triangle excludes the diagonal.
+    """
     row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
     return jnp.where(i > j if strict else i >= j, row + j, -1)
 

@@ -223,9 +223,9 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     @abstractmethod
     def coordinates(self, singular: Array, least: Array) -> Array:
-        """The inverse of ``spectrum``. Values that it does not reach are replaced by nearby ones.
+        """The ``s`` that give these singular values, of which those up to ``least`` are zero up to rounding.
 
-        Singular values up to ``least`` are zero up to rounding.
+        Singular values outside the range of ``spectrum`` are replaced by nearby ones.
         """
 
 

@@ -31,7 +31,7 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The shape of an image, of which each axis must have a size of at least 1."""
+    """The shape of an image, as a tuple of positive integers."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
@@ -39,7 +39,7 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """An integer of at least 1, or a tuple with one for each axis of an image."""
+    """A positive integer, or a tuple with one for each axis of an image."""
     if is_integer(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):

@@ -39,7 +39,7 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
 def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
-    """The stream of bits of words of ``bits`` bits along ``axis``, cut into words of ``new_bits`` bits."""
+    """Words of ``bits`` bits along ``axis``, regrouped into words of ``new_bits`` bits."""
     stream = math.lcm(bits, new_bits)
     count = stream // bits
     groups = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])

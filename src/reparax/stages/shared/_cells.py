@@ -220,7 +220,7 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """The array with an axis cut into equal pieces, which a new axis in front of ``axis`` counts."""
+    """The array with ``axis`` split into two axes: one for the equal pieces, and one for the entries of a piece."""
     if not _is_known(per, sizes):
         raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
@@ -414,7 +414,7 @@ def blocks_of(layout: Any) -> dict[str, Block]:
 
 
 def is_optional(block: Block) -> bool:
-    """Whether the array may be missing: all of its values are biases."""
+    """Whether an array may be missing, because all of its values are biases."""
     return all("bias" in name for name in value_names(block))
 
 

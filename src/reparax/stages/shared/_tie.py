@@ -285,7 +285,7 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """The ties as target, source and transform; raises an error for other forms, and for none."""
+    """The ties as target, source and transform. Raises an error if there are none, or if one has another form."""
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
