@@ -2,7 +2,7 @@
 
 The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
 program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
-or from its name (``core/layers.py``).
+or from its name (``core/known_axes.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, join_by_path
 from reparax.core.initialization import follow_axes
-from reparax.core.layers import KnownAxes, role_by_letters
+from reparax.core.known_axes import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
@@ -48,7 +48,7 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What an array of 2, 3 or 4 axes may be: the letters of ``core/layers.py`` for its axes, and the text for an error."""
+"""What an array of 2, 3 or 4 axes may be: the letters of ``core/known_axes.py`` for its axes, and the text for an error."""
 
 _OR_ROLES = (
     "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reparax.core.boxes import box_of_parameter, is_box_of_one, value_in, with_value
-from reparax.core.layers import KnownAxes, known_by_class, known_by_name
+from reparax.core.known_axes import KnownAxes, known_by_class, known_by_name
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     Elsewhere,
