@@ -31,7 +31,7 @@ from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
 from reparax.core.initialization import follow_axes, initialize, with_boxes
-from reparax.core.names import METHODS, VERBS
+from reparax.core.names import FORMULA_METHODS, METHODS
 from reparax.core.originals import require_unmoved, undo_stages, with_array
 from reparax.core.origins import Origins
 from reparax.core.paths import PyTree, types_of_result
@@ -93,7 +93,7 @@ class Parametrization(Static, ABC):
                 f"acts. Derive from Reparametrization or Perturbation for a formula on one array, or from Joint for a "
                 f"formula on several."
             )
-        if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
+        if verbs := [verb for verb in FORMULA_METHODS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
                 f"{cls.__name__} defines {verbs[0]}, which chains never call on their stages. Define the formula "
                 f"{verbs[0]}_leaf for one array instead, or derive from Joint for several arrays."

@@ -26,7 +26,7 @@ from jax.core import Tracer
 from reparax.core.boxes import axis_entries, boxes_of_values
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
-from reparax.core.origins import Origins, compose, keep_origins, probe_origins
+from reparax.core.origins import Origins, follow_origin, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
 from reparax.core.random import keys_of_draws
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
@@ -226,7 +226,7 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
         for place in site.place_values(array_name, values[array_name]):
             if (array_name, place[-1]) in origins:
                 (source_name,), axes = origins[array_name, place[-1]]
-                found[place] = compose(earlier[site.arrays[source_name]], axes)
+                found[place] = follow_origin(earlier[site.arrays[source_name]], axes)
     return found
 
 

@@ -26,7 +26,7 @@ from jax.tree_util import register_static
 
 from reparax.core.calls import can_take
 from reparax.core.config import register_class
-from reparax.core.layers import TABLES
+from reparax.core.known_axes import TABLES
 from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
 from reparax.core.raw import Leaf, parameter_path
 from reparax.numerics.arithmetic import is_array
