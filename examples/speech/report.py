@@ -66,7 +66,12 @@ def compared(found: Found, best: Mapping[str, float]) -> str:
     head = ["way", "compared with", "points", "95 % interval", "p (Holm)"]
     rows = [
         [
-            *(each.way, each.against, f"{each.mean:+.1f}".replace("-0.0", "0.0"), f"{each.low:+.1f} to {each.high:+.1f}"),
+            *(
+                each.way,
+                each.against,
+                f"{each.mean:+.1f}".replace("-0.0", "0.0"),
+                f"{each.low:+.1f} to {each.high:+.1f}",
+            ),
             "< 0.001" if each.p < 0.001 else f"{each.p:.3f}",
         ]
         for each in contrasts(found, best)
