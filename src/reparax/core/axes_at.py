@@ -48,7 +48,7 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What an array of 2, 3 or 4 axes may be: the letters of ``core/known_axes.py`` for its axes, and the text for an error."""
+"""What an array of 2, 3 or 4 axes may be: letters for its axes (``core/known_axes.py``), and the text for an error."""
 
 _OR_ROLES = (
     "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
