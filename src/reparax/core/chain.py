@@ -134,7 +134,7 @@ class Parametrization(Static, ABC):
 
         A fixed key then takes its place, as ``init`` of the stages expects one.
         """
-        needed = "Pass a key: `p.init(params, jax.random.key(0))`." if self.random_init else ""
+        needed = "Pass a key last, `jax.random.key(0)`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
 

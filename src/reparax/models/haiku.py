@@ -77,8 +77,8 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
         )
     if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
         raise ValueError(
-            f"{_WHO} takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
-            f"`hk.without_apply_rng({_WHO}(transformed, p))`, or pass `p.deterministic`."
+            f"{_WHO} takes noise from `rng`, but got a network without it. Leave out `hk.without_apply_rng`, or pass "
+            "`p.deterministic`."
         )
     with_state = isinstance(transformed, hk.TransformedWithState)
     why = None if with_state else "which a call of a network without state cannot"
