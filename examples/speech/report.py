@@ -21,7 +21,6 @@ from examples.speech.protocol import (
 )
 from examples.speech.settings import TABLES, WAYS, Settings
 
-
 NAMES = {"digits_lstm": "LSTM with CTC", "digits_attention": "LSTM with an attention decoder"}
 
 
@@ -105,7 +104,7 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
         )
     best = chosen(found, settings)
     replicates = len(of_replicates(found, best, "plain"))
-    state = f"**{NAMES[name]}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
+    number = f"{len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
     family = np.array([*json.loads((folder / "families.json").read_text()).values()])
     legend = (
         "Word error rates in percent: of *unseen* voices, over all levels of noise (with a 95 % interval) and at\n"
@@ -113,7 +112,7 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
     )
     tuning = "The values that were tried, with their word error rates on development voices:"
     parts = table(found, settings, family), compared(found, best), tuning, values(found, settings)
-    return "\n\n".join([state, legend, *parts])
+    return "\n\n".join([f"**{NAMES[name]}**: {number}", legend, *parts])
 
 
 def fixed_set(folder: Path = RESULTS) -> str:
