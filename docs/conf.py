@@ -133,10 +133,11 @@ own_stage
 
 ```{toctree}
 :hidden:
-:caption: Judge
+:caption: Evaluate
 
 evidence
 coming_from
+returnn
 questions
 ```
 

@@ -21,6 +21,8 @@ from examples.speech.protocol import (
 )
 from examples.speech.settings import TABLES, WAYS, Settings
 
+NAMES = {"digits_lstm": "LSTM with CTC", "digits_attention": "LSTM with an attention decoder"}
+
 
 def finished(found: Found, settings: Settings) -> bool:
     """Whether all recognizers of a table are on file."""
@@ -63,7 +65,12 @@ def compared(found: Found, best: Mapping[str, float]) -> str:
     head = ["way", "compared with", "points", "95 % interval", "p (Holm)"]
     rows = [
         [
-            *(each.way, each.against, f"{round(each.mean, 1) + 0.0:+.1f}", f"{each.low:+.1f} to {each.high:+.1f}"),
+            *(
+                each.way,
+                each.against,
+                f"{each.mean:+.1f}".replace("-0.0", "0.0"),
+                f"{each.low:+.1f} to {each.high:+.1f}",
+            ),
             "< 0.001" if each.p < 0.001 else f"{each.p:.3f}",
         ]
         for each in contrasts(found, best)
@@ -97,7 +104,7 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
         )
     best = chosen(found, settings)
     replicates = len(of_replicates(found, best, "plain"))
-    state = f"**{name}**: {len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
+    number = f"{len(found)} recognizers; {replicates} replicates, each with {settings.unseen} unseen voices."
     family = np.array([*json.loads((folder / "families.json").read_text()).values()])
     legend = (
         "Word error rates in percent: of *unseen* voices, over all levels of noise (with a 95 % interval) and at\n"
@@ -105,7 +112,7 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
     )
     tuning = "The values that were tried, with their word error rates on development voices:"
     parts = table(found, settings, family), compared(found, best), tuning, values(found, settings)
-    return "\n\n".join([state, legend, *parts])
+    return "\n\n".join([f"**{NAMES[name]}**: {number}", legend, *parts])
 
 
 def fixed_set(folder: Path = RESULTS) -> str:

@@ -114,6 +114,15 @@ def test_every_method_passes_on_what_its_formula_does(arranged):
         assert all(raw_value(later, name) is x for name, x in zip(("w", "x"), values, strict=True))
 
 
+@pytest.mark.parametrize("arranged", MATRICES)
+def test_a_program_of_update_passes_on_what_its_formula_does(arranged):
+    """Also under a stage that computes the value, to which `update` could not write."""
+    axes, w = MATRICES[arranged]
+    for p in (Kept(**axes), rpx.Freeze() >> Kept(**axes)):
+        program = jax.make_jaxpr(p.update)(p.init({"w": w})).jaxpr
+        assert program.outvars == program.invars
+
+
 def test_the_same_array_with_other_axes_is_not_the_same():
     raw = Kept(rows=1, columns=0).init({"w": MATRIX.T})
     assert raw_value(raw, "x").tolist() == MATRIX.tolist()

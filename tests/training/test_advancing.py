@@ -208,3 +208,26 @@ def test_a_key_cannot_be_advanced_by_an_addition() -> None:
         "each step, and say so: `rpx.optimizer(tx, updates='by hand')`.",
     ):
         tx.update(jax.tree.map(lambda x: x, raw), tx.init(raw), raw)
+
+
+class Limited(rpx.Reparametrization):
+    """A limit that is infinite, and computed again in each step."""
+
+    raw_values = {"w": rpx.stage.main(), "limit": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"w": w, "limit": jnp.full((), jnp.inf, w.dtype)}
+
+    def apply_leaf(self, values):
+        return jnp.minimum(values["w"], values["limit"])
+
+    def update_leaf(self, values):
+        return {"limit": jnp.maximum(values["limit"], 1.0)}
+
+
+def test_a_value_that_is_computed_again_may_stay_infinite() -> None:
+    raw, tx = Limited().init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Limited())
+    zeros = jax.tree.map(jnp.zeros_like, raw)
+    for update in (tx.update, jax.jit(tx.update)):
+        new = optax.apply_updates(raw, update(zeros, tx.init(raw), raw)[0])
+        assert new["w"]["@limited"]["@fixed"]["limit"] == np.inf

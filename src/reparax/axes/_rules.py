@@ -32,7 +32,7 @@ def axes_of(view: View, values: Sequence[Value]) -> list[Axes]:
 def _elementwise(view: View, values: Sequence[Value]) -> Axes | None:
     """The axes of all operands but scalars, combined; None if an array has another rank than the output.
 
-    So ``x + b`` of the shapes (8, 3) and (1, 3) has the axes 8 and 3, the second with the origins of both.
+    For ``x + b`` of the shapes (8, 3) and (1, 3), the axis of size 3 has the origins of both operands.
     """
     ranks = {len(value.axes) for value in values if value.axes}
     return _combined_axes(values) if ranks <= {len(view.type.shape)} else None
@@ -111,7 +111,10 @@ def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
 
 
 def _dynamic_update_slice(_: View, values: Sequence[Value]) -> Axes:
-    """The axes of an array and of its update combined; an axis that is replaced in part becomes a single part."""
+    """The axes of an array and of its update combined.
+
+    An axis of which only a part is replaced becomes a single part, as it is not known which part this is.
+    """
     pairs = zip(values[0].axes, values[1].axes, strict=True)
     return tuple(combined((a, b)) if size_of(a) == size_of(b) else one_part(size_of(a), (a, b)) for a, b in pairs)
 

@@ -68,7 +68,7 @@ def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Divides a sequence of parts into axes of these sizes, as a reshape does. The products of all sizes are equal.
+    """Divides a sequence of parts into axes of these sizes, as a reshape does. Both have the same number of entries.
 
     Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
     first two parts become one part of size 6, and the axes are (3,) and (2, 4).

@@ -6,6 +6,19 @@ which independent arrays lie, except in the field ``stacked`` itself.
 
 Raw values have the stacked axes at the same positions as the array, or as close to these as their number of axes
 allows: with ``stacked=0``, a norm of shape ``(1, out)`` becomes one of shape ``(layers, 1, out)``.
+
+What converts axes to what, for a field that holds axes:
+
+================================  ====================  ================================================================
+function                          takes                 returns
+================================  ====================  ================================================================
+:class:`AxesCheck`                what the user wrote   the same in a normal form, when a stage is made
+:func:`find_axes`                 names or numbers      the numbers of stacked axes in one array; other names left out
+:func:`axes_to_numbers`           names or numbers      numbers, names counted from the back; other names are an error
+:func:`fields_to_numbers`         axes of all fields    both of these: ``stacked`` first, then the other fields
+:func:`list_axes`                 numbers               the same as a tuple; an error for names
+:func:`count_from_front`          numbers               a sorted tuple of numbers from 0 on
+================================  ====================  ================================================================
 """
 
 from __future__ import annotations
@@ -34,15 +47,16 @@ EACH = "each"
 """A value for feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
 
 LAST = "last"
-"""The default of a field for one axis: the axis that follows from the array's layer or name, or the only axis of a
-vector. No axis can have this name."""
+"""The default of a field that the user has not set. It does not mean -1: the axis follows from the array's layer or
+name, and only in a vector it is the last axis. No axis can have this name."""
 
 
 @dataclass(frozen=True)
 class AxesCheck:
     """Checks the value of a field that holds axes of the array, by number or name.
 
-    It returns the axes in a normal form, so that equal axes compare equal: no lists, and no tuples of one axis.
+    It returns the axes in a normal form, so that equal axes compare equal: no lists, and no tuples of one axis, such as
+    ``[0, 1] -> (0, 1)`` and ``(-1,) -> -1``. Whether an array has these axes is checked later.
 
     Attributes:
       single: Whether the field takes only one axis.
@@ -55,7 +69,12 @@ class AxesCheck:
     words: tuple[str, ...] = ()
 
     def __call__(self, axes: Any, who: str, name: str) -> Any:
-        """The axes in normal form. Raises an error if the field does not take them."""
+        """The axes in normal form. ``who`` and ``name``, a stage and its field, are for errors.
+
+        Raises:
+          TypeError: If the field does not take such a value.
+          ValueError: If an axis is there twice, or the value is None in a field with ``"each"`` but without ``whole``.
+        """
         if (axes is None and self.whole) or any(_is_word(axes, word) for word in self.words):
             return axes
         if axes is None and EACH in self.words:
@@ -81,7 +100,10 @@ check_channels = AxesCheck(whole=True, words=(EACH, LAST))
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
-    """Like ``check_axes``, but numbers must count from the front, because raw values may have fewer axes."""
+    """Like ``check_axes``, but numbers must count from the front.
+
+    A raw value may have fewer axes than the array, so an axis counted from the back would be another one there.
+    """
     checked_axes = check_axes(axes, who, name)
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
         raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
@@ -90,6 +112,9 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
 
 def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
     """The numbers of ``axes`` in an array, in ascending order. Names that the array does not have are left out.
+
+    For axes named ``("layers", "in", "out")``, ``"layers" -> (0,)`` and ``("layers", "experts") -> (0,)``. This is for
+    ``stacked``, since one stage may act on stacked and on other arrays. ``leaf`` may be None if no axis is a name.
 
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
@@ -100,20 +125,22 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
             numbers.append(axis)
             continue
         names = None if leaf is None else leaf.axes.names
-        if names is None or axis in names or axis in WORDS:
-            numbers.append(number_axes(axis, names) + len(names or ()))
+        if names is None or axis in names or axis in WORDS:  # otherwise the array does not have the axis
+            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # counted from the front instead
     return tuple(sorted(numbers))
 
 
 def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) -> None:
     """Requires that at least one array has each axis name in ``axes``, since :func:`find_axes` would ignore a typo.
 
-    If no array has axis names, nothing is required: :func:`find_axes` raises an error with the path of the array.
+    ``who`` and ``field`` are for the error, and ``leaves`` are the arrays that the stage selects. If no array has axis
+    names, nothing is required: :func:`find_axes` raises an error with the path of the array.
 
     Raises:
       ValueError: If arrays have axis names, and none has the name of an axis.
     """
     given_names = [axis for axis in _as_tuple(axes) if isinstance(axis, str)]
+    # A dict, as a set would list the names in another order each time; without names, no leaf has to be looked at.
     known_names = {name: None for leaf in leaves for name in leaf.axes.names or ()} if given_names else {}
     for axis in given_names:
         if known_names and axis not in known_names:
@@ -140,12 +167,12 @@ def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Whether any axis is given by name, or by a word for its role."""
+    """Whether any axis is a string, a name or a word for its role. ``"each"`` and ``"last"`` are neither."""
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
 def has_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
-    """Whether any axis is given by one of these words for its role in the network."""
+    """Whether any axis is one of these words for its role, such as ``"outputs"``. False for None."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
@@ -158,15 +185,18 @@ def _refuse_word(axis: str) -> None:
         )
 
 
-def number_axes(axes: Axes, names: AxisNames | None) -> Any:
-    """``axes`` with names replaced by numbers. These count from the back, because a vmapped axis is usually the first.
+def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
+    """``axes`` with names replaced by numbers; ``names`` are those of all axes of the array, or None if it has none.
+
+    For ``names=("in", "out")``, ``"out" -> -1`` and ``("in", 1) -> (-2, 1)``. The numbers count from the back, because
+    ``jax.vmap`` usually removes the first axis.
 
     Raises:
-      ValueError: If not exactly one axis has the name.
+      ValueError: If not exactly one axis has the name, or it is a word for a role.
     """
 
-    def number(axis: Axis) -> int:
-        """One axis as a number."""
+    def to_number(axis: Axis) -> int:
+        """The number of one axis, which stays what it is if it is one already."""
         if isinstance(axis, int):
             return axis
         _refuse_word(axis)
@@ -178,25 +208,26 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Any:
             )
         return names.index(axis) - len(names)
 
-    numbers = tuple(map(number, _as_tuple(axes)))
+    numbers = tuple(map(to_number, _as_tuple(axes)))
     return numbers if isinstance(axes, tuple) else numbers[0]
 
 
-def numbered_fields(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
-    """The axes of each field by number, where names are those of the array's box.
+def fields_to_numbers(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
+    """The axes of each field by number; ``axes_of_field`` has an entry for ``stacked``.
 
-    In the field ``stacked``, numbers count all axes of the array. In all other fields, they do not count the stacked
-    axes.
+    For a box with the names ``("layers", "in", "out")``, ``{"stacked": "layers", "axis": "out"}`` becomes
+    ``{"stacked": (0,), "axis": -1}``. In ``stacked``, numbers count all axes of the array. In all other fields, they do
+    not count the stacked axes.
     """
-    names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
-    names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-    others = {name: axes for name, axes in axes_of_field.items() if name != "stacked" and has_names(axes)}
-    numbered = {name: number_axes(axes, names_of_one) for name, axes in others.items()}
-    return {**axes_of_field, **numbered, "stacked": stacked}
+    all_names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
+    names = None if all_names is None else tuple(name for i, name in enumerate(all_names) if i not in stacked)
+    named = {field: axes for field, axes in axes_of_field.items() if field != "stacked" and has_names(axes)}
+    numbers = {field: axes_to_numbers(axes, names) for field, axes in named.items()}
+    return {**axes_of_field, **numbers, "stacked": stacked}
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
-    """The axes as numbers, in the order given. Raises an error for names."""
+    """The axes in a tuple, in the order given: ``-1 -> (-1,)``. Raises an error for names, which an array lacks."""
     axis_list = _as_tuple(axes)
     for axis in axis_list:
         if isinstance(axis, str):
@@ -208,7 +239,8 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     """Why ``axes``, the value of ``field``, do not fit an array, or None if they do.
 
-    They may be out of bounds, contain an axis twice, or be ``"last"`` for an array that is not a vector.
+    They may be out of bounds, contain an axis twice, as ``(0, -2)`` does for a matrix, or be ``"last"`` for an array
+    that is not a vector. None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
     """
     if axes is None or axes == EACH:
         return None
@@ -229,19 +261,22 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
 
 
 def last_to_number(axes: Axes | None) -> Any:
-    """``axes``, or -1 if they are ``"last"``."""
+    """``axes``, or -1 if they are ``"last"``: where that is left after a stage is resolved, the array is a vector."""
     return -1 if _is_word(axes, LAST) else axes
 
 
 def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front, in ascending order. For ``"each"`` and None, these are all axes of ``w``."""
+    """``axes`` counted from the front, in ascending order: ``(-1, 0) -> (0, 2)`` if ``w`` has three axes.
+
+    For ``"each"`` and None, these are all axes of ``w``.
+    """
     if axes is None or axes == EACH:
         return tuple(range(w.ndim))
     return tuple(sorted(axis % w.ndim for axis in list_axes(last_to_number(axes))))
 
 
 def position(axis: Axis, w: Array) -> int:
-    """One axis counted from the front."""
+    """One axis of ``w``, counted from the front."""
     return count_from_front(axis, w)[0]
 
 
@@ -263,13 +298,16 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
 
 
 def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
-    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w``, counted from the front."""
+    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w``, counted from the front.
+
+    If ``w`` has three axes, with ``stacked=0``, the axis -1 or 1 becomes 2.
+    """
     unstacked_axes = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
     return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:
-    """Requires one name for each axis. Under ``jax.vmap``, the array has fewer axes than names."""
+    """Requires one name for each axis of ``w``. In the function of ``jax.vmap``, an array has fewer axes than names."""
     if len(names) != w.ndim:
         raise ValueError(
             f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
@@ -279,10 +317,13 @@ def require_names_fit(names: AxisNames, w: Any) -> None:
 def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a version of ``formula`` that is applied to each index of the stacked axes separately.
 
-    Its arguments and results are arrays or dicts of arrays. All of them have the stacked axes.
+    With ``stacked=(0,)``, a formula that takes ``(6, 4) -> (1, 4)`` takes ``(3, 6, 4) -> (3, 1, 4)``. Its arguments and
+    results are arrays or dicts of arrays. All of them have the stacked axes, at the positions that the module's
+    docstring describes, and in the same numbers. Without stacked axes, it is ``formula`` itself.
     """
     if not stacked:
         return formula
+    # `jax.vmap` returns new arrays, so those that the formula returns unchanged are marked inside and restored outside.
     mapped_formula = partial(mark_same, formula)
     for _ in stacked:
         mapped_formula = jax.vmap(mapped_formula)
@@ -297,19 +338,20 @@ def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., 
         return restore_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
 
     def move_back(x: Array) -> Array:
+        """A result of ``jax.vmap`` with the stacked axes, which are in front, at their positions."""
         return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
     return map_over_stack
 
 
 def stacked_sizes(w: Any, stacked: Numbers) -> tuple[int, ...]:
-    """The number of arrays stacked along each axis."""
-    return tuple(w.shape[place] for place in stacked)
+    """The number of arrays stacked along each of the stacked axes of ``w``."""
+    return tuple(w.shape[axis] for axis in stacked)
 
 
 def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
-    """What is wrong with the stacked axes for ``w``, or None if they fit."""
-    if all(place < w.ndim for place in stacked):
+    """What is wrong with the stacked axes for ``w``, or None if they fit. They count from the front already."""
+    if all(axis < w.ndim for axis in stacked):
         return None
     return (
         f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or use a "
@@ -318,7 +360,7 @@ def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
 
 
 def one_stacked(w: Any, stacked: Numbers) -> Any:
-    """The type of one of the stacked arrays, or ``w`` itself if no axes are stacked."""
+    """The type of one of the stacked arrays, or ``w`` itself if no axes are stacked: ``(3, 6, 4) -> (6, 4)``."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
@@ -338,8 +380,11 @@ def _move_to_front(stacked: Numbers, x: Any) -> Any:
 
 
 def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
-    """The positions of the stacked axes in a value of ``ndim`` axes."""
+    """The positions of the stacked axes in a value of ``ndim`` axes: those in the array, or as close as possible.
+
+    The stacked axis 2 of an array of three axes is at position 1 in a value of two axes.
+    """
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
     last_free = range(ndim - len(stacked), ndim)  # for each stacked axis, the last position that leaves room for others
-    return tuple(min(place, last) for place, last in zip(stacked, last_free, strict=True))
+    return tuple(min(axis, last) for axis, last in zip(stacked, last_free, strict=True))

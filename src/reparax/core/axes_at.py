@@ -2,7 +2,7 @@
 
 The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
 program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
-or from its name (``core/layers.py``).
+or from its name (``core/known_axes.py``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from reparax.core.axes import EACH, LAST, find_axes, one_stacked, stacked_axes_error
 from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.fields import ByPath, join_by_path
 from reparax.core.initialization import follow_axes
-from reparax.core.layers import KnownAxes, role_by_letters
+from reparax.core.known_axes import KnownAxes, role_by_letters
 from reparax.core.origins import Origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
@@ -50,7 +48,7 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What an array of 2, 3 or 4 axes may be: the letters of ``core/layers.py`` for its axes, and the text for an error."""
+"""What an array of 2, 3 or 4 axes may be: letters for its axes (``core/known_axes.py``), and the text for an error."""
 
 _OR_ROLES = (
     "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
@@ -59,10 +57,16 @@ _OR_ROLES = (
 
 
 def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
-    """For each field that takes its axes from the role of an array, these axes. ``w`` is the array, or its type.
+    """For each field that takes its axes from the role of an array, these axes: ``{"axis": -1, "stacked": 0}``.
 
-    The fields of ``stage`` that hold axes by path must already be resolved for the array. If ``w`` is one of
-    :func:`types_to_try`, ``stacked`` are its stacked axes.
+    Empty if all axes are given, or the stage does without. Fields of ``stage`` that hold axes by path must already be
+    resolved for the array.
+
+    Args:
+      stage: The stage.
+      leaf: The array as the tree describes it, with its layer or name, and its role if a network was analyzed.
+      w: The array, or its type.
+      stacked: The stacked axes of ``w`` if it is one of ``candidate_types`` (``core/leafwise.py``).
 
     Raises:
       ValueError: If a field needs an axis that the array's role does not give.
@@ -88,11 +92,14 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     """The stacked axes of an array, which the default selection does not count as dimensions. ``w`` may be its type.
 
-    If the layer of the array allows several choices, these are the first one, which has as many axes as the others.
+    They come from the network's roles, from the user, or from the layer: a ``Linear`` of shape ``(3, 8, 4)`` has one,
+    ``(0,)``. If the layer allows several choices, these are the first one; only their number matters here. If it
+    allows none, they are as many as the array has more axes than the layer gives it, and an error follows elsewhere.
     """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
+    # Only if neither the user nor a network gives the axes, and the stage needs some, those of the layer count.
     if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.possible_stacks(w.shape)
@@ -100,7 +107,14 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
-    """For each field that takes its axes from the role of an array, the axes in an array with this role."""
+    """For each field that takes its axes from the role of an array, the axes in an array with this role.
+
+    For a kernel ``(in, out)``, a field for ``"outputs"`` has -1, and one for ``"inputs"`` -2. The axes are numbers that
+    count from the back without the stacked axes; ``stacked`` itself counts from the front.
+
+    Raises:
+      ValueError: If the role leaves open which axes these are, or gives several for a field that takes one.
+    """
     axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.takes_stacked_from_role else {}
     if not stage.axes_from_role:
         return axes_of_field
@@ -110,20 +124,21 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
-        number = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
-        if isinstance(number, tuple) and stage._checks[name].check.single:
+        # Each word may stand for several axes. What is not a word is a number already.
+        found = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
+        if isinstance(found, tuple) and stage._checks[name].check.single:
             raise ValueError(
-                f"{name} is one axis, but the network has {len(number)} for it, {number} of shape {role.shape}. Give "
+                f"{name} is one axis, but the network has {len(found)} for it, {found} of shape {role.shape}. Give "
                 f"one by number, or leave the array out with `where`."
             )
-        axes_of_field[name] = number
+        axes_of_field[name] = found
     return axes_of_field
 
 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
-    """Why words such as ``"outputs"`` have no meaning in an array with this role, and what to do. Empty if they have.
+    """Why words such as ``"outputs"`` have no meaning in an array with this role, as the beginning of an error text.
 
-    The ``stacked`` axes need no role.
+    Empty if they have. The ``stacked`` axes need no role.
     """
     if role.why:
         return f"no product of it with data is known ({role.why}). Give its axes by number"
@@ -135,53 +150,43 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
-    """The error text for an array whose axes are unknown: what it may be, and what to write in each case."""
+    """The error text for an array whose axes are unknown: what it may be, and what to write in each case.
+
+    ``stacked`` are the stacked axes that the user gave, and ``why`` is the reason. For an array of shape ``(3, 4)``, it
+    offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for ``(out, in)``. If the layer is
+    known and only the stacked axes are not, it offers the possible choices of these.
+    """
     stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
         codes = " or ".join(repr(replace(stage, stacked=stack)) for stack in stacks)
         return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
     n_unstacked = w.ndim - len(stacked)
     inputs = "i" * (n_unstacked - 1)
-    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))
+    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # for five axes and more
     meanings_of_code = dict[str, list[str]]()
     if stage.outside_networks:
         along_last = dict.fromkeys(stage.unset_axes, -1)
         meanings_of_code[repr(replace(stage, **along_last))] = [stage.outside_networks]
     for letters, meaning in _MEANINGS.get(n_unstacked, any_ndim):
         if stacked and "s" in letters:
-            continue
+            continue  # the user gave all stacked axes
         role = KnownAxes(role_by_letters(letters, (None,) * n_unstacked)).role_of(w, stacked)
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError):  # a stage may not take such axes, so there is nothing to write
             code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
             meanings_of_code.setdefault(code, []).append(meaning)
     writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
     return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or {_OR_ROLES}"
 
 
-def types_to_try(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
-    """Types that an array may have of which only raw values are known, each with its stacked axes: at most three."""
-    if not stage.lacks_axes:
-        return [(None, ())]
-    given = find_axes(stage.stacked, leaf)
-    sizes = [2 if size is None else size for size in leaf.axes.sizes] or [2, 2]
-    counts = range(4) if leaf.axes.are_of_layer and not given else ()
-    stacks = [stack for count in counts for stack in combinations(range(len(sizes) + count), count)] or [given]
-    types = list[tuple[Any, Numbers]]()
-    for stacked in stacks:
-        shape = list(sizes)
-        for axis in stacked:
-            shape.insert(axis, 2)
-        types.append((jax.ShapeDtypeStruct(tuple(shape), jnp.float32), stacked))
-    return types
-
-
 def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     """The axes of a stage at an array and where they come from, as text for a table: ``"axis=-1 (nnx.Linear)"``.
 
-    ``bound`` is the stage as resolved for that array. Empty if the axes do not matter to the stage.
+    ``bound`` is the stage as resolved for that array, and ``known`` what is known about the array without a network.
+    The source is ``given`` if the user set the axes, the layer or name if they follow from it, and ``a matrix`` if the
+    stage takes any matrix. Empty if the axes do not matter to the stage.
     """
     if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
-        return ""
+        return ""  # a stage that does not act on arrays one by one, such as `Tie`, has no `by_roles`
     axes = {name: getattr(bound, name) for name in stage._axis_fields}
     used = {name: x for name, x in axes.items() if x not in (None, (), EACH, LAST)}
     if not used and not stage.any_matrix:
@@ -206,8 +211,15 @@ def visit_with_roles(
 ) -> list[Any]:
     """Calls ``visit`` on each stage, the last one first, and returns the stages that it puts in place of them.
 
-    ``visit`` gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles. It returns
-    one stage, or several that form a chain.
+    ``init`` of a chain runs the last stage first, so its results, of which only types are computed, are the arrays of
+    the stage before it. Each array inherits its role from the parameter whose axes it follows.
+
+    Args:
+      who: The call, for errors.
+      stages: The stages of a chain.
+      roles: A tree of roles, or a model of nnx or equinox layers.
+      visit: Gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles. It returns
+        one stage, or several that form a chain.
     """
     roles_of_params = roles_of(who, roles)
     tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
@@ -216,12 +228,15 @@ def visit_with_roles(
     for stage in reversed(stages):
         tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
-        new_stages[:0] = later_stages
+        new_stages[:0] = later_stages  # in front, because the stages are visited backwards
     return new_stages
 
 
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
-    """The role of each array of a raw tree that follows a parameter, derived from the role of that parameter."""
+    """The role of each array of a raw tree whose parameter has one. ``origins`` say which axes correspond.
+
+    For a norm ``g`` of shape ``(1, out)`` of a kernel ``(in, out)``, axis 1 is an output.
+    """
     sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
     return {
         place: roles_of_params[source].follow(axes, tree.arrays[place].shape, tree.arrays[place].dtype)
@@ -231,9 +246,12 @@ def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Role
 
 
 def roles_of(who: object, roles: PyTree) -> Roles:
-    """The role of each parameter, from a tree of roles or from a model of layers.
+    """The role of each parameter, by its place, from a tree of roles or from a model of nnx or equinox layers.
 
-    Leaves of the model that are not arrays, such as functions, have none.
+    Leaves of the model that are not arrays, such as functions, have none. In a tree of roles, they may remain as well.
+
+    Raises:
+      TypeError: If ``roles`` is neither, as a plain tree of parameters.
     """
     leaves = items(roles)
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
@@ -252,15 +270,17 @@ def roles_of(who: object, roles: PyTree) -> Roles:
 def with_axes(stage: Any, tree: Flat) -> list[Any]:
     """The stage with all axes as numbers, for a tree of types that has the roles of its arrays.
 
-    These are several stages if two values of one array need different axes, since axes by path cannot tell them apart.
+    ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if all kernels have their outputs last, or else a stage with axes
+    by path. It becomes several stages if two values of one array need different axes, which axes by path cannot tell
+    apart.
     """
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
             axes = axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content)
             axes_of_leaves.append((leaf, axes))
-    if parts := _split_by_axes(stage, axes_of_leaves):
-        return [numbered for part in parts for numbered in with_axes(part, tree)]
+    if copies := _split_by_axes(stage, axes_of_leaves):  # each selects fewer arrays, so this ends
+        return [numbered for copy in copies for numbered in with_axes(copy, tree)]
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
@@ -273,9 +293,10 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
 def _with_numbers(
     stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
 ) -> Any:
-    """The stage with these axes in its fields, by path if they differ between leaves.
+    """The stage with these axes in its fields: as they are if all leaves agree, and else by path.
 
-    With ``several``, they are by path in any case. ``paths`` are those of all arrays of the tree.
+    With ``several``, they are by path in any case, which limits the stage to these leaves. ``paths`` are those of all
+    arrays of the tree. A leaf without an entry for a field keeps what the stage has there.
     """
     new_axes = dict[str, Any]()
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -287,7 +308,11 @@ def _with_numbers(
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Where the axes of the stage contradict the roles of the arrays in ``tree``."""
+    """Where the axes of the stage contradict the roles of the arrays in ``tree``.
+
+    The stage selects arrays as it does in ``init``, where there are no roles. Arrays whose role is unknown or ambiguous
+    contradict nothing.
+    """
     for leaf in stage._selected("with_axes", replace(tree, roles=None).leaves(bases=stage._takes_base)):
         role = (tree.roles or {}).get(leaf.place)
         if role is not None and not role.why and not role.ambiguous:
@@ -295,7 +320,10 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """Where the axes of a stage contradict the role of one array: in ``stacked``, or if that fits, in other fields."""
+    """Where the axes of a stage contradict the role of one array: in ``stacked``, or if that fits, in other fields.
+
+    Other fields do not count stacked axes, so with wrong ones they could not be compared.
+    """
     misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
     stage_here = stage._checked_for("with_axes", leaf)
     stacked = stage_here.stacked_axes
@@ -305,7 +333,7 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
     one_array, numbers = one_stacked(leaf.content, stacked), axes_by_word(role, stacked)
     for field, (axes, word) in stage_here.axes_in_use(one_array).items():
         found = tuple(axis - one_array.ndim for axis in axes)
-        fits_transposed = stage.transposes and found == numbers[INPUTS]
+        fits_transposed = stage.transposes and found == numbers[INPUTS]  # to the stage, the transpose is the same
         if found != numbers[word] and not fits_transposed:
             yield misfit(field=field, got=found, expected=numbers[word])
 
@@ -313,22 +341,26 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
 def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
     """Copies of the stage for different places in the raw tree, if two values with the same path need different axes.
 
-    The two factors of an array, for example, both have the path of the array, so axes by path would be the same for
-    both. Empty if no two values need different axes.
+    The factors ``a`` and ``b`` of a low-rank kernel, for example, both have the path of the kernel, so axes by path
+    would be the same for both. The result is then a stage for all ``a``, and one for all ``b``. Empty if no two values
+    need different axes.
     """
-    axes_of_path = dict[str, list[Mapping[str, Any]]]()
-    leaves_of_part = dict[int, list[Leaf]]()
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # by path, in the order in which they come
+    leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
-        known_axes = axes_of_path.setdefault(leaf.path, [])
-        if axes not in known_axes:
-            known_axes.append(axes)
-        part = known_axes.index(axes)  # the first stage gets the first axes of each path, the second the second, ...
-        leaves_of_part.setdefault(part, []).append(leaf)
-    return [_stage_at(stage, leaves) for leaves in leaves_of_part.values()] if len(leaves_of_part) > 1 else []
+        axes_at_path = different_axes.setdefault(leaf.path, [])
+        if axes not in axes_at_path:
+            axes_at_path.append(axes)
+        number = axes_at_path.index(axes)  # the first copy gets the first axes of each path, the second the second, ...
+        leaves_of_copy.setdefault(number, []).append(leaf)
+    return [_stage_at(stage, leaves) for leaves in leaves_of_copy.values()] if len(leaves_of_copy) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
-    """A copy of the stage that selects only these places."""
+    """A copy of the stage that selects only these leaves, by their places in the raw tree.
+
+    Fields by path are kept for the paths of these leaves only, since expressions that match no array are an error.
+    """
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()
     numbers = {name: value.for_paths(paths) for name, value in fields_by_path if isinstance(value, ByPath)}

@@ -22,11 +22,18 @@ from reparax.core.paths import Names, axis_metadata, is_box, is_empty, is_flax_i
 
 
 class RawAxisNames(tuple[Any, ...]):
-    """The axis names of a raw value, which remember those of its parameter, so that its box can be restored."""
+    """The axis names of a raw value, which remember those of its parameter, so that its box can be restored.
+
+    For a kernel with the names ``("embed", "mlp")``, the ``g`` of ``WeightNorm`` has the names ``(None, "mlp")``.
+
+    Attributes:
+      of_parameter: The axis names of the parameter.
+    """
 
     of_parameter: Any
 
     def __eq__(self, other: object) -> bool:
+        """Whether both names are equal; a plain tuple is compared with those of the raw value alone."""
         same_parameter = not isinstance(other, RawAxisNames) or self.of_parameter == other.of_parameter
         return tuple.__eq__(self, other) and same_parameter
 
@@ -34,13 +41,16 @@ class RawAxisNames(tuple[Any, ...]):
 
 
 def value_in(box: Any) -> Any:
-    """The one value in a box or variable: an array, or ``()`` at a place without one."""
+    """The one value in a box or variable: an array, or a dict or ``()`` that stands for it in a raw tree."""
     (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
     return value
 
 
 def is_box_of_one(x: object) -> bool:
-    """Whether ``x`` is a box around one array, or around the marker dict that replaces it."""
+    """Whether ``x`` is a box around one array, or around the marker dict that replaces it.
+
+    False for a box around a tree of several arrays, such as an nnx variable that holds a state.
+    """
     if not is_box(x):
         return False
     value = value_in(x)
@@ -48,7 +58,10 @@ def is_box_of_one(x: object) -> bool:
 
 
 def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:
-    """A copy of a box with a new value, and with new axis names if they are not None."""
+    """A copy of a box with a new value, and with new axis names if they are not None.
+
+    An nnx variable without axis names gets them under the key of newer versions of flax.
+    """
     if is_flax_instance(box, "Variable"):
         return box.replace(value, **({} if names is None else dict.fromkeys(name_keywords(box), names)))
     return box.replace_boxed(value) if names is None else box.replace(value=value, names=names)
@@ -66,12 +79,19 @@ def is_unnamed_variable(box: Any) -> bool:
 
 
 def is_moved_to_values(box: Any) -> bool:
-    """Whether, in a raw tree, the box of a parameter becomes one around each raw value, not around the marker dict."""
+    """Whether, in a raw tree, the box of a parameter becomes one around each raw value, not around the marker dict.
+
+    Linen boxes without axis names stay around the marker dict, as there is nothing to move to an axis.
+    """
     return is_box(box) and (axis_entries(box) is not None or is_unnamed_variable(box))
 
 
 def box_of_parameter(boxes: Iterable[Any]) -> Any:
-    """The box of a parameter, from those of its raw values; None if other code has rebuilt these boxes."""
+    """The box of a parameter, from those of its raw values; None if other code has rebuilt these boxes.
+
+    The first box that knows enough is used: an nnx variable without names, a variable at a place without a value of its
+    own, which keeps the parameter's names, or a box with :class:`RawAxisNames`. Its value is not that of the parameter.
+    """
     for box in filter(is_moved_to_values, boxes):
         names = axis_entries(box)
         if is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # a place without a value of its own
@@ -94,6 +114,7 @@ def boxes_of_values(
     """
     found = dict[Names, Any]()
     for place, x in raw.items():
+        # The names before the first marker are the place of the parameter. Without a marker, it has no raw values.
         n = next((i for i, name in enumerate(place) if name.startswith("@")), len(place))
         box = boxes.get(place[:n])
         if n == len(place) or not is_moved_to_values(box):
@@ -109,10 +130,11 @@ def boxes_of_values(
 
 
 def _names_of_axes(box: Any, ndim: int, axes: Sequence[int | None]) -> Iterator[Any]:
-    """The names that the box of an array gives to some of its axes; None for an axis that is None.
+    """Yields the names that the box of an array with ``ndim`` axes gives to some of its axes; None for a None.
 
-    A box may have fewer names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have
-    more, and then all axes are unnamed.
+    With the names ``("embed", "mlp")``, the axes ``(None, 1)`` have the names ``(None, "mlp")``. A box
+    may have fewer names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have more,
+    and then all axes are unnamed.
     """
     names = () if box is None else tuple(axis_entries(box) or ())
     for axis in axes:

@@ -18,13 +18,16 @@ BY_HAND = "by hand"
 
 
 def require_by_hand(who: str, updates: object) -> None:
-    """Requires that ``updates`` is None or :data:`BY_HAND`."""
+    """Requires that the argument ``updates`` of ``who`` is None or :data:`BY_HAND`, the only promise it can hold."""
     if updates not in (None, BY_HAND):
         raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
 
 
 def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> bool:
-    """Whether a function can be called with ``count`` positional arguments; ``if_unknown`` if it has no signature."""
+    """Whether a function can be called with ``count`` positional arguments.
+
+    ``if_unknown`` is the answer for a function without a signature, such as some builtins.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -37,7 +40,7 @@ def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> b
 
 
 def is_stage(x: object) -> bool:
-    """Whether ``x`` is a stage or a chain."""
+    """Whether ``x`` is a stage or a chain, and not a class of stages. Does not import ``Parametrization``."""
     return hasattr(type(x), "_parts")
 
 
@@ -61,10 +64,11 @@ class CallName:
     paths: tuple[str, ...] = ()
 
     def at(self, *paths: str) -> "CallName":
-        """The same call at these arrays."""
+        """The same call at the arrays of these paths."""
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
+        """Code for the call, with parentheses around a chain: ``(Freeze() >> LoRA(4)).init at 'dense/kernel'``."""
         text = " >> ".join(map(repr, self.p._parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
         return f"{f'({text})' if len(self.p._parts) > 1 else text}.{self.method}{where}"
@@ -88,12 +92,17 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
 def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "") -> jax.Array | None:
     """``key`` as a typed scalar key, or None if it is None.
 
-    A missing key is an error if there is a text ``needed``, with which the error ends.
+    Args:
+      p: The chain.
+      method: The name of its method, for errors.
+      key: What the user passed as the key.
+      needed: If not empty, a missing key is an error, which ends with this text.
     """
     if key is None and needed:
         raise ValueError(f"{CallName(p, method)} draws random numbers, so it needs a key, but got key=None. {needed}")
     if key is None or is_one_key(key):
         return key
+    # In `p.update(raw, grads)`, the gradients are taken for the key.
     if method == "update" and not is_array(key) and any(map(is_array, jax.tree.leaves(key))):
         raise TypeError(
             f"{CallName(p, method)} takes a key before the gradients, but got a tree of arrays in its place. Write "
@@ -104,16 +113,17 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
 
 
 def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
-    """The key for ``p.apply``, checked; None if the chain draws nothing."""
-    # Even if no key is needed, it is checked: users of other libraries may pass the model's data here.
-    typed_key = checked_key(
-        p, "apply", key, needed="Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
-    )
+    """The key for ``p.apply`` as a typed key; None if the chain draws nothing, whatever the user passed.
+
+    Even then it is checked: users of other libraries may pass the model's data here, which is an error.
+    """
+    needed = "Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
+    typed_key = checked_key(p, "apply", key, needed=needed)
     return typed_key if p.stochastic else None
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:
-    """The stages of a chain; a single stage has one, itself."""
+    """The stages of an argument of ``Chain``: all of a chain, or a single stage itself. An error for anything else."""
     if not is_stage(part):
         raise TypeError(f"Chain takes parametrizations, but got {describe_non_stage(part)}")
     stage: Any = part
@@ -121,9 +131,13 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 
 
 def require_chains(usage: str, *arguments: object) -> None:
-    """Requires parametrizations as the first arguments of a call; ``usage`` shows the call in the error."""
+    """Requires that ``arguments`` are parametrizations, the first arguments of a public function.
+
+    ``usage`` shows how to call it, for the error: ``"summary(p, params)"``.
+    """
     for x in arguments:
         if not is_stage(x):
+            # `check_axes` for the usage `axes.check_axes(p, loss, params, batch)`.
             name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
@@ -131,8 +145,11 @@ def require_chains(usage: str, *arguments: object) -> None:
 
 
 def describe_non_stage(x: Any) -> str:
-    """What was passed in place of a stage, and what to write instead, for an error."""
-    if isinstance(x, type) and hasattr(x, "_parts"):
+    """The end of an error after "but got": what was passed in place of a stage, and what to write instead.
+
+    Only short values are shown; of an array, for example, only the type.
+    """
+    if isinstance(x, type) and hasattr(x, "_parts"):  # a class of stages, whose call was forgotten
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):
         return (

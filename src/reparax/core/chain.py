@@ -31,11 +31,11 @@ from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
 from reparax.core.initialization import follow_axes, initialize, with_boxes
-from reparax.core.names import METHODS, VERBS
+from reparax.core.names import FORMULA_METHODS, METHODS
 from reparax.core.originals import require_unmoved, undo_stages, with_array
 from reparax.core.origins import Origins
 from reparax.core.paths import PyTree, types_of_result
-from reparax.core.plan import plan, plan_for, require_no_markers, run_plan
+from reparax.core.plan import plan_for, plan_stages, require_no_markers, run_plan
 from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.roles import Misfit
 from reparax.core.shardings import AnyMesh, shardings_of_raw
@@ -83,14 +83,17 @@ class Parametrization(Static, ABC):
     """Set it to True if ``apply(init(w))`` is meant to differ from ``w``: then there is no warning about it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a class without ``sites``, or with a method of whole chains where a formula is meant."""
+        """Refuses a class without ``sites``, or with a method of whole chains where a formula is meant.
+
+        ``Chain`` defines ``_parts`` instead of ``sites``, as its stages have the sites.
+        """
         if cls.sites is Parametrization.sites and "_parts" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays a stage "
                 f"acts. Derive from Reparametrization or Perturbation for a formula on one array, or from Joint for a "
                 f"formula on several."
             )
-        if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
+        if verbs := [verb for verb in FORMULA_METHODS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
                 f"{cls.__name__} defines {verbs[0]}, which chains never call on their stages. Define the formula "
                 f"{verbs[0]}_leaf for one array instead, or derive from Joint for several arrays."
@@ -123,11 +126,14 @@ class Parametrization(Static, ABC):
         return nest(with_boxes(self._parts, tree, initialize(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
-        """For each axis of each raw value, the axis of a parameter that it follows."""
+        """For each axis of each raw value, the axis of a parameter that it follows; see ``follow_axes``."""
         return follow_axes(self._parts, flatten(params))[1]
 
     def _init_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
-        """The random key used for initialization; it may be omitted if no initial value depends on it."""
+        """The random key used for initialization, checked. It may be omitted if no initial value depends on it.
+
+        A fixed key then takes its place, as ``init`` of the stages expects one.
+        """
         needed = "Pass a key last, `jax.random.key(0)`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
@@ -161,7 +167,7 @@ class Parametrization(Static, ABC):
         require_no_references(self, "apply", raw)
         typed_key = key_for_apply(self, key)
         tree, n_stages = flatten(raw), len(self) if upto is None else upto
-        planned = plan("apply", self._parts[:n_stages], tree)
+        planned = plan_stages("apply", self._parts[:n_stages], tree)
         require_no_markers(CallName(self, "apply"), planned.after, later=self._parts[n_stages:])
         return run_plan(planned, typed_key)
 
@@ -194,8 +200,10 @@ class Parametrization(Static, ABC):
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
         """``raw`` with new raw values at one array, so that ``apply`` gives ``w`` at ``path``.
 
-        If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. In torch, this
-        is ``module.weight = w`` under a parametrization. All other arrays of ``raw`` stay the same, bit for bit.
+        If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. All raw values
+        of the array start again: for an adapter, ``w`` becomes the base, which replaces the frozen one, and the trained
+        factors are lost. All other arrays of ``raw`` stay the same, bit for bit. In torch, this is ``module.weight =
+        w`` under a parametrization.
 
         Args:
           raw: The raw tree.
@@ -301,7 +309,10 @@ class Parametrization(Static, ABC):
 
     @property
     def random_init(self) -> bool:
-        """Whether initial values are random, so that ``init`` needs a key."""
+        """Whether initial values are random, so that ``init`` needs a key.
+
+        A chain needs one if any of its stages does. A stage does if its formula ``init_leaf`` takes a key.
+        """
         return self._init_takes_key
 
     @property
@@ -333,8 +344,12 @@ class Parametrization(Static, ABC):
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
-            """The paths of the raw values of an array that these stages compute."""
-            if not stages:
+            """The paths of the raw values of an array that these stages compute.
+
+            The last stage that computes it from other arrays leads to these. They are looked up in all ``stages``
+            again, because the same stage may compute them from others, as a tie to a tied array does.
+            """
+            if not stages:  # No stage computes it from others, so the raw tree has its values.
                 return [path]
             *earlier, last = stages
             if path not in last:
@@ -342,8 +357,8 @@ class Parametrization(Static, ABC):
             return [owner for source in last[path] for owner in owners(source, stages)]
 
         paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
-        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}
-        return {path: places[0] if len(places) == 1 else places for path, places in found.items()}
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}  # each owner once
+        return {path: owned_by[0] if len(owned_by) == 1 else owned_by for path, owned_by in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights filled in, as :func:`roles` reads them from its jaxpr.
@@ -373,10 +388,11 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
+            """The stages that replace one stage; means, if that is the mean of a stage."""
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
-        return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
+        return _chain_of(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     def fold(self, raw: T, *, without: Parametrization | type[Parametrization] | None = None) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
@@ -404,6 +420,7 @@ class Parametrization(Static, ABC):
         undone_keys = [stage_key(part) for part in without._parts] if isinstance(without, Parametrization) else []
 
         def is_undone(stage: Any) -> bool:
+            """Whether ``stage`` is an instance of the class ``without``, or equal to a stage in ``without``."""
             return isinstance(stage, without) if isinstance(without, type) else stage_key(stage) in undone_keys
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
@@ -423,43 +440,61 @@ class Parametrization(Static, ABC):
     """The fields in which a stage of the same class may differ for ``_convert`` to take its raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raw values of this stage for the same array, from the ``values`` of the stage ``old``.
+        """Raw values of this stage for the same array, from the ``values`` of the stage ``old``; for ``transfer``.
 
-        ``fresh`` are those that the ``init`` of this stage would give.
+        ``old`` is of the same class, and differs only in the fields ``_converts``. ``fresh`` are the values that
+        ``init`` of this stage would give. ``LoRA(8)``, for example, extends the factors of ``LoRA(4)``. By default, the
+        values stay as they are.
         """
         return values
 
     def _grown_values(self, old: Any) -> Sequence[str]:
-        """The names of the values that ``_convert`` extends, whose gradients begin with those of the stage ``old``."""
+        """The names of the values that ``_convert`` extends, whose first entries are those of the stage ``old``.
+
+        An optimizer's state for them can be extended in the same way.
+        """
         return ()
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        """What the formula ``update_leaf`` takes besides the values: ``"grad"``, ``"key"``, both, or nothing.
+
+        ``"grad"`` is the gradient with respect to the stage's output.
+        """
         return ()
 
     @property
     def _init_takes_key(self) -> bool:
-        """Whether ``init_leaf`` takes a key."""
+        """Whether ``init_leaf`` of this stage takes a key, so that ``random_init`` is true."""
         return False
 
     @property
     def _unwrapped(self) -> Any:
-        """The stage itself; for the mean of a stage, that stage."""
+        """The stage itself; for a :class:`Mean`, the stage that it is the mean of, with the same sites and values."""
         return self
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """The sites of the stage: for ``init`` at arrays of ``tree``, for other methods at the stage's raw values."""
+        """The sites of the stage: for ``init`` at arrays of ``tree``, for other methods at the stage's raw values.
+
+        A site without markers is at an array in both cases. Raises an error if the stage selects nothing, or an array
+        that it cannot take.
+        """
         raise NotImplementedError
 
     def _require_taken(self, w: Any) -> None:
-        """Raises an error if the stage cannot take the array ``w``."""
+        """Raises an error if the stage cannot take the array ``w``, such as a vector where it needs a matrix."""
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Raises an error if the raw values at ``path``, which ``apply`` has not read, cannot be those of the stage."""
+        """Raises an error if the raw values at ``path``, which no step has read, cannot be those of this stage.
+
+        It says why no step has read them. If they can be its values, nothing happens.
+        """
 
     def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
-        """The initial raw values for the arrays."""
+        """The initial raw values for the arrays: ``{"w": {"g": ..., "v": ...}}`` for ``{"w": w}``.
+
+        ``key`` is None if ``init`` is not random, or if only types are wanted.
+        """
         raise NotImplementedError
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
@@ -469,46 +504,67 @@ class Parametrization(Static, ABC):
         """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
-        """The effective arrays of the raw values; a random stage computes its mean if there is no key."""
+        """The effective arrays of the raw values, by name: ``{"w": w}`` for ``{"w": {"g": ..., "v": ...}}``.
+
+        A random stage computes its mean if there is no key.
+        """
         raise NotImplementedError
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
-        """The raw values that change in one training step, with their new numbers."""
+        """The raw values that change in one training step, with their new numbers; others may be left out.
+
+        ``grads`` has the gradient with respect to each effective array, and ``key`` is not None, if the formula takes
+        these.
+        """
         return {}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """Raw values of the same effective arrays, relative to a base at the current point."""
+        """Raw values of the same effective arrays, relative to a base at the current point.
+
+        A *base* is a fixed value to which the free ones are relative, as in ``w = base @ expm(x)``.
+        """
         return values
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
-        """The penalty or the log-determinant, as ``formula`` says."""
+        """The penalty or the log-determinant, as ``formula`` says, ``"penalty"`` or ``"log_det"``.
+
+        At stacked arrays, it is an array with a number for each.
+        """
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Whether the stage has a formula for ``"update"``, ``"update_base"`` or ``"log_det"``."""
+        """Whether the stage has a formula for ``verb``, which is ``"update"``, ``"update_base"`` or ``"log_det"``."""
         return False
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays."""
+        """Stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
+
+        There is one stage, unless raw values of one array need different axes. This default is for stages without axes.
+        """
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Where an axis of the stage differs from the axis of the network that it is meant to be."""
+        """Where an axis of the stage differs from the axis of the network that it is meant to be, for ``check_axes``.
+
+        ``tree`` has the roles of a network's arrays. The result is empty for a stage without axes.
+        """
         return ()
 
     if not TYPE_CHECKING:  # Type checkers are to report a call of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
+            """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
             raise TypeError(
                 f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or "
                 f"`p.init(params)` for the raw tree."
             )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
+        """The chain of this stage or chain, which acts on raw values first, and then the other one: ``a >> b``."""
         right: Any = other
         if not isinstance(right, Parametrization):
             raise TypeError(f"{self!r} >> ...: expected a stage, but got {describe_non_stage(right)}")
-        return compose((self, right))
+        return _chain_of((self, right))
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -521,6 +577,7 @@ class Parametrization(Static, ABC):
     @overload
     def __getitem__(self, i: slice) -> Chain: ...
     def __getitem__(self, i: int | slice) -> Parametrization:
+        """A stage; for a slice, the chain of several stages, even if it is only one: ``p[1:]``."""
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:
@@ -641,6 +698,7 @@ class Chain(Parametrization):
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
     def __repr__(self) -> str:
+        """Code for the chain: ``a >> b``; ``Chain((a,))`` for one stage, to which the chain is not equal."""
         if len(self.stages) > 1:
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
@@ -650,15 +708,17 @@ class Chain(Parametrization):
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
+        """The stages, none of which is a chain."""
         return self.stages
 
     @property
     def deterministic(self) -> Parametrization:
-        return compose(tuple(stage.deterministic for stage in self.stages))
+        """The chain of the means. Noise around zero is left out, as its mean changes nothing."""
+        return _chain_of(tuple(stage.deterministic for stage in self.stages))
 
 
-def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """The chain of ``stages``; a single stage itself."""
+def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
+    """The chain of ``stages``, each a stage or a chain; if there is only one stage, that stage itself."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
@@ -688,7 +748,7 @@ def from_json(text: str) -> Parametrization:
 
 
 def _stage_property(name: str) -> Any:
-    """A property of a mean that is the property of that name of its ``stage``."""
+    """A property of :class:`Mean` that returns the attribute ``name`` of the stage that it is the mean of."""
     return property(lambda self: getattr(self.stage, name))
 
 
@@ -736,5 +796,5 @@ class Mean(Parametrization):
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """The sites of the stage."""
+        """The sites of the stage itself, at which plans call that stage's formulas without a key."""
         return self.stage.sites(method, tree)

@@ -1,4 +1,8 @@
-"""Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one."""
+"""Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one.
+
+A ``require_...`` function returns None, or raises an error that says what was expected, what came and what to do.
+Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
+"""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,7 +19,10 @@ from reparax.numerics.arithmetic import is_array
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Requires that raw values have the names and shapes that ``init`` would give them, those of ``expected``."""
+    """Requires that raw values have the names and shapes that ``init`` would give them, those of ``expected``.
+
+    Dtypes may differ, as after a cast of the raw tree, and values may be missing: the formula that needs one fails.
+    """
     for name, x in values.items():
         if name not in expected:
             raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
@@ -29,7 +36,11 @@ class WrongType(ValueError):
 
 @contextmanager
 def locate_errors(who: object) -> Generator[None]:
-    """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path."""
+    """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path.
+
+    A KeyError becomes a ValueError, since formulas look up raw values by name, and one of these is missing. Errors of
+    other classes keep their class, and get a note instead.
+    """
     try:
         yield
     except KeyError as error:
@@ -57,7 +68,11 @@ def _require_dict(method: str, values: Any) -> None:
 
 
 def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
-    """Requires that ``method``, such as ``init_leaf``, returned a dict of arrays with all declared names."""
+    """Requires that ``method``, such as ``init_leaf``, returned a dict of arrays with all declared names.
+
+    Only names that are declared as optional may be missing. Names without a declaration are allowed, but not those that
+    a path or a marker could not hold.
+    """
     _require_dict(method, values)
     for name, value in values.items():
         if not is_array(value):
@@ -69,6 +84,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
             f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
+    # The name "*" declares values of any names, so none is required.
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
     if not values.keys() >= set(required):
         raise ValueError(
@@ -78,7 +94,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
 
 
 def require_type(method: str, effective: Any, expected: Array) -> None:
-    """Requires that ``method`` returned an array of the shape and dtype of ``expected``, the stage's own array."""
+    """Requires that ``method`` returned an array of the shape and dtype of ``expected``, the array that it replaces."""
     if describe(effective) != describe(expected):
         is_vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
@@ -94,7 +110,9 @@ T = TypeVar("T")
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
     """For each parameter, what ``describe`` returns for each array under it, by the rest of the array's path.
 
-    With ``empty``, empty nodes are described too.
+    ``{"out": {"@weight_norm": {"g": g, "v": v}}}`` gives ``{"out": {"@weight_norm/g": ..., "@weight_norm/v": ...}}``.
+    The rest is empty for a plain array. Leaves that are no arrays are left out; with ``empty``, empty nodes, such as
+    those of tied arrays, are described too.
     """
     descriptions = dict[str, dict[str, T]]()
     for names, leaf in items(tree, is_empty):
@@ -106,7 +124,11 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
 
 
 def _outermost(content: dict[str, str]) -> str | None:
-    """The outermost marker of a parameter, or the type of its array if it has no marker; None if it is missing."""
+    """The outermost marker of a parameter, or the type of its array if it has no marker; None if it is missing.
+
+    ``{"@weight_norm/g": "float32[1, 4]", ...}`` gives ``"@weight_norm"``, and ``{"": "float32[2]"}`` gives
+    ``"float32[2]"``. The first value is enough, as all values of a parameter are below one marker.
+    """
     path_below = next(iter(content), None)
     return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
@@ -117,7 +139,8 @@ def describe_as_stored(x: Any) -> str:
 
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
-    """A line for each path at which ``raw`` differs from ``init(like)``."""
+    """A line for each path at which ``raw`` differs from ``init(like)``; none if they have equal types."""
+    # `init` gives dtypes as JAX reads them. If `like` is stored otherwise, as in float64, so may `raw` be.
     keeps_dtypes = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
     found = by_parameter(raw, describe_as_stored if keeps_dtypes else describe, empty=True)
     expected = by_parameter(types_of_result(init, like), describe, empty=True)
@@ -126,7 +149,10 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 
 def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """One line for a parameter that is missing, unexpected or of another stage, or else one for each wrong value."""
+    """One line for a parameter that is missing, unexpected or of another stage, or else one for each wrong value.
+
+    ``found`` and ``expected`` have the type of each value by the rest of its path; they are empty for no parameter.
+    """
     if _outermost(found) != _outermost(expected):
         return [_difference(parameter, _outermost(found), _outermost(expected))]
     paths_below = sorted(found.keys() | expected.keys())
@@ -138,7 +164,7 @@ def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, s
 
 
 def _difference(path: str, found: str | None, expected: str | None) -> str:
-    """The line for a path that holds something else than expected; None stands for nothing."""
+    """The line for a path that does not hold what is expected. None means that it holds nothing, or should not."""
     if found is None:
         return f"{path}: missing, expected {expected}"
     return f"{path}: unexpected, holds {found}" if expected is None else f"{path}: expected {expected}, got {found}"
@@ -176,6 +202,7 @@ def require_valid_init(
     """
     init_formula, apply_formula = formulas
     advice = " Return a value that several arrays share under the name of one of them." if is_shared else ""
+    # Names first, as the checks below look up the values of each array.
     require_names(init_formula, "the values of", values, arrays, advice)
     all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
     for values_of_one in [all_values] if is_shared else values.values():
@@ -188,14 +215,26 @@ def require_valid_init(
 
 
 def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
-    """Requires that ``method`` returned a dict with exactly these names; ``what`` says what it holds."""
+    """Requires that ``method`` returned a dict with exactly these names.
+
+    Args:
+      method: The formula.
+      what: What the dict holds for each name, for the error: ``"an array for"``, ``"the values of"``.
+      result: What the formula returned.
+      names: A dict with the expected names.
+      advice: The end of the error, which begins with a space unless it is empty.
+    """
     if not isinstance(result, Mapping) or set(result) != set(names):
         found = list(result) if isinstance(result, Mapping) else type(result).__name__
         raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {found}.{advice}")
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that new raw values of one array have names and types that its values already have."""
+    """Requires that new raw values of one array have names and types that its ``values`` already have.
+
+    The new ones may be fewer. A KeyError is raised for a declared value that is missing in the raw tree; see
+    :func:`locate_errors`.
+    """
     _require_dict(method, new_values)
     for name, new_value in new_values.items():
         if name not in values and name in stage.raw_values:
@@ -213,7 +252,10 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
 
 
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types."""
+    """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types.
+
+    ``method`` is the formula, ``update_leaf`` or ``update_leaves``; the values are those of one array.
+    """
     require_kept(method, stage, values, new_values)
     free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)
     if free_names and not stage.moves_weights:
@@ -225,6 +267,6 @@ def require_update(method: str, stage: Any, values: Mapping[str, Array], new_val
 
 
 def require_number(method: str, number: Any) -> None:
-    """Requires that ``method`` returned one real number."""
+    """Requires that ``method``, such as ``penalty_leaf``, returned one real number: a Python one, or a scalar array."""
     if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
         raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")

@@ -1,7 +1,8 @@
 """The configuration of a chain as JSON, the code that ``repr`` shows, and the names of stages in markers.
 
 JSON holds the class of each stage and the arguments that differ from their defaults. A function is stored as its public
-name in JAX. A *kind* is the name of a stage's class in the markers of raw trees, such as ``weight_norm``.
+name in JAX. ``WeightNorm(axis=0)`` is ``{"class": "reparax.WeightNorm", "axis": 0}``, which is called an *entry*. A
+*kind* is the name of a stage's class in the markers of raw trees, such as ``weight_norm``.
 """
 
 import dataclasses
@@ -34,10 +35,14 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
+"""For each kind of scalar dtypes, the conversion to Python. Floats get the fewest digits that keep their value."""
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change(value)``; for a tuple, list or dict, a new one with ``change`` of each item."""
+    """``change(value)``; for a tuple, list or dict, a new one with ``change`` of each item, at any depth.
+
+    Keys of a dict are changed too. Subclasses, such as named tuples, count as single values.
+    """
     if type(value) is tuple or type(value) is list:
         return type(value)(map_nested(change, item) for item in value)
     if type(value) is dict:
@@ -59,7 +64,7 @@ def _scalar_as_python(value: Any) -> Any:
 
 
 def holds_array(value: Any) -> bool:
-    """Whether ``value`` or a leaf of it is an array, known or traced."""
+    """Whether ``value`` or a leaf of it is an array, known or traced, so that ``==`` gives no single bool."""
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))
 
 
@@ -73,7 +78,7 @@ _classes: dict[str, type] = {}
 
 
 def register_class(cls: type) -> None:
-    """Lets JSON name ``cls``: a stage, or a dataclass used in a field of a stage."""
+    """Lets JSON name ``cls``, a stage or a dataclass used in a field of a stage. A later class may replace it."""
     _classes[class_name(cls)] = cls
 
 
@@ -86,7 +91,10 @@ def class_name(cls: type) -> str:
 
 
 def changed_arguments(stage: Any) -> dict[str, Any]:
-    """The constructor arguments of ``stage`` that differ from their defaults, in the order in which code has them."""
+    """The constructor arguments of ``stage`` that differ from their defaults, in the order in which code has them.
+
+    For ``WeightNorm(axis=0)``: ``{"axis": 0}``. ``stage`` may be another registered dataclass.
+    """
 
     def is_default(value: Any, default: Any) -> bool:
         """Whether they are equal; arrays only if they are the same object."""
@@ -97,18 +105,24 @@ def changed_arguments(stage: Any) -> dict[str, Any]:
 
 
 def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a stage: positional arguments first, and the keyword arguments that all stages take last."""
+    """The fields of a stage that ``repr`` shows: positional arguments first, then keyword arguments.
+
+    Last come the keyword arguments that all stages take.
+    """
     fields = [field for field in dataclasses.fields(stage) if field.repr]
     return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
 
 
 def required_arguments(stage: Any) -> list[str]:
-    """The names of the constructor arguments that have no default."""
+    """The names of the constructor arguments of a stage, or of its class, that have no default."""
     return [field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING]
 
 
 def _is_public(module: str) -> bool:
-    """Whether a module is a public module of jax whose functions have names in JSON."""
+    """Whether a module of this name is a public module of jax whose functions have names in JSON.
+
+    This is also what keeps JSON from a stranger from importing other modules.
+    """
     return _package_of(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
 
 
@@ -118,7 +132,10 @@ def _package_of(module: str) -> str:
 
 
 def _find_public(module: str, name: str) -> Any:
-    """The public array function or scalar type of that name in a module, or None."""
+    """The public function on arrays, or scalar type such as ``jnp.float32``, of that name in an imported module.
+
+    None if there is none; also for functions on files, which JSON must not call, and for other classes.
+    """
     attribute = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
     hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
@@ -128,6 +145,7 @@ def _find_public(module: str, name: str) -> Any:
 def function_name(function: Callable[..., Any]) -> str | None:
     """The public name of a JAX array function, such as ``jax.numpy.transpose``; None for any other function."""
     name = str(getattr(function, "__name__", ""))
+    # Several modules may export one function: `jax.numpy` comes first, and a module before its submodules.
     modules = [module for module in list(sys.modules) if _is_public(module)]
     for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package_of(module)), module)):
         if _find_public(module, name) is function:
@@ -136,26 +154,33 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument, or a short description if it has none, like an array or a nameless function."""
+    """Code for a constructor argument: ``(0, 1)``, ``jnp.exp``; a description of what has none: ``<float32[2]>``.
+
+    A function has the public name under which JAX exports it, or else its own name, which code may not find.
+    """
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
     if type(value) is float and not math.isfinite(value):
         return f"float('{value}')"
     if type(value) is tuple:
-        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"  # a tuple of one needs a comma, `(1,)`
     if type(value) is list:
         return f"[{', '.join(map(code, value))}]"
     if type(value) is dict:
         return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
     public = function_name(value) if callable(value) else None
-    name = public or getattr(value, "__qualname__", None)
+    name = public or getattr(value, "__qualname__", None)  # of a function or class that JSON does not name
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
 def expression(stage: object) -> str:
-    """Code that builds ``stage``."""
+    """Code that builds ``stage``, its ``repr``: ``WeightNorm(axis=0)``.
+
+    Arguments have names, except for those without a default and those of fields marked as positional.
+    """
 
     def text(name: str, value: object) -> str:
+        """An argument in that code."""
         return code(value) if name in positional else f"{name}={code(value)}"
 
     positional = [*required_arguments(stage), *(f.name for f in declared_fields(stage) if "positional" in f.metadata)]
@@ -163,7 +188,11 @@ def expression(stage: object) -> str:
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
-    """The JSON form of an argument of ``stage``. Raises an error if it has none."""
+    """The JSON form of ``value``, which is the argument ``name`` of ``stage``, or a part of it.
+
+    Tuples become lists, dataclasses entries, and functions and infinite numbers dicts with one key. Raises an error for
+    a value without a form; :func:`_decode` is the inverse.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -186,18 +215,24 @@ def _encode(stage: object, name: str, value: Any) -> Any:
 
 
 def _encode_arguments(stage: Any) -> dict[str, Any]:
-    """The JSON form of each argument of a stage that differs from its default."""
+    """The JSON form of each argument of a stage, or other dataclass, that differs from its default."""
     return {name: _encode(stage, name, value) for name, value in changed_arguments(stage).items()}
 
 
 def dump_stages(stages: Sequence[Any]) -> str:
-    """JSON text for a sequence of stages."""
+    """JSON text for a sequence of stages: ``{"reparax": 1, "stages": [{"class": "reparax.WeightNorm"}]}``.
+
+    Arguments that a class gets later, with a default, do not change the format.
+    """
     entries = [{"class": class_name(type(stage)), **_encode_arguments(stage)} for stage in stages]
     return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
 
 
 def _decode(value: Any) -> Any:
-    """The argument of a stage whose JSON form, from :func:`_encode`, is ``value``."""
+    """The argument of a stage whose JSON form, from :func:`_encode`, is ``value``.
+
+    A dict of any other form stays as it is; the class of the stage then refuses it.
+    """
     match value:
         case list():
             return tuple(_decode(item) for item in value)
@@ -212,7 +247,11 @@ def _decode(value: Any) -> Any:
 
 
 def find_function(name: str) -> Any:
-    """The function whose :func:`function_name` is ``name``."""
+    """The function whose :func:`function_name` is ``name``. Imports its module, which must be a public one of jax.
+
+    Raises:
+      ValueError: If the module is another one, or has no such function on arrays.
+    """
     module, _, attribute = name.rpartition(".")
     if not _is_public(module):
         raise ValueError(
@@ -237,9 +276,10 @@ class _Name:
 
 
 def name_functions(value: Any) -> Any:
-    """``value`` with each JAX function in it replaced by its name."""
+    """``value`` with each public JAX function in it replaced by its name, for a pickle. Others stay as they are."""
 
     def name_function(item: Any) -> Any:
+        """The name of a public JAX function; any other item itself."""
         name = function_name(item) if callable(item) else None
         return item if name is None else _Name(name)
 
@@ -252,7 +292,10 @@ def find_functions(value: Any) -> Any:
 
 
 def _advice(name: str) -> str:
-    """What to do if no class has this name from JSON, for an error."""
+    """What to do if no class has this ``name``, which JSON gives, for an error.
+
+    A class of a user is not imported; a stage of this package was removed, or is newer.
+    """
     package = __name__.partition(".")[0]
     if not name.startswith(f"{package}."):
         return "Import the module that defines it."
@@ -260,8 +303,13 @@ def _advice(name: str) -> str:
 
 
 def _build_stage(entry: Mapping[str, Any]) -> Any:
-    """The stage that an entry describes. Raises an error for an unknown class, or arguments that the class refuses."""
+    """The stage, or other dataclass, that an entry describes: ``WeightNorm(axis=0)`` for ``{"class": ..., "axis": 0}``.
+
+    Raises:
+      ValueError: If no class has the name, or the class refuses the arguments.
+    """
     name = entry["class"]
+    # Stages of this package are imported only when they are used.
     if name not in _classes and name.startswith(f"{__name__.partition('.')[0]}."):
         import_stage(name.partition(".")[2])
     if name not in _classes:
@@ -285,9 +333,13 @@ def load_stages(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """The entries in a JSON text, each a dict with the name of a class."""
+    """The entries in a JSON text, each a dict with the name of a class. Raises an error for any other text.
+
+    The arguments in the entries are not checked yet.
+    """
     with suppress(ValueError, TypeError):
         match json.loads(text):
+            # In Python, True == 1, but in JSON it is no version.
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
                 if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
                     return entries
@@ -325,7 +377,10 @@ def kind_of_class(cls: type) -> str:
 
 
 def _why_no_kind(cls: type, kind: Any) -> str | None:
-    """Why ``cls`` cannot have this kind, for an error; None if it can."""
+    """Why ``cls`` cannot have this kind, for an error; None if it can.
+
+    ``@``, ``.`` and ``/`` have a meaning in markers and paths, and ``@fixed`` is the node of fixed values.
+    """
     if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
         return "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
     namesake = _namesake(cls, kind)
@@ -342,7 +397,7 @@ def is_base(cls: type) -> bool:
 
 @functools.cache
 def is_of_package(cls: type) -> bool:
-    """Whether this package defines a class."""
+    """Whether this package defines a class, and not a user."""
     return _package(cls) == __name__.partition(".")[0]
 
 
@@ -352,11 +407,16 @@ def _package(cls: type) -> str:
 
 
 def _derive_kind(cls: type) -> str:
-    """The class name in snake case, after the name of the package if a class of another package has that kind."""
+    """The class name in snake case, after the name of its package if a class of another package has that kind.
+
+    A user's ``WeightNorm`` in ``mylib`` gets ``mylib_weight_norm``. For two of one package,
+    :func:`kind_of_class` raises an error.
+    """
     kind = snake_case(cls.__name__.strip("_"))
     namesake, package = _namesake(cls, kind), _package(cls)
-    elsewhere = namesake is not None and _package(namesake) != package
-    return f"{package.strip('_')}_{kind}" if elsewhere else kind
+    is_of_other_package = namesake is not None and _package(namesake) != package
+    # Without the underscores of a private name, or of `__main__`, the module of a script.
+    return f"{package.strip('_')}_{kind}" if is_of_other_package else kind
 
 
 def _namesake(cls: type, kind: str) -> type | None:

@@ -2,6 +2,9 @@
 
 A map is flat where its gradient is zero. Raw values that are initialized there would never train, so ``init`` refuses
 arrays that lead to them.
+
+An array is *known* if its numbers can be looked at: it is neither traced nor the type of an array. Only known arrays
+are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def is_known(w: Array) -> bool:
 
 
 def why_infinite(w: Array) -> str | None:
-    """The error text for an array whose numbers are known and not all finite, or None."""
+    """The error text for an array whose numbers are known and not all finite, or None if they are, or are unknown."""
     with jax.ensure_compile_time_eval():  # so that a known array is checked even if `init` is called under `jax.jit`
         if not is_known(w) or _all_finite(w):
             return None
@@ -40,7 +43,11 @@ def why_infinite(w: Array) -> str | None:
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
-    """Whether ``w`` is within ``tolerance`` of its projection, as :meth:`Constraint.contains` defines it."""
+    """Whether ``w`` is within ``tolerance`` of its projection, as a boolean scalar.
+
+    ``tolerance`` is in units of the largest entry of ``w``. None is a default that covers rounding errors, which grow
+    with the number of summands, so with the longest axis.
+    """
     relative = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return _is_within(widened(w), widened(projection), relative)
 
@@ -59,8 +66,9 @@ def _all_finite(w: Array) -> Array:
 
 
 def _is_mask_for(shape: tuple[int, ...], flat: Any) -> bool:
-    """Whether ``flat`` is a boolean array that broadcasts to ``shape``."""
+    """Whether ``flat`` is a boolean array that broadcasts to ``shape``, as ``(4, 1)`` and ``(3,)`` do to ``(4, 3)``."""
     is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
+    # Axes are compared from the back. The first ones of ``shape`` may have no partner, so this is not strict.
     return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
@@ -116,9 +124,12 @@ class Constraint(Reparametrization):
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
     def _map_formula(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
-        """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``.
+        """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``, and stacks the results.
 
-        Raises an error that names ``method`` if the stage varies between arrays, or its axes do not fit ``w``.
+        The formula gets a stage without stacked axes, for arrays that are merged to matrices if it acts on these.
+
+        Raises:
+          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. It names ``method``.
         """
         if self._varying_fields:
             raise ValueError(
@@ -187,19 +198,22 @@ class Constraint(Reparametrization):
         return self._map_formula("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:
-        """:meth:`project` for one array."""
+        """:meth:`project` for one array, without stacked axes. Default: ``apply_leaf(init_leaf(w))``."""
         return self.apply_leaf(self.init_leaf(w))
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """:meth:`contains` for one array."""
+        """:meth:`contains` for one array, without stacked axes. Default: whether ``w`` is near its projection."""
         return is_near(w, self.project_leaf(w), tolerance)
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """:meth:`sample` for one array."""
+        """:meth:`sample` for one array, without stacked axes. Default: the projection of normal numbers."""
         return self.project_leaf(jax.random.normal(key, shape, dtype))
 
     def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot start at ``w``, or None. Known numbers must be finite, and allowed by ``outside``."""
+        """Why the stage cannot start at ``w``, or None. Known numbers must be finite, and allowed by ``outside``.
+
+        Known arrays are checked even under ``jax.jit``, where operations would otherwise be traced.
+        """
         reason = super()._why_refused(w) or why_infinite(w)
         if reason is not None or self.outside == "unchecked" or not is_known(w):
             return reason
@@ -207,7 +221,10 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        """Why ``init`` refuses a known array because it lies outside the image, or None."""
+        """Why ``init`` refuses a known array because it lies outside the image, or None if it does not.
+
+        With the other values of ``outside``, such arrays are allowed.
+        """
         if self.outside != "raise":
             return None
         is_inside = self.contains_leaf(w)
@@ -219,14 +236,17 @@ class Constraint(Reparametrization):
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
-        """Why ``init`` refuses a known array because the map is flat at some of its numbers, or None."""
+        """Why ``init`` refuses a known array because the map is flat at some of its numbers, or None.
+
+        Raises no error itself: a wrong result of a user's ``flat_leaf`` is a reason, too.
+        """
         flat = self.flat_leaf(w)
         if not _is_mask_for(w.shape, flat):
             return (
                 f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
                 f"{describe(flat)}. Correct flat_leaf."
             )
-        if not is_known(flat) or not jnp.any(flat):
+        if not is_known(flat) or not jnp.any(flat):  # with traced bounds, the answer is unknown
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (

@@ -3,7 +3,8 @@
 A class attribute such as ``std: Number = number_field()`` declares an argument of a stage. Its *check* validates the
 argument when a stage is built, and returns the value to keep. Numbers and axes may differ between arrays: a dict from
 regular expressions for paths is kept as a :class:`ByPath`, and a function of path and array as a :class:`ByArray`.
-Formulas never see these, as a stage at a site has the number for the array there.
+Formulas never see these, as a stage at a site has the number for the array there: ``VarNoise({"out/.*": 0.1, ".*":
+0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Static:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes a subclass a frozen dataclass that is static to JAX, and registers it for raw trees and JSON."""
         super().__init_subclass__(**kwargs)
-        if Static in cls.__bases__:
+        if Static in cls.__bases__:  # `Parametrization`, of which there are no instances
             return
         if "__dataclass_fields__" not in cls.__dict__:  # A dataclass with slots is created twice.
             _make_dataclass(cls)
@@ -154,7 +155,10 @@ class Static:
     """The methods and properties for users, which ``dir`` shows; all other names are for authors of stages."""
 
     def __dir__(self) -> list[str]:
-        """The names for users, the stage's arguments, and names that third-party classes add."""
+        """The names for users, the stage's arguments, and names that third-party classes add; private names too.
+
+        Names for authors of stages are left out, so that completion shows what users call.
+        """
         classes = type(self).__mro__
         our_classes = [cls for cls in classes if config.is_of_package(cls)]
         our_names = {name for cls in our_classes for name in vars(cls)}
@@ -163,15 +167,18 @@ class Static:
         return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
     def __post_init__(self) -> None:
+        """Replaces each field by what its check returns. A subclass with a ``__post_init__`` of its own calls this."""
         for name, check in self._checks.items():
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
     def __eq__(self, other: object) -> bool:
+        """Whether both are stages of one class with equal fields."""
         if not isinstance(other, Static) or type(other) is not type(self):
             return NotImplemented
         return self._compared() == other._compared()
 
     def __hash__(self) -> int:
+        """The hash of the class and the fields that count for equality. Raises an error if one holds an array."""
         try:
             return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
@@ -192,33 +199,44 @@ class Static:
     def _exact_text(self) -> str | None:
         """All fields as text. Unlike equality, it distinguishes 1 from True, 0.0 from -0.0, and all hidden fields.
 
-        It is None if equal stages may compute different results: a field may be a function that reads values which
-        change between calls, or a traced number.
+        It is a part of keys under which traces are shared between equal stages. It is None if equal stages may compute
+        different results: a field may be a function that reads values which change between calls, or a traced number.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
+        # A predicate as `where` chooses arrays, but the formulas do not read it.
         if any(callable(value) for name, value in values.items() if name != "where"):
             return None
         try:
             hash(self)
-        except TypeError:
+        except TypeError:  # a traced number
             return None
         return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """How pickle builds the stage again: from its class and its arguments."""
         # Pickle cannot store JAX functions that are not found in their `__module__`, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
         return _build, (type(self), config.name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
+        """Refuses to change a stage; code in this file uses ``object.__setattr__`` while a stage is built."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
+        """Refuses to delete a field."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _make_dataclass(cls: Any) -> None:
-    """Makes a class of stages a frozen dataclass, and sets its kind and the checks of its fields."""
-    _refuse_init(cls)
+    """Makes a class of stages a frozen dataclass, and sets its ``kind``, ``_checks`` and ``__init__``; changes ``cls``.
+
+    Raises an error if it defines ``__init__``, wrong declarations of raw values, or a kind that is taken.
+    """
+    if "__init__" in cls.__dict__:
+        raise TypeError(
+            f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare its arguments "
+            f"in the class instead, such as `rank: int`, and check values in `__post_init__`."
+        )
     check_values(cls.__name__, cls.raw_values)
     cls.kind = config.kind_of_class(cls)
     dataclass(frozen=True, repr=False, eq=False)(cls)
@@ -234,7 +252,7 @@ def _make_dataclass(cls: Any) -> None:
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Builds a stage when it is unpickled."""
+    """Builds a stage when it is unpickled, from what ``__reduce__`` returned. Old pickles name this function."""
     return cls(**config.find_functions(arguments))
 
 
@@ -244,10 +262,14 @@ def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _with_python_scalars(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` that also converts known numpy and JAX scalars in arguments and fields to Python numbers."""
+    """``init``, the ``__init__`` of a dataclass, with known numpy and JAX scalars converted to Python numbers.
+
+    ``Scale(np.float32(0.5))`` then equals ``Scale(0.5)``. An unknown keyword argument is an error with advice.
+    """
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Converts the arguments, calls ``init``, and converts what it has stored."""
         names = [field.name for field in _fields_of(self) if field.init]
         if unknown := [name for name in kwargs if name not in names]:
             raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], names)}")
@@ -260,23 +282,13 @@ def _with_python_scalars(init: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
-def _refuse_init(cls: type) -> None:
-    """Refuses a class that defines ``__init__``, which ``dataclass`` is to generate from the fields."""
-    if "__init__" not in cls.__dict__:
-        return
-    raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare its arguments in "
-        f"the class instead, such as `rank: int`, and check values in `__post_init__`."
-    )
-
-
 V = TypeVar("V")
 
 
 class FieldOf(Generic[V]):
-    """The declared type of a field that is set to a ``V``, but read as another type.
+    """The declared type of a field that is set to a ``V``, but read as another type. It is for type checkers only.
 
-    The check may convert the value, and formulas read the value for one array.
+    ``std: FieldOf[float | Mapping[str, float]]`` takes a dict when the stage is built, but formulas read a number.
     """
 
     if TYPE_CHECKING:  # A data descriptor may have different types for setting and reading.
@@ -297,12 +309,18 @@ TYPICAL = 0.5
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class ByPath:
-    """Numbers by regular expressions; the first expression that matches an array's whole path applies."""
+    """Numbers, or axes, by regular expressions; the first expression that matches an array's whole path applies.
+
+    Attributes:
+      patterns: The regular expressions.
+      numbers: The number for each of them, known or traced.
+    """
 
     patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
+        """Requires two tuples of one length, which JSON may not have given."""
         patterns: Any = self.patterns
         numbers: Any = self.numbers
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
@@ -312,6 +330,7 @@ class ByPath:
             )
 
     def __repr__(self) -> str:
+        """The dict that a user writes."""
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def index_of(self, path: str) -> int | None:
@@ -323,19 +342,26 @@ class ByPath:
         return self.index_of(path) is not None
 
     def for_paths(self, paths: Sequence[str]) -> ByPath:
-        """The numbers without those of expressions that apply to none of these paths."""
+        """The same numbers, without those of expressions that apply to none of these paths; may be empty."""
         applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
     def at(self, name: str, path: str, array: Any) -> Any:
-        """The number, or the axes, of the field ``name`` for the array at ``path``."""
+        """The number, or the axes, of the field ``name`` for the array at ``path``. An error if none matches it.
+
+        ``array`` is not read; :class:`ByArray` has the same method.
+        """
         i = self.index_of(path)
         if i is None:
             raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression applies to at least one of these paths."""
+        """Requires that each expression applies to at least one of these paths, as others are probably misspelled.
+
+        ``who`` is the call and the field, the beginning of the error. An expression that matches a path may still not
+        apply, because an earlier one matches it too.
+        """
         applying = self.for_paths(paths).patterns
         for pattern in [pattern for pattern in self.patterns if pattern not in applying]:
             path = next((path for path in paths if re.fullmatch(pattern, path)), None)
@@ -350,13 +376,20 @@ config.register_class(ByPath)
 
 @dataclass(frozen=True, repr=False)
 class ByArray:
-    """A function that returns the number for a path and the type of an array."""
+    """A function that returns the number for a path and the type of an array.
+
+    Attributes:
+      function: The function.
+      check: The check of the field, for each number that the function returns.
+      who: The name of the class of the stage, for errors.
+    """
 
     function: Callable[[str, Any], Any]
     check: Check = dataclasses.field(compare=False)
     who: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
+        """The function, as ``repr`` of a stage shows it."""
         return config.code(self.function)
 
     def at(self, name: str, path: str, array: Any) -> Any:
@@ -374,10 +407,12 @@ class ByArray:
 def by_array(check: Check) -> Check:
     """A check that also accepts different numbers for different arrays, each of which ``check`` must accept.
 
-    They are given as described at :class:`Perturbation`.
+    They are given as described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
+    a :class:`ByArray`, and anything else is left to ``check``.
     """
 
     def check_each(value: Any, who: str, name: str) -> Any:
+        """The value to keep for a field. Numbers from a function are checked only when it is called for an array."""
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):
@@ -391,11 +426,18 @@ def by_array(check: Check) -> Check:
 
 @dataclass(frozen=True)
 class AxesByPath:
-    """A check of axes that also accepts a dict from regular expressions for paths to axes."""
+    """A check of axes that also accepts a dict from regular expressions for paths to axes.
+
+    It is a class, and not a function like :func:`by_array`, so that the fields with axes are known by it.
+
+    Attributes:
+      check: The check of the axes for one array.
+    """
 
     check: Check
 
     def __call__(self, value: Any, who: str, name: str) -> Any:
+        """A :class:`ByPath` for a dict, and otherwise what ``check`` returns."""
         varies = isinstance(value, ByPath | Mapping)
         return _check_by_path(value, who, name, self.check) if varies else self.check(value, who, name)
 
@@ -405,6 +447,11 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
     It is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
     match any numbers in a path, as ``layers/\d+/kernel`` does, if all of ``paths`` that they match have the same value.
+
+    Args:
+      values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
+      paths: All paths that an expression might match; those without an entry in ``values`` must not be matched.
+      several: Whether the stage is one of several that divide the arrays, so that it needs expressions in any case.
     """
     if len(set(values.values())) == 1 and not several:
         return next(iter(values.values()))
@@ -415,7 +462,11 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
 
 def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
-    """An expression for ``path`` with any numbers in it, or for ``path`` alone if such paths have different values."""
+    r"""An expression for ``path`` with any numbers in it, or for ``path`` alone if such paths have different values.
+
+    ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path of ``paths`` without a value counts as a different one.
+    """
+    # Only whole names are replaced: the lookarounds exclude a digit beside anything but a slash or an end.
     pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
     similar_paths = [other_path for other_path in paths if re.fullmatch(pattern, other_path)]
     has_one_value = all(other in values and values[other] == values[path] for other in similar_paths)
@@ -423,7 +474,10 @@ def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
-    """A dict from regular expressions to numbers as a :class:`ByPath`, after ``check`` of each number."""
+    """A dict from regular expressions to numbers as a :class:`ByPath`, after ``check`` of each number.
+
+    A :class:`ByPath` is checked again, as it comes from JSON or from ``dataclasses.replace``.
+    """
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
@@ -436,6 +490,9 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
 
 def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
     """The leaves that have a number in each of these fields; a field by path may have none for a leaf.
+
+    ``fields`` are the values of fields by name, of which only those of the type :class:`ByPath` count; ``who`` is the
+    call, for errors. The stage acts on the leaves that are returned.
 
     Raises:
       ValueError: If an expression applies to none of the leaves.

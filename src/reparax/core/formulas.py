@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -31,63 +30,95 @@ from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_ine
 def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
     """The raw tree with its fixed values advanced by one training step.
 
-    ``grads`` are the gradients of the loss with respect to the effective tree.
+    Args:
+      who: The call, for errors.
+      plan: The plan of the raw tree, with means in place of random stages.
+      key: The key of the whole call. If it is None, stages that need a key do nothing.
+      grads: The gradients of the loss with respect to the effective tree. If None, stages that need gradients do
+        nothing.
     """
 
-    def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """The new values at each site of step ``i``. Nothing if the stage needs a gradient or key that is not given."""
+    def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
+        """Yields the changed values at each site of step ``i``; none if a gradient or key that it needs is missing."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
             return
         grads_at = _output_grads(who, plan, i, arrays, grads) if takes_grad else {}
-        for site, key_here in zip(step.sites, _update_keys(step, key) if takes_key else repeat(None), strict=False):
+        keys = _update_keys(step, key) if takes_key else [None] * len(step.sites)
+        for site, key_here in zip(step.sites, keys, strict=True):
+            # An output without a gradient, such as an integer array, has the gradient 0.
             grads_here = {name: grads_at.get(place, 0.0) for name, place in site.arrays.items()} if grads_at else {}
             with locate_errors(site.who):
-                values = site.stage._update_at(site, site.read(arrays), grads_here, key_here)
-            yield values
+                values = site.read(arrays)
+                new_values = site.stage._update_at(site, values, grads_here, key_here)
+            yield _changed(values, new_values)
 
-    return _change_values("update", plan, new_values)
+    return _change_values("update", plan, changed_values)
 
 
 def advance_bases(plan: Plan) -> Flat:
-    """The raw tree with the base of each stage moved to the current point."""
+    """The raw tree with the base of each stage moved to the current point; the effective tree stays the same.
 
-    def new_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """The new values at each site of step ``i``."""
+    For ``w = base @ expm(x)``, the new base is ``w`` and the new ``x`` is 0.
+    """
+
+    def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
+        """Yields the changed values at each site of step ``i``."""
         for site in plan.steps[i].sites:
             with locate_errors(site.who):
-                values = site.stage._update_base_at(site, site.read(arrays))
-            yield values
+                values = site.read(arrays)
+                new_values = site.stage._update_base_at(site, values)
+            yield _changed(values, new_values)
 
-    return _change_values("update_base", plan, new_values)
+    return _change_values("update_base", plan, changed_values)
 
 
-def _change_values(method: str, plan: Plan, new_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
+def _changed(values: RawValues, new_values: RawValues) -> RawValues:
+    """The new values of a site that a formula did not return unchanged, as the same objects that it got.
+
+    Numbers cannot be compared instead, as they may be traced. ``new_values`` may omit values that do not change.
+    """
+    return {
+        array_name: {value_name: x for value_name, x in of_one.items() if x is not values[array_name][value_name]}
+        for array_name, of_one in new_values.items()
+    }
+
+
+def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
     """The raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
 
-    ``new_values(i, arrays)`` yields the new values at each site of step ``i``, where ``arrays`` are those that the step
-    reads. Later stages read the new values.
+    ``changed_values(i, arrays)`` yields the values that change at each site of step ``i``, where ``arrays`` are those
+    that the step reads. It may yield nothing at all, if the step is to change nothing. Later stages read the new
+    values.
     """
     raw = dict(plan.raw.arrays)
     for i, step in enumerate(plan.steps):
         if step.stage._defines(method):
             arrays = run_steps(plan.steps[:i], raw)
             free = method == "update_base" or step.stage.moves_weights
-            for site, values in zip(step.sites, new_values(i, arrays), strict=False):
+            # Not strict, as there may be no new values.
+            for site, values in zip(step.sites, changed_values(i, arrays), strict=False):
                 _write(method, raw, arrays, site, values, free=free)
     return plan.raw.with_arrays(raw)
 
 
 def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, values: RawValues, *, free: bool) -> None:
-    """Writes the new fixed values of a site to ``raw``; the new free values too, if ``free`` is true.
+    """Writes the new fixed values of a site to ``raw``, which changes; the new free values too, if ``free`` is true.
 
-    A value is new if it is another object than the one in ``arrays``. No numbers are compared, as they may be traced; a
-    formula that leaves a value unchanged returns the same object.
+    Raises an error for a new value that an earlier stage computes, since ``raw`` has no place for it.
+
+    Args:
+      method: ``"update"`` or ``"update_base"``, for errors.
+      raw: The arrays of the raw tree so far.
+      arrays: What the stage read: the arrays of ``raw`` and those that earlier stages compute.
+      site: The site of the stage.
+      values: The values that its formula changed, by array and value name.
+      free: Whether free values may change.
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
-        if x is arrays[place] or not (free or is_fixed_value(place)):
+        if not (free or is_fixed_value(place)):
             continue
         # A weight that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
         if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
@@ -99,7 +130,10 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
 
 
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
-    """The key for ``update`` at each site, or a batch of keys if the array there is a stack of arrays."""
+    """Yields the key for ``update`` at each site, or a batch of keys if the array there is a stack of arrays.
+
+    Each is None if ``key`` is None.
+    """
     draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
     # If the user passes the key of `init` again, the numbers that chose the first mask must not choose the next one.
     keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
@@ -108,11 +142,22 @@ def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
 
 
 def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
-    """The gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree."""
+    """The gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree.
+
+    In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so its gradient is doubled.
+
+    Args:
+      who: The call, for errors.
+      plan: The plan of the raw tree.
+      i: The index of the step.
+      arrays: The arrays that the step reads.
+      grads: The gradients with respect to the effective tree.
+    """
     after = run_steps(plan.steps[i : i + 1], arrays)
     outputs = {place: after[place] for place, x in plan.steps[i].output_types.items() if is_inexact(x)}
 
     def run_later(outputs: dict[Names, Any]) -> tuple[list[Any], list[str]]:
+        """The effective arrays that have gradients, and their paths, from the outputs of step ``i``."""
         effective = run_steps(plan.steps[i + 1 :], after | outputs)
         paths, leaves, _ = flatten_with_names(nest(plan.effective_of(effective)))
         places = inexact_places(leaves)
@@ -123,7 +168,10 @@ def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree
 
 
 def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
-    """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
+    """The gradients of the effective arrays at ``paths``, in their order and dtypes.
+
+    Raises an error if ``grads`` has the structure of a raw tree, lacks one of them, or has one of another shape.
+    """
     if found := first_marker(places_of(grads)):
         path, mark = found
         raise ValueError(
@@ -136,13 +184,13 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
 
 
 def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
-    """The gradient of an effective array, cast to its dtype.
+    """The gradient ``grad`` of the effective array ``w`` at ``path``, cast to the dtype of ``w``.
 
-    Raises an error for a gradient of another shape, or a complex gradient of a real array.
+    Raises an error for a missing gradient (None), one of another shape, or a complex gradient of a real array, which a
+    cast would make real.
     """
     if not is_array(grad) or grad.shape != w.shape:
-        text = f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
-        found = "none" if grad is None else text
+        found = "none" if grad is None else f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
         raise ValueError(
             f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {found}. Pass the whole tree of "
             f"`jax.grad(loss)(p.fold(raw))`."
@@ -155,18 +203,19 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
 
 
 def total_penalty(plan: Plan) -> Array:
-    """The sum of the penalties of all stages."""
+    """The sum of the penalties of all stages, a scalar; 0 for stages that define none."""
     return add_up([_total("penalty", step.sites, arrays) for step, arrays in _arrays_before(plan)])
 
 
 def total_log_det(plan: Plan) -> Array:
-    """The sum of the log-determinants of all stages, over the arrays with trainable values.
+    """The sum of the log-determinants of all stages, over the arrays with trainable values, a scalar.
 
-    If an array has more entries than free values, some entries are determined by others, as in a symmetric matrix. A
-    later stage would count them too, so it raises an error.
+    If an array has more entries than free values, some entries are determined by others: a symmetric matrix of shape
+    (3, 3) has 9 entries, but only 6 free values. A later stage would count all 9, so it raises an error.
     """
     log_dets = list[Array]()
     dependent = dict[Names, Any]()  # for each array with entries that are determined by others, its stage
+    # The places of trained values and of all arrays computed from them, whose places are the beginnings of these.
     trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]
     free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
     for step, arrays in _arrays_before(plan):
@@ -184,15 +233,18 @@ def total_log_det(plan: Plan) -> Array:
 
 
 def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
-    """Yields each step, together with the raw arrays and those that the earlier steps computed."""
+    """Yields each step, together with the arrays that it reads: the raw ones, and those of the earlier steps."""
     arrays: Arrays = plan.raw.arrays
     for i, step in enumerate(plan.steps):
-        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)
+        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)  # the step before; none if i is 0
         yield step, arrays
 
 
 def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
-    """The sum of a formula, ``"penalty"`` or ``"log_det"``, over sites."""
+    """The sum of a formula, ``"penalty"`` or ``"log_det"``, over the sites of a step, which reads ``arrays``.
+
+    A site of stacked arrays gives a number for each of them, so these are summed too.
+    """
     totals: list[Array] = []
     for site in sites:
         with locate_errors(site.who):
@@ -201,7 +253,7 @@ def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
 
 
 def _require_bijection(stage: Any) -> None:
-    """Requires that a stage defines its log-determinant."""
+    """Requires that a stage defines its log-determinant, as only bijections do."""
     if not stage._defines("log_det"):
         raise ValueError(
             f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
@@ -213,7 +265,10 @@ def _require_bijection(stage: Any) -> None:
 def _require_independent(values: Mapping[str, Names], free_places: set[Names], dependent: Mapping[Names, Any]) -> None:
     """Requires that all entries of the values can vary independently, as the formula of the log-determinant assumes.
 
-    A frozen value cannot vary; entries that an earlier stage computes may be determined by others.
+    Args:
+      values: The places of the free values of a site, by their names.
+      free_places: The places of all values that vary. A frozen value does not.
+      dependent: For each array with entries that are determined by others, the stage that computes it.
     """
     for name, place in values.items():
         if place not in free_places:

@@ -1,5 +1,8 @@
 """``init``: the stages of a chain, from the last to the first, replace arrays by their initial raw values.
 
+For ``WeightNorm() >> VarNoise(0.1)``, the noise has no raw values and leaves the array ``w``; then ``WeightNorm``
+replaces ``{"w": w}`` by ``{"w": {"@weight_norm": {"g": ..., "v": ...}}}``. A :data:`Swap` is such a replacement.
+
 :func:`initialize` does so for all stages, and :func:`initialize_sites` for the sites of one stage. :func:`follow_axes`
 does the same with types alone, and finds which axis of a parameter each axis of a raw value follows: in ``g`` of shape
 (1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings, axis names in flax
@@ -23,7 +26,7 @@ from jax.core import Tracer
 from reparax.core.boxes import axis_entries, boxes_of_values
 from reparax.core.checks import locate_errors
 from reparax.core.config import is_of_package
-from reparax.core.origins import Origins, compose, keep_origins, probe_origins
+from reparax.core.origins import Origins, follow_origin, keep_origins, probe_origins
 from reparax.core.paths import types_of_result
 from reparax.core.random import keys_of_draws
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
@@ -33,7 +36,11 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """The raw tree of a model's parameters."""
+    """The raw tree of a model's parameters. ``key`` is for stages with random initial values.
+
+    The last stage computes the model's own arrays, so its initialization comes first; an earlier stage then replaces
+    the raw values that the later ones left.
+    """
     tree = params
     for i, stage in reversed(list(enumerate(stages))):
         tree = initialize_sites(stage.sites("init", tree.before(stages[i + 1 :])), tree, key)
@@ -41,11 +48,16 @@ def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
 
 
 def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
-    """The tree with the arrays at the sites of one stage replaced by raw values.
+    """The tree with the arrays at the sites of one stage replaced by raw values: ``w`` of (6, 4) by ``{"g", "v"}``.
 
-    What ``init`` returns is checked once for each group of sites with equal stages and types.
+    What ``init`` of the stage returns is checked once for each group of sites with equal stages and types. A stage of a
+    user gets a warning if it does not invert its own ``apply``.
+
+    Raises:
+      TypeError: If the tree holds types instead of arrays.
+      ValueError: If ``init`` returns wrong values, or raises a ValueError; the error names the stage and the array.
     """
-    with_markers = [site for site in sites if site.nodes]
+    with_markers = [site for site in sites if site.nodes]  # A site without markers keeps its array, as noise does.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
@@ -67,32 +79,17 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
 def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Array], key: Array | None) -> None:
     """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
 
-    It tries the array of the initial ``values`` and, unless ``init`` takes a key, that of slightly perturbed ones.
+    Args:
+      site: The site of a stage of a user.
+      values: The initial raw values, which ``init`` of the stage returned for ``arrays``.
+      arrays: The arrays. If they are traced, nothing is checked, as they have no numbers to compare.
+      key: The key that ``init`` got; None if it takes none.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
-    stage, rng, error = site.stage, np.random.default_rng(0), 0.0
-
-    def apply(values: RawValues) -> Mapping[str, Array]:
-        return stage._apply_at(site, values, None)
-
-    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        return apply(stage._init_at(site, arrays, key))
-
-    def perturb(value: str, x: Array) -> Array:
-        is_free = is_inexact(x) and not value_of(stage.raw_values, value).fixed
-        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
-        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
-
+    stage, error = site.stage, 0.0
     with suppress(Exception):  # A user's formula may raise any error on values that training never reaches.
-        candidates = [apply(values)]
-        if key is None:
-            perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
-            candidates.append(apply(perturbed))
-            if any(declared.fixed for declared in stage.raw_values.values()):  # these fit the initial values only
-                candidates[1] = apply_after_init(candidates[1])
-        pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
-        error = max(_relative_error(x, w) for w, x in pairs)
+        error = _inverse_error(site, values, key)
     if error > 0:
         init = "init_leaf" if hasattr(stage, "init_leaf") else "init_leaves"
         method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
@@ -104,10 +101,41 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
         )
 
 
-def _relative_error(x: Array, w: Array) -> float:
-    """The largest difference between two arrays, divided by the largest magnitude in ``w``.
+def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
+    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if exact.
 
-    It is 0 if the difference may be rounding, or if ``w`` is not finite.
+    It tries the arrays of the initial ``values`` and, unless ``init`` takes a key, those of slightly perturbed ones.
+    """
+    stage, rng = site.stage, np.random.default_rng(0)
+
+    def apply(values: RawValues) -> Mapping[str, Array]:
+        return stage._apply_at(site, values, None)
+
+    def apply_after_init(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return apply(stage._init_at(site, arrays, key))
+
+    def perturb(value_name: str, x: Array) -> Array:
+        """A free value changed by about a tenth of each entry, or by a tenth where it is 0; a fixed value itself."""
+        is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
+        tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
+        return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
+
+    candidates = [apply(values)]  # dicts of effective arrays by name
+    if key is None:
+        perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
+        candidates.append(apply(perturbed))
+        # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
+        if any(declared.fixed for declared in stage.raw_values.values()):
+            candidates[1] = apply_after_init(candidates[1])
+    pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
+    return max(_relative_error(x, w) for w, x in pairs)
+
+
+def _relative_error(x: Array, w: Array) -> float:
+    """The largest difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
+
+    It is 0 if the difference may be rounding, that is, at most 1 % or eight steps of the dtype; or if ``w`` is not
+    finite, which no formula inverts. If only ``x`` is NaN, the difference is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
     x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
@@ -117,9 +145,9 @@ def _relative_error(x: Array, w: Array) -> float:
 
 
 def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
-    """The key for each site of a stage with a random ``init``, by the index of the site; empty for other stages.
+    """The key for each site of one stage at which ``init`` is random, by the index of the site.
 
-    Without a ``key``, each of them is None.
+    The dict is empty if it is random at no site. If ``key`` is None, as when only types are wanted, so is each key.
     """
     drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
     if not drawing:
@@ -129,33 +157,35 @@ def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | No
 
 
 def _types_of(arrays: RawValues) -> list[Any]:
-    """The names and types of arrays, as hashable tuples."""
-    return [(name, value, x.shape, x.dtype) for name, of_one in arrays.items() for value, x in of_one.items()]
+    """The names and types of raw values, as hashable tuples: ``("w", "g", (1, 4), float32)``."""
+    return [(array, value, x.shape, x.dtype) for array, of_one in arrays.items() for value, x in of_one.items()]
 
 
 def _swaps(site: Site, values: RawValues) -> list[Swap]:
-    """The swaps that replace the arrays of a site by raw values."""
-    return [([place], site.raw_values(name, values[name])) for name, place in site.arrays.items()]
+    """For ``init``: one swap for each array of a site, which puts the raw values in place of the array."""
+    return [([place], site.place_values(name, values[name])) for name, place in site.arrays.items()]
 
 
 def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
     """The raw tree with types in place of arrays, and the axis of a parameter that each of its axes follows.
 
-    If the axes of ``params`` follow those of other arrays themselves, ``origins`` says which. Sites with equal stages,
-    formulas and types are traced only once.
+    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, the origin of ``g`` of shape (1, 4) is
+    ``(("w",), (None, 1))``. Places of arrays that a stage replaced stay in the result, with their own origins. If the
+    axes of ``params`` follow those of other arrays themselves, ``origins`` says which.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
     for i, stage in reversed(list(enumerate(stages))):
-        swaps, found = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
+        # Sites with equal stages, formulas and types are traced only once.
+        swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
-            if not site.nodes:
+            if not site.nodes:  # It changes the array in place, which keeps its axes.
                 continue
             types = {name: tree.arrays[place] for name, place in site.arrays.items()}
             group = stage_key(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
-            if group not in found:
-                found[group] = _follow_axes_at(site, types)
-            values, origins_of_values = found[group]
+            if group not in traced:
+                traced[group] = _follow_axes_at(site, types)
+            values, origins_of_values = traced[group]
             swaps += _swaps(site, values)
             followed |= _origins_at(site, values, origins_of_values, followed)
         tree = tree.swap(swaps)
@@ -163,11 +193,17 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
 
 
 def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins]:
-    """The types of the raw values of a site, and the axes of the site's own arrays that their axes follow."""
+    """The types of the raw values of a site, and the axes of the site's own arrays that their axes follow.
+
+    For ``WeightNorm`` on ``w`` of shape (8, 4), the origins are ``{("w", "g"): (("w",), (None, 1)), ...}``.
+    """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
+        """The initial raw values; without a key, as only their types matter."""
         values = site.stage._init_at(site, arrays, None)
-        if len(arrays) > 1:  # A probe that doubles only one of several equal lengths is to fail here.
+        # `probe_origins` doubles lengths. If a stage joins arrays, this check fails when only one of two lengths that
+        # must be equal is doubled.
+        if len(arrays) > 1:
             site.stage._check_init(values, arrays)
         return values
 
@@ -178,19 +214,28 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
 def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origins) -> Origins:
     """The parameter axes that the axes of a site's raw values follow, by the places of the values.
 
-    ``origins`` are those of the values with respect to the site's arrays, by name, and ``earlier`` those of the arrays.
+    Args:
+      site: The site.
+      values: The types of its raw values.
+      origins: For the names of each array and value, such as ``("w", "g")``, the name of an array of the site and its
+        axes. A name that is missing is that of an array without values, whose marker dict is empty.
+      earlier: For the place of each array of the site, the place of a parameter and its axes.
     """
     found = Origins()
-    for name in site.arrays:
-        for place in site.raw_values(name, values[name]):
-            if (name, place[-1]) in origins:
-                (source,), axes = origins[name, place[-1]]
-                found[place] = compose(earlier[site.arrays[source]], axes)
+    for array_name in site.arrays:
+        for place in site.place_values(array_name, values[array_name]):
+            if (array_name, place[-1]) in origins:
+                (source_name,), axes = origins[array_name, place[-1]]
+                found[place] = follow_origin(earlier[site.arrays[source_name]], axes)
     return found
 
 
 def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
-    """The raw tree with a flax box around each raw value of a boxed parameter."""
+    """The raw tree with a flax box around each raw value of a boxed parameter; ``raw`` itself if there is no box.
+
+    The axes that raw values follow are found only if some box has axis names to pass on, and only for stages that left
+    a marker in the raw tree.
+    """
     boxes = params.frame.boxes
     if not boxes:
         return raw

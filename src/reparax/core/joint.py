@@ -29,7 +29,6 @@ from reparax.core.roles import Misfit
 from reparax.core.site import Site, site_of
 from reparax.core.values import RawValues
 from reparax.core.where import check_where, why_none_selected
-from reparax.numerics.arithmetic import is_inexact, widened
 
 
 class Joint(Leafwise):
@@ -83,10 +82,12 @@ class Joint(Leafwise):
     arrays: Any = field(default=None, metadata={"positional": True})
 
     elementwise: ClassVar[Any] = True
+    """So that a network's stacked axes need not be those of the stage, whose formula may take all layers together."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a class with formulas on one array, or with noise."""
         super().__init_subclass__(**kwargs)
+        # `refuse_leaf` is about each array that is selected, so a Joint may have it.
         wrong_names = [name for name in vars(cls) if name.endswith("_leaf") and name != "refuse_leaf"]
         if cls.stochastic:
             wrong_names.append("stochastic")
@@ -115,14 +116,20 @@ class Joint(Leafwise):
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
-        """The raw values for each name, for which ``apply_leaves`` returns ``arrays``, or the nearest that it can."""
+        """The raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
+
+        For these, ``apply_leaves`` returns ``arrays``, or the nearest arrays that it can return.
+        """
 
     @abstractmethod
     def apply_leaves(self, values: RawValues) -> dict[str, Array]:
         """The effective array for each name, from the raw values of all names, fixed ones included."""
 
     def update_leaves(self, values: RawValues) -> RawValues:
-        """The fixed values that change in one training step, for each name that has any."""
+        """The fixed values that change in one training step, by the name of the array, then of the value.
+
+        Each name must be there, with an empty dict if nothing changes. The values keep their shapes and dtypes.
+        """
         return {}
 
     def penalty_leaves(self, values: RawValues) -> Array:
@@ -130,25 +137,32 @@ class Joint(Leafwise):
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
+        """Whether the class has ``update_leaves``. A Joint has no formula for ``update_base`` or ``log_det``."""
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects."""
+        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects.
+
+        At ``init``, the leaves are the arrays themselves, and later their marker dicts.
+        """
         who = CallName(self, method)
-        if self.arrays:
+        if self.arrays:  # the expressions determine the groups, so marker dicts need not be read to select them
             leaves = tree.leaves() if method == "init" else self._intact_nodes(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method == "init":
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         else:
             leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
-            for leaf in leaves:
+            for leaf in leaves:  # so that an error names the array that lacks a value, and not all of them
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
     def _intact_nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves that are marker dicts. Raises an error if one of them holds anything but values."""
+        """The leaves that are marker dicts; the others are arrays that no stage of this kind has replaced.
+
+        Raises an error if a marker dict holds anything but values.
+        """
         nodes = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in nodes:
             with checks.locate_errors(who.at(leaf.path)):
@@ -161,29 +175,32 @@ class Joint(Leafwise):
         with checks.locate_errors(who):
             axes = {name: find_axes(self.stacked, leaf) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
-            if who.method == "init":
+            if who.method == "init":  # later calls see raw values, whose shapes `_check_values` compares
                 _require_equal_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
+        """Checks one marker dict, unless its values only make sense together with those of its group."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
-    def _effective(self, values: Mapping[str, Array]) -> Array:
-        aligned = self._aligned(values)
+    def _array_for_type(self, values: Mapping[str, Array]) -> Array:
+        """The aligned value, or the effective array of a group that consists of this array alone."""
+        aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the arrays of one group."""
+        """The initial raw values of the arrays of one group, by name. They are not random, so there is no key."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+        """Requires that ``apply_leaves`` takes the initial values, and returns arrays of the types of ``arrays``."""
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
         checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """The effective arrays of one group."""
+        """The effective arrays of one group, by name. They are not random, so there is no key."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
@@ -199,7 +216,7 @@ class Joint(Leafwise):
                 checks.require_fit(values_of_one, expected[name])
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The new values that ``update_leaves`` returns for one group."""
+        """The new values that ``update_leaves`` returns for one group. It takes neither gradients nor a key."""
 
         def checked_update(values: RawValues) -> RawValues:
             new_values = self.update_leaves(values)
@@ -211,18 +228,14 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The number that ``penalty_leaves`` returns for one group, from values in float32 or wider."""
-        wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, _as_dicts(values))
-
-        def number_of_group(values: RawValues) -> Array:
-            number = getattr(self, f"{formula}_leaves")(values)
-            checks.require_number(f"{formula}_leaves", number)
-            return jnp.asarray(number)
-
-        return map_stacked(self.stacked_axes, number_of_group)(wide_values)
+        """The number that ``penalty_leaves`` returns for one group. ``formula`` is ``"penalty"``."""
+        return self._checked_number(f"{formula}_leaves", _as_dicts(values))
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """The stage with its stacked axes as numbers, which must be the same in all groups."""
+        """This stage, with the numbers of the stacked axes in place of ``"stacked"``, the same in all groups.
+
+        Other axes are the formula's own business, so there is nothing else to replace.
+        """
         if self.arrays is None or not has_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
@@ -232,13 +245,20 @@ class Joint(Leafwise):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat) -> Sequence[Misfit]:
+        """None: the fields do not say which axes a joint formula treats as inputs or outputs."""
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
-        """The groups of leaves whose expressions capture the same text, each by the names in ``arrays``."""
+        """The groups of leaves whose expressions capture the same text, each by the names in ``arrays``.
+
+        ``{"w": "(.*)/kernel", "b": "(.*)/bias"}`` gives ``[{"w": <0/kernel>, "b": <0/bias>}, {"w": <1/kernel>, ...}]``.
+
+        Raises:
+          ValueError: If an expression matches no array, an array matches twice, or a group lacks an array.
+        """
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
-        groups = dict[Any, dict[str, Leaf]]()
-        name_of_place = dict[Names, str]()
+        groups = dict[Any, dict[str, Leaf]]()  # by the captured texts
+        name_of_place = dict[Names, str]()  # each array may be in one group, under one name
         for name, expression in self.arrays:
             for leaf, captured in _matches(who, name, expression, leaves):
                 group = groups.setdefault(captured, {})
@@ -253,12 +273,15 @@ class Joint(Leafwise):
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """A copy of the raw values, whose dicts a formula may modify."""
+    """A copy of the raw values with new dicts, since a user's formula may modify those that it gets."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 
 def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
     """The leaves whose paths match an expression, each with the texts that it captures there.
+
+    ``"(.*)/kernel"`` captures ``("0",)`` in ``0/kernel``. Without parentheses it captures ``()``, so all arrays are in
+    one group. ``name`` is the name of the expression in ``arrays``, for the error.
 
     Raises:
       ValueError: If the expression matches no path.
@@ -317,9 +340,14 @@ def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -
 
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """The items of a dict of names and regular expressions in a tuple, which is hashable. Raises an error otherwise.
+    """The items of a dict of names and regular expressions in a tuple, which is hashable.
 
-    It also takes such a tuple, so that a stage can be rebuilt from its own fields.
+    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. It also takes such a tuple, so that a stage can be
+    rebuilt from its own fields. ``who`` is the class of the stage, for errors.
+
+    Raises:
+      TypeError: If it is neither, or is empty.
+      ValueError: If an expression is not one.
     """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):

@@ -31,7 +31,7 @@ from reparax.core.raw import Flat, Leaf
 from reparax.core.site import Site, site_of
 from reparax.core.unchanged import mark_same, restore_same
 from reparax.core.values import RawValues
-from reparax.numerics.arithmetic import inlined, is_inexact, widened
+from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
@@ -97,12 +97,18 @@ class Perturbation(Leafwise):
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each array that the stage selects. The effective array is stored at the place of the array."""
+        """A site for each array that the stage selects. The effective array is stored at the place of the array.
+
+        ``tree`` is searched in the same way before and after ``init``, because there are no markers.
+        """
         pairs = self._arrays_and_stages(method, tree)
         return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The effective array for ``w``. If the stage is random and no key is given, this is the mean over all keys."""
+        """The effective array for ``w``. If the stage is random and no key is given, this is the mean over all keys.
+
+        The only array of the site, and its only value, are called ``"w"``.
+        """
         w, is_mean = values["w"]["w"], self.stochastic and key is None
         if is_mean:
             effective = self._map_stacked(self.mean_leaf)(w)
@@ -113,12 +119,16 @@ class Perturbation(Leafwise):
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
-        """The array with noise that has already been drawn, for a stage with ``draws_by_type``."""
+        """The array ``w`` with noise that ``draw`` has drawn for its type, for a stage with ``draws_by_type``.
+
+        The plan draws the noise of many arrays at once, and adds it only where the array is read.
+        """
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
 
     @property
     def deterministic(self) -> Parametrization:
+        """The stage itself if it is not random; nothing, the empty chain, if its mean leaves arrays as they are."""
         if not self.stochastic:
             return self
         return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
@@ -258,8 +268,8 @@ class Reparametrization(Leafwise):
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The fixed values that change in a training step, from the current values, as earlier stages compute them.
 
-        The new values must keep their shapes and dtypes. Free values may be among them only if the class sets
-        ``moves_weights = True``.
+        A value that does not change may be left out, or returned as the same object. The new values must keep their
+        shapes and dtypes. Free values may be among them only if the class sets ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
         effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
@@ -270,34 +280,42 @@ class Reparametrization(Leafwise):
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         """Raw values for the same effective array, with the base moved to the current point.
 
-        The new values must keep their shapes and dtypes.
+        The base is here the point to which the free values are relative, such as that of :class:`Orthogonal`. The new
+        values must keep their shapes and dtypes. Values that do not change may be left out.
         """
         return values
 
     @property
     def deterministic(self) -> Parametrization:
+        """The stage with ``mean_leaf`` in place of ``apply_leaf`` if it is random, else the stage itself."""
         return Mean(self) if self.stochastic else self
 
     @property
     def _in_place(self) -> bool:
-        """Whether the only raw value is the array itself, stored at its own path without a marker."""
+        """Whether the only raw value is the array itself, stored at its own path without a marker.
+
+        The structure of the tree is then the same with and without the stage.
+        """
         return False
 
     @property
     def update_reads(self) -> tuple[str, ...]:
+        """``"grad"`` and ``"key"``, as far as ``update_leaf`` has arguments of these names."""
         return tuple(name for name in inspect.signature(self.update_leaf).parameters if name in ("grad", "key"))
 
     @property
     def _init_takes_key(self) -> bool:
+        """Whether ``init_leaf`` has an argument ``key``. If so and ``random_init`` is false, the key is optional."""
         return _init_leaf_takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
+        """Whether the class has a formula of its own, such as ``update_leaf`` for ``"update"``."""
         return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """A site for each array that the stage selects: at the array, or after ``init`` at its raw values."""
         who, call = CallName(self, method), _formula_caller(self)
-        if method == "init" or self._in_place:
+        if method == "init" or self._in_place:  # there are no marker dicts (yet)
             pairs = self._arrays_and_stages(method, tree)
             for leaf, stage in pairs:
                 self._require_readable_stack(stage, leaf)
@@ -308,7 +326,9 @@ class Reparametrization(Leafwise):
     def _require_readable_stack(self, stage: Self, leaf: Leaf) -> None:
         """Requires that later calls, which see only the raw values, can tell the stacked axes from them.
 
-        In ``init``, they came from the layer of the array. ``stage``, the stage for that array, has them.
+        In ``init``, the stacked axes came from the layer of the array, and ``stage``, the stage for that array, has
+        them by number. Reading the types of its initial values back must lead to the shape of the array. There is
+        nothing to check if the raw value is the array itself, if the user gave the stacked axes, or if no layer did.
         """
         if self._in_place or stage.stacked == self.stacked or not leaf.axes.are_of_layer:
             return
@@ -323,13 +343,14 @@ class Reparametrization(Leafwise):
                     )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
-        """The site of one array, with the stage for that array."""
+        """The site of one array. ``stage`` is the stage for that array, and ``call`` calls its formulas."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
         types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
-    def _effective(self, values: Mapping[str, Array]) -> Array:
+    def _array_for_type(self, values: Mapping[str, Array]) -> Array:
+        """The effective array, or its mean if it is random."""
         return call_once_per_type(_array_or_mean, self, values)
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
@@ -339,21 +360,25 @@ class Reparametrization(Leafwise):
         """
         super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` needs numbers, not types
                 expected = jax.eval_shape(lambda w: call_once_per_type(_initial_values, self, w, None), effective)
                 checks.require_fit(types, expected)
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the array."""
+        """The initial raw values of the array, which the site calls ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
         w = arrays["w"]
         # The stages of this package are pure, so one program serves all arrays of a type. Others may look at numbers.
-        is_ours = config.is_of_package(type(self))
-        call = partial(_call_jitted, _jitted_call) if is_ours else site.call
+        is_of_package = config.is_of_package(type(self))
+        call = partial(_call_jitted, _jitted) if is_of_package else site.call
         return {"w": call(_initial_values, self, w, key)}
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
+        """Requires that the formula takes the initial values, and returns an array of the type of ``arrays["w"]``.
+
+        Only types are computed, so a random stage is checked by its mean.
+        """
         types = {name: type_of(x) for name, x in values["w"].items()}
-        effective = jax.eval_shape(lambda values: self._effective(values), types)
+        effective = jax.eval_shape(lambda values: self._array_for_type(values), types)
         if not self.changes_type:
             checks.require_type("mean_leaf" if self.stochastic else "apply_leaf", effective, arrays["w"])
 
@@ -366,18 +391,23 @@ class Reparametrization(Leafwise):
         return {"w": site.call(_random_array, self, values["w"], key)}
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The new values from ``update_leaf``, which gets the gradient and the key if it takes them."""
-        extras = {"grad": grads.get("w"), "key": key}
+        """The new values from ``update_leaf``: ``{"w": {"mask": ...}}``.
 
-        def update_one(values_of_one: dict[str, Array], extras_of_one: dict[str, Any]) -> dict[str, Array]:
-            new_values = self.update_leaf(dict(values_of_one), **extras_of_one)
+        The formula gets the gradient and the key only if it has arguments for them; the caller makes sure that these
+        are given. It gets a copy of the values, since it may modify its dict.
+        """
+        all_arguments = {"grad": grads.get("w"), "key": key}
+        arguments = {name: all_arguments[name] for name in self.update_reads}
+
+        def update_one(values_of_one: dict[str, Array], arguments_of_one: dict[str, Any]) -> dict[str, Array]:
+            new_values = self.update_leaf(dict(values_of_one), **arguments_of_one)
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._map_stacked(update_one)(values["w"], {name: extras[name] for name in self.update_reads})}
+        return {"w": self._map_stacked(update_one)(values["w"], arguments)}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """The new values from ``update_base_leaf``, with the base moved to the current point."""
+        """The new values from ``update_base_leaf``, with the base moved to the current point: ``{"w": {"v": ...}}``."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
@@ -387,25 +417,18 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(rebase_one)(values["w"])}
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The number that ``penalty_leaf`` or ``log_det_leaf`` returns for raw values in float32 or wider."""
-        wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
-
-        def number_of_one(values_of_one: dict[str, Array]) -> Array:
-            number = getattr(self, f"{formula}_leaf")(values_of_one)
-            checks.require_number(f"{formula}_leaf", number)
-            return jnp.asarray(number)
-
-        return self._map_stacked(number_of_one)(wide_values)
+        """The number that ``penalty_leaf`` or ``log_det_leaf`` returns, of which ``formula`` is the first part."""
+        return self._checked_number(f"{formula}_leaf", values["w"])
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """The site of a stage that has no markers, so that each of its raw values, by these names, is the array itself."""
+    """The site of a stage without markers. Each of its raw values, by these names, is the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    """The names of the required arguments of a function."""
+    """The names of the required arguments of a function. Those after ``*`` do not count, nor ``*args``."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [
@@ -416,7 +439,10 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
-    """The names of the required arguments that a method takes after ``self`` and the values."""
+    """The names of the required arguments that a method takes after ``self`` and the values.
+
+    ``def apply_leaf(self, values, key)`` has ``["key"]``. A static or class method shows no ``self``.
+    """
     is_bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
@@ -427,7 +453,10 @@ def _init_leaf_takes_key(cls: type[Any]) -> bool:
 
 
 def _require_signatures(cls: type[Any]) -> None:
-    """Requires that the formulas of a class need no arguments other than those that they are called with."""
+    """Requires that the formulas of a class need no arguments other than those that they are called with.
+
+    This is called when the class is defined, so that a mistake shows there and not in a trace.
+    """
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
             f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but can have `grad` and `key`. "
@@ -438,8 +467,8 @@ def _require_signatures(cls: type[Any]) -> None:
             f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
-    init_leaf: Any = cls.__dict__.get("init_leaf")
-    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):
+    init_leaf: Any = cls.__dict__.get("init_leaf")  # the class's own; an inherited one has been checked
+    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):  # self, w
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
             f"w), or with (self, w, key) if it takes a `key` for random initial values."
@@ -449,7 +478,9 @@ def _require_signatures(cls: type[Any]) -> None:
 def _declares_terms(cls: type[Any]) -> bool:
     """Whether a class defines ``terms_leaf`` next to, or below, an ``apply_leaf`` written by hand.
 
-    If a subclass overrides only ``apply_leaf``, the terms that it inherits no longer add up to the array.
+    Then the terms have to be recorded beside the result of ``apply_leaf``. If a subclass overrides only ``apply_leaf``,
+    the terms that it inherits no longer add up to the array. If ``apply_leaf`` is the sum of ``terms_leaf``, there is
+    nothing to record, because the terms can be read off its program.
     """
     class_of_terms = _defining_class(cls, "terms_leaf")
     class_of_formula = _defining_class(cls, "apply_leaf")
@@ -474,12 +505,13 @@ def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
     """Returns ``function(stage, *arrays)``, where arrays of the same types share one jitted function under tracing.
 
-    This is also done for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and would compile anew in
-    each call what is jitted inside of it. With ``inline``, meant for a few operations on whole arrays, the operations
+    A jitted function is also used for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and would
+    compile anew in each call what is jitted inside of it. Formulas of other packages are called directly: they may
+    depend on more than their arguments. With ``inline``, meant for a few operations on whole arrays, the operations
     become part of the surrounding program instead of a jitted function in it.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
-        return _call_jitted(_inlined_call if inline else _jitted_call, function, stage, *arrays)
+        return _call_jitted(_inlined if inline else _jitted, function, stage, *arrays)
     return function(stage, *arrays)
 
 
@@ -492,7 +524,7 @@ def _formula_caller(stage: Any) -> Callable[..., Any]:
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = inlined(partial(_call), static_argnums=(0, 1, 2))
+    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # a new function, with a cache of its own
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
         """``function(stage, *arrays)``, traced once for all arrays of the same type."""
@@ -507,22 +539,27 @@ def _is_traced(arrays: Any) -> bool:
 
 
 def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
-    """Returns ``function(stage, *arrays)`` by way of ``jitted``, which is traced once for equal stages and types."""
+    """Returns ``function(stage, *arrays)`` by way of ``jitted``, which is traced once for equal stages and types.
+
+    ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
+    object.
+    """
     if stage._exact_text is None:  # equal stages may have different formulas
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
 
-def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
+def _call_marked(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
     """Returns ``function(stage, *arrays)``, with arrays that it returns unchanged marked as such.
 
-    It is jitted with ``text`` as a static argument, which distinguishes stages that compare equal but are not the same.
+    It is jitted with ``text`` as a static argument, which distinguishes stages that compare equal but are not the same,
+    such as those with rates ``1`` and ``True``.
     """
     return mark_same(partial(function, stage), *arrays)
 
 
-_jitted_call = jax.jit(_call, static_argnums=(0, 1, 2))
-_inlined_call = inlined(_call, static_argnums=(0, 1, 2))
+_jitted = jax.jit(_call_marked, static_argnums=(0, 1, 2))
+_inlined = inlined(_call_marked, static_argnums=(0, 1, 2))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
@@ -532,7 +569,10 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 
 def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """The initial raw values of an array. If only their types matter, ``key`` may be None even for random ones."""
+    """The initial raw values of an array, by name. ``stage`` is resolved for the array, so it has its stacked axes.
+
+    If only their types matter, ``key`` may be None even for random ones.
+    """
     init = stage._map_stacked(stage.init_leaf)
     if stage._init_takes_key:
         values = init(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
@@ -543,13 +583,16 @@ def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]
 
 
 def _array_or_mean(stage: Any, values: Mapping[str, Array]) -> Array:
-    """The effective array for raw values, or its mean if it is random."""
+    """The effective array for raw values by name, or its mean if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
     return stage._map_stacked(formula)(dict(values))
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
-    """The effective array for raw values, drawn with a key."""
+    """The effective array for raw values, drawn with a key. It must have the type of the mean.
+
+    Stacked arrays get a key each; how many are stacked follows from the type of the mean.
+    """
     like = jax.eval_shape(lambda values: _array_or_mean(stage, values), dict(values))
     keys = keys_of_stack(key, like, stage.stacked_axes)
     effective = stage._map_stacked(partial(_apply_formula, stage))(dict(values), keys)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from itertools import combinations
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -31,21 +32,21 @@ from reparax.core.axes import (
     check_front_axes,
     count_from_front,
     each_stacked,
+    fields_to_numbers,
     find_axes,
     has_names,
     has_words,
     map_stacked,
-    numbered_fields,
     one_stacked,
     require_axes,
     require_names_fit,
     stacked_axes_error,
     why_axes_do_not_fit,
 )
-from reparax.core.axes_at import axes_at, misfits, stacked_at, types_to_try, with_axes
+from reparax.core.axes_at import axes_at, misfits, stacked_at, with_axes
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors
+from reparax.core.checks import locate_errors, require_number
 from reparax.core.config import is_of_package
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
 from reparax.core.raw import Flat, Leaf, Node
@@ -61,7 +62,7 @@ from reparax.core.where import (
     reads_paths_only,
     select_leaves,
 )
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import is_array, is_inexact, widened
 
 T = TypeVar("T")
 
@@ -104,7 +105,11 @@ class Leafwise(Parametrization):
     """Whether each entry of an array depends only on its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``."""
+        """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``.
+
+        ``_checks`` has the check of each field's value, by the name of the field. That of an inherited axes field is an
+        ``AxesByPath`` already.
+        """
         super().__init_subclass__(**kwargs)
         checks = cls._checks.items()
         cls._checks = {name: AxesByPath(check) if isinstance(check, AxesCheck) else check for name, check in checks}
@@ -112,7 +117,10 @@ class Leafwise(Parametrization):
         cls._axis_fields = tuple(name for name in fields_with_axes if name != "stacked")
 
     def default(self, w: Array) -> bool:
-        """Whether the shape and dtype of ``w`` let the stage act on it if no ``where`` is given."""
+        """Whether the shape and dtype of ``w`` let the stage act on it if no ``where`` is given.
+
+        Of stacked arrays, ``w`` is one. Biases, scales and tables are excluded before this is called, by their paths.
+        """
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -120,18 +128,21 @@ class Leafwise(Parametrization):
         return None
 
     def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot act on ``w``, whose dtype is already known to fit, or None if it can."""
+        """Why the stage cannot act on ``w``, whose dtype is already known to fit, or None if it can.
+
+        Overrides add conditions to those of ``super()``, and are called for each of several stacked arrays.
+        """
         return self._axes_error(w) or self._call_on(w, self.refuse_leaf)
 
     def _call_on(self, w: Any, method: Callable[[Any], T]) -> T:
-        """Returns ``method(w)``, where ``method`` is one of this stage, and ``w`` an array or the type of one.
+        """Returns ``method(w)``, where ``method`` is ``default`` or ``refuse_leaf``, and ``w`` an array or its type.
 
         A third-party method may compute with the array, so for a type it gets a traced array. The methods of this
         package read only the shape and dtype, so they get ``w`` itself.
         """
         if is_of_package(type(self)) or not isinstance(w, jax.ShapeDtypeStruct):
             return method(w)
-        results = list[T]()
+        results = list[T]()  # the result is a bool or a text, which a traced function cannot return
         jax.eval_shape(lambda w: results.append(method(w)), w)
         return results[0]
 
@@ -139,6 +150,7 @@ class Leafwise(Parametrization):
         """What is wrong with the dtype of ``w``, or None if the stage accepts it."""
         if jnp.issubdtype(w.dtype, self.dtypes):
             return None
+        # The names of JAX's abstract dtypes, such as `floating`, say what they are, except for `inexact`.
         expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
 
@@ -150,23 +162,33 @@ class Leafwise(Parametrization):
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
         """For each field in ``by_roles``, its axes in ``w``, counted from the front, and their meaning in a network.
 
-        Fields whose value is None or ``"each"`` are left out.
+        For a kernel of two axes and ``axis=-1``, ``{"axis": ((1,), "outputs")}``. Fields whose value is None or
+        ``"each"`` are left out, because they fit any role. :func:`check_axes` compares the others with those of the
+        network.
         """
         axes_of_field = {name: getattr(self, name) for name in self.by_roles}
         given = {name: axes for name, axes in axes_of_field.items() if axes not in (None, EACH)}
         return {name: (count_from_front(axes, w), self.by_roles[name]) for name, axes in given.items()}
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` for arrays of any shape; a stage on matrices merges their axes to two."""
+        """Returns a version of ``formula`` for arrays of any shape.
+
+        By default this is ``formula`` itself. A stage on matrices merges the axes of arrays to two, and splits those of
+        the results.
+        """
         return formula
 
     def _map_stacked(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` that is applied to each of the arrays along the stacked axes."""
+        """Returns a version of ``formula`` that is applied to each of the arrays along the stacked axes.
+
+        ``self`` must be resolved for the array. The formula gets arrays without stacked axes, merged to matrices if the
+        stage acts on matrices.
+        """
         return map_stacked(self.stacked_axes, self._on_merged(formula))
 
     @property
     def _for_merged(self) -> Self:
-        """The stage whose formulas take the merged array of ``_on_merged``."""
+        """The stage for the merged array of ``_on_merged``; its fields count the axes of that array."""
         return self
 
     @cached_property
@@ -177,23 +199,23 @@ class Leafwise(Parametrization):
 
     @cached_property
     def _given_axes(self) -> dict[str, Any]:
-        """The value of each axes field, ``stacked`` included, as the user gave it."""
+        """The value of each axes field, ``stacked`` included, as the user gave it, or its default."""
         return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
 
     @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
-        """The axes fields that are given by path."""
+        """The axes fields that are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
         return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
     def _uses_axis_names(self) -> bool:
-        """Whether any axis is given by name."""
+        """Whether any axis is given by name, or by a word for its role, in any field and for any path."""
         axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
         return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
     @cached_property
     def unset_axes(self) -> dict[str, str]:
-        """The fields in ``by_roles`` that are at their default, with the meaning of each."""
+        """The fields in ``by_roles`` that are at their default, with the meaning of each: ``{"axis": "outputs"}``."""
         defaults = {field.name: field.default for field in fields(self)}
         return {name: word for name, word in self.by_roles.items() if getattr(self, name) == defaults[name]}
 
@@ -201,31 +223,38 @@ class Leafwise(Parametrization):
     def axes_from_role(self) -> dict[str, Any]:
         """The axes fields whose numbers come from the array's role, with words for the axes, such as ``"outputs"``.
 
-        These are the fields for which the user gave words, and the unset ones. ``stacked`` is not among them.
+        These are the fields for which the user gave words, and the unset ones. ``stacked`` is not among them, because
+        it has rules of its own; see :meth:`takes_stacked_from_role`.
         """
         given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
 
     @cached_property
     def takes_stacked_from_role(self) -> bool:
-        """Whether the stacked axes come from the array's role."""
+        """Whether the stacked axes come from the array's role, if the role is known.
+
+        True for ``stacked="stacked"``, and for a stage that leaves ``stacked`` and its other axes unset, such as
+        ``WeightNorm()``. False for ``stacked=0``; for ``WeightNorm(axis=-1)``, whose ``-1`` counts all axes of the
+        array and would mean another axis without the stacked ones; and for an elementwise stage, to which stacked axes
+        make no difference.
+        """
         if self.stacked != ():
             return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
         # While ``stacked`` is unset, axes by number, and axes given as "stacked", count all axes of the array.
-        others = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
+        other_axes = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
         counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
-        return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in others)
+        return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in other_axes)
 
     @property
     def lacks_axes(self) -> bool:
-        """Whether the user left axes unset that the stage cannot do without."""
+        """Whether the user left axes unset that the stage cannot do without, so that a role has to give them."""
         return self.needs_axes and bool(self.unset_axes)
 
     @cached_property
     def stacked_axes(self) -> Numbers:
-        """The numbers of the stacked axes, in a stage that is resolved for one array."""
+        """The numbers of the stacked axes, in a stage that is resolved for one array. Raises an error for names."""
         return find_axes(self.stacked, None)
 
     @cached_property
@@ -241,7 +270,9 @@ class Leafwise(Parametrization):
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with its numbers and axes for the array ``w`` at ``path``.
 
-        Axes by name stay names. Functions that give a number for each array get only the shape and dtype of ``w``.
+        ``VarNoise({"out/.*": 0.05, ".*": 0.1})`` becomes ``VarNoise(0.05)`` at ``out/kernel``. Axes by name stay names.
+        Functions that give a number for each array get only the shape and dtype of ``w``, which may be None if no field
+        is such a function.
         """
         if not self._varying_fields:
             return self
@@ -251,33 +282,45 @@ class Leafwise(Parametrization):
     def _for_leaf(self, leaf: Leaf, w: Any, stacked: Numbers = ()) -> Self:
         """This stage with its numbers and axes for one array, which has the shape and dtype of ``w``.
 
-        Names of stacked axes that the array does not have are ignored. If ``w`` is one of :func:`types_to_try` for the
-        array, ``stacked`` are its stacked axes.
+        In the result, no field is by path, and no axis is a name or a word for its role. Names of stacked axes that the
+        array does not have are ignored. If ``w`` is one of :func:`candidate_types` for the array, ``stacked`` are its
+        stacked axes. Otherwise leave it out: they follow from ``w``.
         """
         stage = self.for_array(leaf.path, w)
         axes = axes_at(stage, leaf, w, stacked)
         if self._uses_axis_names:
-            axes = numbered_fields(stage._given_axes | axes, leaf)
+            axes = fields_to_numbers(stage._given_axes | axes, leaf)
         is_same = all(getattr(stage, name) == value for name, value in axes.items())
         return stage if is_same else replace(stage, **axes)
 
     def _axes_key(self, leaf: Leaf) -> tuple[Any, ...]:
-        """What determines the axes of this stage at an array, besides the type of the array. It is hashable."""
+        """What determines the axes of this stage at an array, besides the type of the array. It is hashable.
+
+        Arrays with equal keys and types share one :class:`Reading`. What the axes do not depend on is None, so that
+        more arrays share one.
+        """
         path = leaf.path if self._axes_by_path else None
         return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
 
     # Which leaves the stage acts on.
 
     @abstractmethod
-    def sites(self, method: str, tree: Flat) -> list[Site]: ...
+    def sites(self, method: str, tree: Flat) -> list[Site]:
+        """A site for each call of the formulas that ``method`` of the chain, such as ``"apply"``, needs in ``tree``.
+
+        Before ``init``, ``tree`` holds the arrays themselves, and after it their marker dicts.
+        """
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The arrays that the stage selects, each with the stage for that array."""
+        """The arrays that the stage selects, each with the stage for that array. For ``init`` and stages in place."""
         leaves = self._selected(method, tree.leaves(bases=self._takes_base))
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The marker dicts that the stage selects, each with the stage for the array that it represents."""
+        """The marker dicts that the stage selects, each with the stage for the array that it represents.
+
+        For calls after ``init``. Each returned leaf has been read: its ``array`` is the type of that array.
+        """
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
         return [(leaf, self._stage_for_node(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
@@ -290,7 +333,8 @@ class Leafwise(Parametrization):
         """The leaves that the stage selects. Raises an error if one of them is not a marker dict.
 
         Another stage of the same kind may have created some of the marker dicts, on arrays that this one does not
-        select. If the selection depends on the arrays, and not only on their paths, all marker dicts are read first.
+        select. If the selection depends on the arrays, and not only on their paths, all marker dicts are read first,
+        and leaves that cannot be read lose their content, so they are not selected.
         """
         if not reads_paths_only(self.where):
             _read_nodes(leaves, read)
@@ -308,16 +352,21 @@ class Leafwise(Parametrization):
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
+            # The reading is shared by several arrays, so its stage has placeholders for fields that vary between them.
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
+        """Raises an error if the marker dict at ``path`` does not hold what ``init`` would give for its array."""
         read = reader(self, who)
         for leaf in self._leaves_with_nodes(who, tree):
             if leaf.path == path and isinstance(leaf.content, Node):
                 self._stage_for_node(who, leaf, read(leaf))
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """This stage for one array. Raises an error if it cannot take the array."""
+        """This stage for one array, the content of ``leaf``. Raises an error if it cannot take the array.
+
+        ``method`` is the method of the chain that errors name.
+        """
         w = leaf.content
         with locate_errors(CallName(self, method, (leaf.path,))):
             if why := self._dtype_error(w):
@@ -329,7 +378,10 @@ class Leafwise(Parametrization):
         return stage
 
     def _require_taken(self, w: Any) -> None:
-        """Requires an array that this stage can take. Of stacked arrays, it must be able to take each."""
+        """Requires an array that this stage, resolved for it, can take. Of stacked arrays, it must take each.
+
+        Known arrays are checked one by one, because a stage may also refuse certain numbers.
+        """
         stacked = self.stacked_axes
         if why := stacked_axes_error(w, stacked):
             raise ValueError(why)
@@ -339,30 +391,47 @@ class Leafwise(Parametrization):
                 where = f" This is about one of the arrays along stacked={self.stacked}." if stacked else ""
                 raise ValueError(f"{why}{where}")
 
-    def _aligned(self, values: Mapping[str, Any]) -> Any:
-        """The main value that has the axes of the array itself, or its type. None if the stage declares no such value.
+    def _aligned_value(self, values: Mapping[str, Any]) -> Any:
+        """The main value that has the axes of the array itself, or its type. None if ``values`` hold no such value.
 
-        It has the shape of the array, so nothing has to be traced to find that shape.
+        It has the shape of the array, such as ``v`` of :class:`WeightNorm`, so nothing has to be traced to find that
+        shape. Its dtype may be another.
         """
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((values[name] for name in names if name in values), None)
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
-        """Requires that the raw values of one array include all that the class declares and that are not optional."""
+        """Requires that the raw values of one array include all that the class declares and that are not optional.
+
+        Raises:
+          KeyError: With the name of the first that is missing, as if a formula had looked it up.
+        """
         required = [name for name, declared in self.raw_values.items() if not declared.optional and name != OTHERS]
-        if lacking := sorted(set(required) - values.keys()):
-            raise KeyError(lacking[0])
+        if missing := sorted(set(required) - values.keys()):
+            raise KeyError(missing[0])
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Requires raw values of the types that ``init`` would give for an array of the type ``effective``."""
+        """Requires raw values of the types that ``init`` would give for an array of the type ``effective``.
+
+        By default, only their names are checked.
+        """
         self._require_all(types)
 
-    def _effective(self, values: Mapping[str, Array]) -> Array:
-        """The effective array for the raw values; the mean, if it is random."""
+    def _array_for_type(self, values: Mapping[str, Array]) -> Array:
+        """An array with the shape and dtype of the effective array for the raw values. Its numbers do not matter."""
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves that the stage acts on. Raises an error if there are none."""
+        """The leaves that the stage acts on.
+
+        These are the leaves that ``where`` selects, or the default selection without it, and for which each field by
+        path has a value: ``VarNoise({"out/.*": 0.1})`` does not act on other arrays. ``method`` is the method of the
+        chain, such as ``"init"``.
+
+        Raises:
+          ValueError: If there are none. A class with ``_may_select_nothing`` allows this for its default selection,
+            but not in a tree without any array.
+        """
         who = CallName(self, method)
         chosen = select_leaves(who, self.where, leaves, partial(self._acts_by_default, who))
         if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
@@ -376,7 +445,11 @@ class Leafwise(Parametrization):
         return chosen
 
     def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
-        """Whether the default selection includes a leaf, which is a main value."""
+        """Whether the selection includes a leaf, which is a main value, if the user gives no ``where``.
+
+        Excluded are model state, biases, scales and tables if the class excludes these, arrays that no path of an axes
+        field matches, and arrays for which :meth:`default` is false.
+        """
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
@@ -384,15 +457,32 @@ class Leafwise(Parametrization):
             return True  # the effective array may have another type than the model's, which the default is about
         if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
-        w = leaf.array
+        w = leaf.array  # of a marker dict, which has been read before: the type of the array that it represents
         with locate_errors(who.at(leaf.path)):
             stacked = stacked_at(self._with_placeholders.for_array(leaf.path, None), leaf, w)
         return stacked_axes_error(w, stacked) is None and self._call_on(one_stacked(w, stacked), self.default)
 
+    def _checked_number(self, method: str, values: Mapping[str, Any]) -> Array:
+        """The number that a formula such as ``penalty_leaf`` returns for raw values in float32 or wider.
+
+        ``method`` is the name of the formula. A result that is not one real number is an error. If arrays are stacked,
+        the formula is called for each, and the result has the shape of the stack.
+        """
+        wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, dict(values))
+
+        def number_of_one(values_of_one: dict[str, Any]) -> Array:
+            number = getattr(self, method)(values_of_one)
+            require_number(method, number)
+            return jnp.asarray(number)
+
+        return self._map_stacked(number_of_one)(wide_values)
+
     def _with_axes(self, tree: Flat) -> list[Any]:
+        """The stages, usually one, that have the axes of the roles in ``tree`` by number, in place of this stage."""
         return with_axes(self, tree)
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
+        """The axes of this stage that contradict the roles in ``tree``."""
         return misfits(self, tree)
 
 
@@ -417,26 +507,29 @@ Read = Callable[[Leaf], Reading]
 def reader(stage: Any, who: CallName) -> Read:
     """Returns a function that reads a marker dict of the stage's kind, and stores the reading in its leaf.
 
-    Marker dicts whose raw values have the same types, and for which the stage has the same axes, share one reading.
+    Marker dicts whose raw values have the same types, and for which the stage has the same axes, share one reading, so
+    a model with a hundred equal layers traces the formula once.
     """
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
+        """The reading of one leaf, whose content is a marker dict. An error names the path of the leaf."""
         with locate_errors(who.at(leaf.path)):
             types = leaf.content.arrays()
-            group = (*stage._axes_key(leaf), *types.items())
-            if group not in readings:
-                readings[group] = _check_reading(read_values(stage, leaf, types), types)
-        leaf.reading = readings[group]
+            key = (*stage._axes_key(leaf), *types.items())
+            if key not in readings:
+                readings[key] = _check_reading(read_values(stage, leaf, types), types)
+        leaf.reading = readings[key]
         return leaf.reading
 
     return read
 
 
 def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
-    """Reads all marker dicts among the leaves, and removes the content of those that cannot be read.
+    """Reads all marker dicts among the leaves. In place, it sets ``reading`` of each leaf, or ``content`` to None.
 
-    They belong to another stage of the same kind, unless none can be read, which is an error.
+    Marker dicts that cannot be read belong to another stage of the same kind; without content, their leaves are never
+    selected. If none can be read, the first error is raised.
     """
     leaves_with_nodes, errors = [leaf for leaf in leaves if isinstance(leaf.content, Node)], list[Exception]()
     for leaf in leaves_with_nodes:
@@ -452,22 +545,26 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     """Infers which array raw values of these types represent.
 
-    If the axes of the array are known from its layer, only its stacked axes are not. Then the raw values have to fit
-    an array with some stacked axes, and with no others.
+    If the stage declares an aligned main value, that one has the shape of the array. Otherwise the formula is traced on
+    the raw values. To trace it, the stage needs axes. If these come from the layer of the array, and its stacked axes
+    are not known, each of :func:`candidate_types` is tried: the right one leads to an effective array in which exactly
+    its stacked axes are possible.
 
     Raises:
       ValueError: If arrays that are stacked along different axes have raw values of these types.
       Exception: Whatever the formula raises for raw values that it cannot take. This does not happen if the stage
         declares an aligned main value, because then no formula is traced.
     """
-    aligned = stage._aligned(types)
+    aligned = stage._aligned_value(types)
     if aligned is not None:
         return Reading(stage._with_placeholders._for_leaf(leaf, aligned), aligned)
-    candidates, found = types_to_try(stage, leaf), dict[Any, Reading]()
+    candidates, found = candidate_types(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
+        # Candidates with fewer stacked axes come first. The raw values determine how many there are, so once a
+        # candidate fits, only those with as many are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
-            break  # the number of stacked axes follows from the numbers of axes of the raw values, so this one is it
-        with suppress(Exception):
+            break
+        with suppress(Exception):  # a formula may fail in any way with wrong stacked axes
             reading = _read_as(stage, leaf, w, stacked, types)
             if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
@@ -477,18 +574,41 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that determine the stacked axes, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
+    # A single candidate needs no comparison. If none of several fits, the one without stacked axes gives the error.
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
 
 
-def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
-    """Completes the reading of raw values of these types: by an error if they are wrong, else by the effective dtype.
+def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
+    """Types to try for an array of which only the raw values are known, each with its stacked axes.
 
-    The dtype of an aligned value may differ from that of the effective array, which only the formula determines.
+    They serve only to find the axes of the stage, so unknown sizes are 2. For a layer of shape ``(3, 4)``, they are
+    ``(3, 4)``, then ``(2, 3, 4)``, ``(3, 2, 4)`` and ``(3, 4, 2)``, which have one stacked axis, and so on up to three
+    stacked axes. If the axes of the stage do not depend on the array, the only type is None.
+    """
+    if not stage.lacks_axes:
+        return [(None, ())]
+    given = find_axes(stage.stacked, leaf)
+    sizes = [2 if size is None else size for size in leaf.axes.sizes] or [2, 2]  # a matrix if nothing is known
+    counts = range(4) if leaf.axes.are_of_layer and not given else ()  # no model stacks along more than three
+    stacks = [stack for count in counts for stack in combinations(range(len(sizes) + count), count)] or [given]
+    types = list[tuple[Any, Numbers]]()
+    for stacked in stacks:
+        shape = list(sizes)
+        for axis in stacked:
+            shape.insert(axis, 2)
+        types.append((jax.ShapeDtypeStruct(tuple(shape), jnp.float32), stacked))
+    return types
+
+
+def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
+    """The reading with its ``error`` if raw values of these types are wrong, else with the right dtype.
+
+    An aligned value has the shape of the effective array, but its dtype may be another, so the formula is traced.
     """
     stage, effective = reading.stage, reading.effective
     try:
         stage._require_initial_types(types, effective)  # its errors say more than those of a formula on wrong values
-        if effective is stage._aligned(types):
+        if effective is stage._aligned_value(types):
             effective = jax.ShapeDtypeStruct(effective.shape, _effective_type(stage, types).dtype)
     except Exception as error:
         return reading._replace(error=error)
@@ -503,4 +623,4 @@ def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[st
 
 def _effective_type(stage: Any, types: Mapping[str, Any]) -> Any:
     """The type of the effective array that a stage computes from raw values of these types."""
-    return jax.eval_shape(lambda values: stage._effective(values), dict(types))
+    return jax.eval_shape(lambda values: stage._array_for_type(values), dict(types))

@@ -46,31 +46,45 @@ class Layout:
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
-        """Merges the axes of an array or a raw value, as a formula on matrices takes it."""
+        """Merges the axes of the array (``axes`` is None) or of a raw value, as a formula on matrices takes it.
+
+        With ``rows=0, columns=(1, 2)``, the array goes ``(8, 3, 4) -> (8, 12)``, and a raw value with the axes
+        ``("rank", "columns")`` goes ``(2, 3, 4) -> (2, 12)``. A raw value without declared axes is returned unchanged.
+        """
         if axes is None:
             return merge_axes(x, self.rows, self.columns)
         return x.reshape([math.prod(sizes) for sizes in self.sizes_of(axes, x)]) if axes else x
 
-    def split(self, axes: ValueAxes, x: Array) -> Array:
-        """The inverse of :meth:`merge`. A scalar is returned unchanged.
+    def split_value(self, axes: tuple[str, ...], x: Array) -> Array:
+        """The inverse of :meth:`merge` for a raw value with these declared axes, such as ``(2, 12) -> (2, 3, 4)``.
 
-        If no raw value has columns, the matrix is square, so its columns are split like its rows.
+        A number, and a raw value without declared axes, is returned unchanged.
         """
-        if axes is not None:
-            merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
-            shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
-            return x.reshape(shape) if shape else x
+        merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
+        # Not strict, because a formula may have returned a wrong number of axes, which callers report.
+        shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
+        return x.reshape(shape) if shape else x
+
+    def split_array(self, x: Array) -> Array:
+        """The inverse of :meth:`merge` for the array itself, such as ``(8, 12) -> (8, 3, 4)``.
+
+        If no raw value has columns, the matrix is square, so its columns are split like its rows. Anything but a matrix
+        is returned unchanged.
+        """
         if x.ndim != 2:
             return x
         order = (*self.rows, *self.columns)
         if len(order) > 2:
             x = x.reshape(*self.sizes["rows"], *self.sizes.get("columns", self.sizes["rows"]))
+        # The axes of ``x`` are in the order in which they were merged. This is the inverse permutation.
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
     def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
-        """Whether two values that merge to the same matrix are the same array.
+        """Whether two values with these declared axes that merge to the same matrix are the same array unmerged.
 
-        Then a formula that returns one operand unchanged, as another value, can return the unmerged operand itself.
+        Then a formula that returns one operand unchanged, as another value, can return the unmerged operand itself. The
+        array (None) and a raw value with ``("rows", "columns")`` merge alike only if merging does not transpose the
+        array, because the axes of a raw value always have rows first.
         """
         if axes == other_axes:
             return True
@@ -79,22 +93,29 @@ class Layout:
         return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
-        """The number of axes that are merged to one axis of a matrix."""
+        """The number of axes that are merged to one axis of a matrix. Only rows and columns are merged from several."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
-    def with_sizes_of(self, name: str, axes: tuple[str, ...], x: Array) -> Layout:
-        """The layout with the sizes of one more raw value, ``x``. Raises an error if they contradict known sizes."""
+    def with_sizes_of(self, value_name: str, axes: tuple[str, ...], x: Array) -> Layout:
+        """The layout with the sizes of the declared axes of one more raw value, ``x``.
+
+        Raises:
+          ValueError: If the sizes contradict those that are already known, or ``x`` has another number of axes.
+        """
         ndim = sum(map(self.count, axes))
         if x.ndim != ndim:
-            raise ValueError(f"expected {name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected {value_name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         for axis, size in zip(axes, self.sizes_of(axes, x), strict=True):
             if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"expected {name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}")
+                raise ValueError(f"expected {value_name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}")
         return replace(self, sizes=sizes)
 
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
-        """For each declared axis of a raw value, the sizes of the axes that are merged to it."""
+        """For each declared axis of a raw value, the sizes of the axes of ``x`` that are merged to it.
+
+        With two column axes, ``("rank", "columns")`` of shape ``(2, 3, 4)`` has ``[(2,), (3, 4)]``.
+        """
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
 
@@ -108,8 +129,10 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
+    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns follow from it."""
 
     def _axes_error(self, w: Array) -> str | None:
+        """Requires also that the rows and columns make a matrix of ``w``."""
         return super()._axes_error(w) or self._matrix_error(w)
 
     def _matrix_error(self, w: Array) -> str | None:
@@ -132,7 +155,8 @@ class MatrixAxes(Reparametrization):
     def _covers_axes(self, ndim: int) -> bool:
         """Whether each axis of an array is either a row or a column axis, and there is at least one of each.
 
-        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other.
+        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other, of which there must be at
+        least one.
         """
         groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
         axes = [axis + ndim if axis < 0 else axis for group in groups for axis in group]
@@ -142,10 +166,15 @@ class MatrixAxes(Reparametrization):
         return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[Numbers, str]]:
+        """The columns, even if the user gave only ``rows``: a network should have its outputs there."""
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
-        """The row axes and the column axes of an array."""
+        """The row axes and the column axes of an array of ``ndim`` axes, counted from the front.
+
+        For example, ``columns=-1`` and three axes give ``((0, 1), (2,))``. If neither field is set, the array is a
+        plain matrix.
+        """
         if self.rows is None and self.columns is None:
             return (0,), (1,)
         groups = [() if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
@@ -168,16 +197,22 @@ class RowsAndColumns(MatrixAxes):
 
     @property
     def _for_merged(self) -> Self:
+        """The stage without ``rows`` and ``columns``, whose numbers count axes that a merged array no longer has."""
         has_axes = self.rows is not None or self.columns is not None
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
+        """Checks the axes of ``w`` itself, and then everything else on the merged matrix, as formulas get it."""
         if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
-        """Why ``w`` is not a matrix, or why raw values would not determine its shape. None if all is well."""
+        """Why ``w`` is not a matrix, or why raw values would not determine its shape. None if all is well.
+
+        If several axes are merged, later calls take their sizes from the raw values. So one of these must be a base,
+        which has the axes of the array, or there must be one with rows and one with columns.
+        """
         if why := super()._matrix_error(w):
             return why
         rows, columns = self.axes_of(w.ndim)
@@ -199,12 +234,13 @@ class RowsAndColumns(MatrixAxes):
         """
 
         def on_arrays(x: Any, *arguments: Any) -> Any:
+            """Merges, calls the formula, and splits what it returns: an array, raw values, or one number."""
             is_raw = isinstance(x, Mapping)
             arrays = x if is_raw else {ARRAY: x}
             layout = self._layout(arrays)
             matrices = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
             result = formula(matrices if is_raw else matrices[ARRAY], *arguments)
-            if isinstance(result, Mapping):
+            if isinstance(result, Mapping):  # raw values, from `init_leaf` or an update
                 return {name: self._split(layout, name, matrix, arrays, matrices) for name, matrix in result.items()}
             shape = getattr(result, "shape", ())
             if not shape:
@@ -216,25 +252,31 @@ class RowsAndColumns(MatrixAxes):
         return on_arrays
 
     def _split(
-        self, layout: Layout, name: str, matrix: Array, arrays: Mapping[str, Array], matrices: Mapping[str, Array]
+        self, layout: Layout, value_name: str, matrix: Array, arrays: Mapping[str, Array], matrices: Mapping[str, Array]
     ) -> Array:
-        """Splits the axes of a result.
+        """Splits the axes of ``matrix``, which a formula returned as the raw value ``value_name`` or as the array.
 
-        If the formula returned one of its operands ``matrices`` unchanged, the result is that one of ``arrays`` itself.
+        ``matrices`` are the operands of the formula, and ``arrays`` the same before they were merged. If the formula
+        returned one of its operands unchanged, the result is that one of ``arrays`` itself, so that callers see by
+        ``is`` that nothing has changed.
         """
-        axes = self._axes_of_value(name)
+        axes = self._axes_of_value(value_name)
         for operand, merged_operand in matrices.items():
             if merged_operand is matrix and layout.merges_alike(self._axes_of_value(operand), axes):
                 return arrays[operand]
-        return layout.split(axes, matrix)
+        return layout.split_array(matrix) if axes is None else layout.split_value(axes, matrix)
 
-    def _axes_of_value(self, name: str) -> ValueAxes:
-        """The declared axes of a raw value, which is empty for a number. None for a base, and for the array itself."""
-        value = value_of(self.raw_values, name)
-        return None if name == ARRAY or value.base else value.axes
+    def _axes_of_value(self, value_name: str) -> ValueAxes:
+        """The declared axes of a raw value, which are empty for a number. None for a base, and for the array itself."""
+        value = value_of(self.raw_values, value_name)
+        return None if value_name == ARRAY or value.base else value.axes
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
-        """The layout of an array, from the array itself, a base of its shape, or its other raw values."""
+        """The layout of an array, from the array itself under the name ``ARRAY``, or from its raw values.
+
+        A base has the shape of the array, so it determines rows and columns like the array itself. Without a base, the
+        numbers of row and column axes, and their sizes, come from the raw values.
+        """
         aligned: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
         rows, columns = self.axes_of(self._count_axes(arrays) if aligned is None else aligned.ndim)
         sizes = dict[str, tuple[int, ...]]()
@@ -247,13 +289,17 @@ class RowsAndColumns(MatrixAxes):
         return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
-        """The number of axes of the array, which has as many row and column axes as its raw values."""
+        """The number of axes of the array, which has as many row and column axes as its raw values.
+
+        For ``rows=0``, and a value with ``("rank", "columns")`` of shape ``(2, 3, 4)``, there are two column axes, so
+        the array has three axes.
+        """
         given_axes = {"rows": self.rows, "columns": self.columns}
         counts = {group: len(list_axes(axes)) for group, axes in given_axes.items() if axes is not None}
         declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
         for name, axes in declared_axes.items():
             unknown = [axis for axis in axes if axis in given_axes and axis not in counts]
-            if counts and len(unknown) == 1:
+            if counts and len(unknown) == 1:  # only then do the axes that are left belong to one group
                 n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
                 counts[unknown[0]] = values[name].ndim - n_known
         default = next(iter(counts.values()), 1)  # a square matrix has as many row axes as column axes
@@ -261,7 +307,11 @@ class RowsAndColumns(MatrixAxes):
 
 
 def merge_axes(w: Any, rows: Numbers, columns: Numbers) -> Any:
-    """An array as a matrix; of a type, the type of that matrix."""
+    """The array as a matrix with its row axes merged to one axis and its column axes to the other.
+
+    With rows ``(0, 2)`` and columns ``(1,)``, ``(8, 3, 4) -> (32, 3)``. For the type of an array, the type of the
+    matrix.
+    """
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, w.dtype)

@@ -68,10 +68,10 @@ LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equi
 NOT_FAMILIES = ("testing", "demo")
 """The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
-VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain for which a stage writes formulas."""
+FORMULA_METHODS = ("init", "apply", "update", "update_base", "penalty", "log_det")
+"""The methods of a chain for which a stage writes formulas, such as ``init_leaf`` or ``init_leaves``."""
 METHODS = (
-    *(*VERBS, "fold", "original", "set", "with_axes"),
+    *(*FORMULA_METHODS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
 )
 """The methods and properties of a chain for users. All others are for authors of stages."""
@@ -99,12 +99,21 @@ NAMES_OF_OTHERS = {
 
 
 def family_by_name() -> dict[str, str]:
-    """The family of each public name. Families of libraries are left out, because they share names."""
+    """The family of each public name: ``{"Sphere": "norms", ...}``.
+
+    Families of libraries are left out, because they share names, such as ``Parametrized``.
+    """
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
 
 def load(name: str) -> Any:
-    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet."""
+    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet.
+
+    This is the ``__getattr__`` of the package.
+
+    Raises:
+      AttributeError: If there is none. It says what to write instead.
+    """
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
     if name in TOP:
@@ -119,12 +128,15 @@ def shown_names() -> list[str]:
 
 
 def dir_of(family: str) -> Callable[[], list[str]]:
-    """Returns the ``__dir__`` function of a family, which lists only its public names."""
+    """Returns the ``__dir__`` function of a family such as ``"norms"``, which lists only its public names."""
     return lambda: sorted(FAMILIES[family].names)
 
 
 def import_stage(name: str) -> None:
-    """Imports the family that defines a stage, given its class name or kind. Does nothing for a stage of others."""
+    """Imports the family that defines a stage, given its class name or kind: ``WeightNorm`` or ``weight_norm``.
+
+    Its class then registers itself. Does nothing if the name is no stage of this package.
+    """
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
             _import_module(module)
@@ -135,7 +147,7 @@ def _import_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if not str(error.name).startswith("jax."):
+        if not str(error.name).startswith("jax."):  # another package is missing, which the error names already
             raise
         version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
         raise ImportError(
@@ -146,7 +158,10 @@ def _import_module(module: str) -> Any:
 
 
 def layers_of_library(module: str) -> Any:
-    """The module with the table of layers for a library, given the name of any of its modules, or None."""
+    """The module with the table of layers for a library, given the name of any module of it.
+
+    ``"flax.nnx.nn.linear"`` gives ``models/_nnx_layers.py``. None for a library that has no table.
+    """
     table = LAYERS.get(module.partition(".")[0])
     return None if table is None else importlib.import_module(table)
 
@@ -157,9 +172,12 @@ def how_to_write() -> dict[str, str]:
 
 
 def _suggest(name: str) -> str:
-    """What to write in place of an unknown name, as the end of an error text."""
+    """What to write in place of an unknown name, as the end of an error text: ". Write `rpx.WeightNorm`.", for example.
+
+    Names that are found exactly, in a family, in another library or among the methods, come before similar ones.
+    """
     codes = how_to_write()
-    if name in codes:
+    if name in codes:  # a name of a family, since names at the top are found before this is called
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
@@ -167,7 +185,7 @@ def _suggest(name: str) -> str:
         return f". It is a method of a chain: `p.{name}`."
     if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
-    squashed_names = {_squash(public): public for public in codes}
+    squashed_names = {_squash(public): public for public in codes}  # finds `weight_norm`, however it is written
     similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
     if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
         return f". Write `{codes[nearest]}`."
@@ -209,10 +227,14 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``."""
+    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
+
+    For ``WeightNorm(dim=0)``, "Write `axis=`." and how axes are numbered here. A word of another library comes before a
+    name that is only similar.
+    """
     if not argument_names:
         return "It takes none."
-    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]
+    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # one at most
     if words := known_words or difflib.get_close_matches(name, argument_names, n=1):
         return f"Write `{words[0]}=`.{NOTES.get(name, '')}"
     return f"It takes {', '.join(argument_names)}."

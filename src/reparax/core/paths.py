@@ -34,12 +34,15 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled."""
+    """The dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled.
+
+    The dtype of PRNG keys has no such form, and is returned as it is.
+    """
     return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and its dtype as JAX reads it."""
+    """The type of an array: its shape, and its dtype as JAX reads it."""
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
 
 
@@ -51,11 +54,13 @@ def has_symbols(arrays: Iterable[Any]) -> bool:
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """Shapes and dtypes of ``fun(tree)``, with None in place of leaves that are not arrays, such as functions.
 
+    It is ``jax.eval_shape(fun, tree)`` for a tree with any leaves: those that are not arrays reach ``fun`` as they are.
     Shardings are dropped: no caller needs them, and some stages fail on a mesh with explicit axes.
     """
     leaves, treedef = jax.tree.flatten(tree)
 
     def of_arrays(arrays: list[Any]) -> PyTree:
+        """``fun`` as a function of the arrays alone; None stands for a leaf that is not an array."""
         new_leaves = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(new_leaves)))
 
@@ -63,7 +68,10 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def is_traceable(x: object) -> bool:
-    """Whether ``x`` is an array, or the type of one, that can be an argument of ``jax.jit`` or ``jax.eval_shape``."""
+    """Whether ``x`` is an array, or the type of one, that can be an argument of ``jax.jit`` or ``jax.eval_shape``.
+
+    A numpy array of text or objects cannot. Python numbers could be, but as leaves of a model they are not arrays.
+    """
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
@@ -75,18 +83,18 @@ def is_empty(x: object) -> bool:
 
 
 def is_end(x: object) -> bool:
-    """Whether ``x`` is a leaf of a raw tree, though JAX has no leaf for it: None or an empty node."""
+    """Whether ``x`` counts as a leaf of a raw tree, though JAX has no leaf for it: None or an empty node."""
     return x is None or is_empty(x)
 
 
 def is_flax_instance(x: object, *names: str) -> bool:
-    """Whether ``x`` is an instance of a flax class with one of these names. Does not import flax."""
+    """Whether ``x`` is an instance of a flax class of one of these names, or of a subclass. Does not import flax."""
     return not _names_in_flax(type(x)).isdisjoint(names)
 
 
 @functools.cache
 def _names_in_flax(cls: type) -> frozenset[str]:
-    """The names of a class and its ancestors that are defined in flax."""
+    """The names of those classes among ``cls`` and its ancestors that flax defines; empty for a class without flax."""
     return frozenset([c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] == "flax"])
 
 
@@ -102,16 +110,24 @@ def is_reference(x: object) -> bool:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A leaf in place of a parameter that a model holds at an earlier place too."""
+    """A leaf in place of a parameter that a model holds at an earlier place too.
+
+    Attributes:
+      place: The earlier place.
+    """
 
     place: Names
 
 
 AxisNames = tuple[str | None, ...]
+"""The name of each axis of an array; None for an axis without a name."""
 
 
 def axis_metadata(box: Any) -> Any:
-    """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none."""
+    """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none.
+
+    A linen box has it as an attribute, an nnx variable under one of the keys from :func:`name_keywords`.
+    """
     if not is_flax_instance(box, "Variable"):
         return getattr(box, "names", None)
     return box.get_metadata().get(name_keywords(box)[0])
@@ -144,7 +160,8 @@ class _Named(dict[str, Any]):
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
-        """The mapping with key names; ``with_key_names`` gives them to its items."""
+        """A copy of ``mapping`` whose paths have key names. ``with_key_names(item)`` does the same for each item."""
+        # Only one level: the children of the mapping are its leaves here.
         children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
         original = type(mapping) if _is_rebuilt_from_dict(mapping, children, treedef) else treedef
         if original is treedef:
@@ -155,17 +172,23 @@ class _Named(dict[str, Any]):
         return new
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        """The items with their keys, and the static data: all keys and how to rebuild the original mapping."""
         return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.original)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        """A mapping of the original class, and not a ``_Named``, with new items."""
         keys, original = aux
         is_treedef = isinstance(original, PyTreeDef)
         return original.unflatten(children) if is_treedef else original(dict(zip(keys, children, strict=True)))
 
 
 def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
-    """Whether calling the class of a mapping with a dict of its items, in sorted order, gives an equal mapping."""
+    """Whether calling the class of a mapping with a dict of its items, in sorted order, gives an equal mapping.
+
+    ``children`` and ``treedef`` are those of the mapping, flattened by one level. If the class holds anything besides
+    the items, it is in the treedef, and the answer is False.
+    """
     cls: Any = type(mapping)
     try:
         rebuilt = cls({key: mapping[key] for key in sorted(mapping)})
@@ -176,7 +199,10 @@ def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treed
 
 
 def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
-    """The key of each child of a mapping, or the index of each as text if the children are not the mapping's values."""
+    """The key of each child of a mapping, or the index of each as text if the children are not the mapping's values.
+
+    JAX does not tell which child has which key, so both usual orders of the keys are tried.
+    """
     for keys in (list(mapping), sorted(mapping)):
         if len(keys) == len(children) and all(mapping[key] is x for key, x in zip(keys, children, strict=True)):
             return keys
@@ -184,7 +210,10 @@ def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
 
 
 def _is_unnamed(x: object) -> bool:
-    """Whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts."""
+    """Whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts.
+
+    JAX then gives an index in place of a key. A mapping that has items, but no children in JAX, counts too.
+    """
     if type(x) is dict or not isinstance(x, Mapping):
         return False
     parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
@@ -193,15 +222,22 @@ def _is_unnamed(x: object) -> bool:
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-    """``tree`` with key names in all mappings, other than those for which ``is_leaf`` is true."""
+    """``tree`` with key names in all mappings, other than those for which ``is_leaf`` is true.
+
+    Mappings without key names become :class:`_Named`. If there are none, ``tree`` itself is returned, so that callers
+    can compare by ``is``.
+    """
 
     def stops_at(x: object) -> bool:
+        """Whether the caller of ``with_names`` takes ``x`` for a leaf."""
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
+        """``x``, with key names in it and below it if it is a mapping without them."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:
+        """``x`` with key names in the mappings without them below it; they are found and replaced one by one."""
         nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: stops_at(x) or _is_unnamed(x))
         return treedef.unflatten(map(name_keys, nodes)) if any(map(_is_unnamed, nodes)) else x
 
@@ -211,8 +247,9 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
     """The names on the path to each leaf, the leaves, and the treedef.
 
-    The ``value`` attribute of nnx variables and flax boxes is not part of the path, but an attribute ``value`` of any
-    other node is. The children of a container without key names are numbered.
+    ``{"dense": {"kernel": w}}`` gives the names ``("dense", "kernel")``. The ``value`` attribute of nnx variables and
+    flax boxes is not part of the path, but an attribute ``value`` of any other node is. The children of a container
+    without key names are numbered. Raises an error for an nnx variable at two places.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
@@ -225,6 +262,7 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
+        """The names on a key path, without the ``value`` of boxes."""
         if not boxes:
             return _names(keypath)
         return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
@@ -239,12 +277,15 @@ def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]
 
 
 def _names(keys: Iterable[Any]) -> Names:
-    """The names of a JAX key path."""
+    """The names of the keys on a path of JAX: ``("layers", "0", "weight")`` for ``.layers[0].weight``."""
     return tuple(keystr((key,), simple=True) for key in keys)
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
-    """Refuses an nnx variable at two places: the tree would hold two copies of it, which would diverge."""
+    """Raises an error for an nnx variable at two places: the tree would hold two copies of it, which would diverge.
+
+    ``boxes`` are the boxes of a tree by their places. A linen box may be at several places: it cannot change.
+    """
     first_places = dict[int, Names]()
     for place, box in boxes.items():
         first = first_places.setdefault(id(box), place)
@@ -258,12 +299,12 @@ def require_one_place(boxes: Mapping[Names, Any]) -> None:
 
 
 def path_text(names: Names) -> str:
-    """The path as text, as users write it."""
+    """The path as text, as users write it: ``"dense/kernel"``."""
     return "/".join(names)
 
 
 def describe(x: Any) -> str:
-    """A value as an error shows it: the dtype and shape of an array, the type of anything else."""
+    """A value as an error shows it: the dtype and shape of an array, ``float32[2, 3]``; the class of anything else."""
     if is_empty(x):
         return "an empty node"
     if not is_array(x):

@@ -5,9 +5,13 @@ for each stage of the chain, and a step has one :class:`Site` for each array, or
 acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and the path
 that is hashed into the random key. A *place* is always such a key path: the tuple of names that leads to an array.
 
-:func:`plan` builds a plan, :func:`plan_for` also checks that the chain created the raw tree, and :func:`run_plan`
-computes the effective tree. Every method of a chain but ``init`` uses a plan: ``apply`` runs all of its steps;
-``update`` runs the steps before each stage that defines an update, and calls the formula of that stage.
+For ``WeightNorm() >> VarNoise(0.1)`` on ``{"w": ...}``, the first step has a site that computes the array at ``("w",)``
+from the values at ``("w", "@weight_norm", "g")`` and ``("w", "@weight_norm", "v")``. The second step has a site that
+changes the array at ``("w",)`` in place.
+
+:func:`plan_stages` builds a plan, :func:`plan_for` also checks that the chain created the raw tree, and
+:func:`run_plan` computes the effective tree. Every method of a chain but ``init`` uses a plan: ``apply`` runs all of
+its steps; ``update`` runs the steps before each stage that defines an update, and calls the formula of that stage.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class Step:
 
     @cached_property
     def draws_noise(self) -> bool:
-        """Whether its draws depend only on the types of arrays, so that several can be drawn together."""
+        """Whether it adds noise that depends only on the types of arrays, so that several sites can draw together."""
         return self.draws and self.stage.draws_by_type
 
 
@@ -73,12 +77,16 @@ class Plan:
     after: Flat
 
     def effective_of(self, arrays: Mapping[Names, Any]) -> Flat:
-        """The effective tree, with its arrays taken from all those that the steps read or computed."""
+        """The effective tree, with its arrays taken from the result of :func:`run_steps`, which has others too."""
         return self.after.with_arrays({place: arrays[place] for place in self.after.arrays})
 
     @cached_property
     def producers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
-        """For each array that a stage computes from raw values: the stage, and the key path of each value by name."""
+        """For each array that a stage computes from raw values: the stage, and the key path of each value by name.
+
+        For a kernel under ``WeightNorm``: ``{("w",): (WeightNorm(), {"g": ("w", "@weight_norm", "g"), "v": ...})}``.
+        Stages that change an array in place are not in it.
+        """
         with_markers = [site for step in self.steps for site in step.sites if site.nodes]
         return {place: (site.stage, site.values[name]) for site in with_markers for name, place in site.arrays.items()}
 
@@ -93,16 +101,22 @@ class Plan:
         return {path_text(place): place for place, _ in items(self.effective)}
 
     def has_values(self, place: Names) -> bool:
-        """Whether the raw tree holds any values for the array at this place. A tied array has none of its own."""
+        """Whether the raw tree holds any values for the array at this place, however many stages lie between.
+
+        A tied array has none of its own: no value is in its marker dict.
+        """
         return place not in self.producers or any(map(self.has_values, self.producers[place][1].values()))
 
 
-def plan(method: str, stages: Stages, raw: Flat) -> Plan:
+def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
     """The plan of some stages for a raw tree, decided by the types of its arrays alone.
 
-    ``counts`` numbers the stages of one kind on one array, so that each draws different random numbers.
+    ``method`` is the public method for which it is built, as errors name it. Markers of stages that are not among
+    ``stages`` stay in the tree after all steps; :func:`require_no_markers` finds them.
     """
-    tree, steps, counts = raw.types(), list[Step](), Counter[tuple[str, str | None]]()
+    tree, steps = raw.types(), list[Step]()
+    # Numbers the stages of one kind on one array, so that each draws different random numbers.
+    counts = Counter[tuple[str, str | None]]()
     for i, stage_or_mean in enumerate(stages):
         stage = stage_or_mean._unwrapped
         sites = stage.sites(method, tree.before(stages[i + 1 :]))
@@ -116,28 +130,35 @@ def plan(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """The plan of a chain, or of its mean, for a raw tree.
+    """The plan of a chain for a raw tree; no number of it is read, and no formula is run, only traced.
+
+    Args:
+      p: The chain.
+      raw: The raw tree, or its types.
+      method: The public method for which the plan is built, as errors name it.
+      mean: Whether each random stage is to be replaced by its mean, so that the plan needs no key.
+      advice: The end of the error, which says what the user can do.
 
     Raises:
       ValueError: If the chain did not create the raw tree; the error ends with ``advice``.
     """
     require_no_references(p, method, raw)
-    planned = plan(method, (p.deterministic if mean else p)._parts, flatten(raw))
+    planned = plan_stages(method, (p.deterministic if mean else p)._parts, flatten(raw))
     require_no_markers(CallName(p, method), planned.after, advice)
     return planned
 
 
 def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
-    """The types of the arrays that a stage computes at its sites. Raises an error if a formula rejects its values.
+    """The types of the arrays that a stage computes at its sites, by their places. ``tree`` is what the stage reads.
 
-    Sites with equal formulas and equal types are traced only once. A site may read what an earlier site of the same
-    stage computes, as a tie to another tied array does.
+    Sites with equal formulas and equal types are traced only once. Raises an error if a formula rejects its values.
     """
+    # A site may read what an earlier site of the same stage computes, as a tie to another tied array does.
     arrays, output_types, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
         if site.types is not None:
             types = site.types
-        elif not site.nodes and not site.stage.changes_type:
+        elif not site.nodes and not site.stage.changes_type:  # It changes its arrays in place, and keeps their types.
             types = {name: arrays[place] for name, place in site.arrays.items()}
         else:
             group = stage_key(site.stage), id(site.formula), *_types_read(site, arrays)
@@ -151,16 +172,20 @@ def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
 
 
 def _types_read(site: Site, arrays: Mapping[Names, Any]) -> list[Any]:
-    """The names and types of everything that the formulas read at a site."""
+    """The names and types of everything that the formulas read at a site: ``("w", "g", (1, 4), float32)``.
+
+    They are equal for sites at which one trace of the formulas serves both.
+    """
     places = {(name, value): place for name, places in site.values.items() for value, place in places.items()}
     places |= {(name, ""): place for name, place in site.reads.items()}
     return [(*names, arrays[place].shape, arrays[place].dtype) for names, place in places.items()]
 
 
 def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]:
-    """The types of the arrays that a stage computes at one site, without drawing anything.
+    """The types of the arrays that a stage computes at one site, by name. Nothing is drawn: a random stage has no key.
 
-    Raises an error for raw values whose types are not those that ``init`` would give.
+    ``arrays`` are the types of all arrays that the stage may read. Raises an error for raw values whose types are not
+    those that ``init`` would give.
     """
     values = {name: {value: arrays[place] for value, place in places.items()} for name, places in site.values.items()}
     with locate_errors(site.who):
@@ -173,10 +198,15 @@ def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]
 
 
 def run_plan(plan: Plan, key: Array | None) -> PyTree:
-    """The effective tree. The backward pass stores only the raw tree, the key and the result."""
+    """The effective tree. The backward pass stores only the raw tree, the key and the result.
+
+    Arrays that no step changes are the same objects as in the raw tree. Without a key, random stages compute their
+    means.
+    """
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
+        """The arrays of the effective tree, from those of the raw tree, in the orders of both."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
@@ -192,33 +222,51 @@ PendingNoise = dict[Names, tuple[Site, Array]]
 def run_steps(
     steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
 ) -> dict[Names, Any]:
-    """The given arrays, and those that the steps compute from them. Steps that draw need a key.
+    """The given arrays, and those that the steps compute from them: ``{("w",): w}`` beside the raw values of ``w``.
 
     Noise is added only when another step reads its array, or at the end, so that consecutive noises on one array can be
-    merged into one draw.
+    merged: ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a
+    key; other random steps compute their means without one.
+
+    Args:
+      steps: Consecutive steps of a plan.
+      arrays: All arrays that they read, by their places. The dict itself does not change.
+      key: The key of the whole call.
+      is_traced: Whether the call is being traced; see :func:`draw_at_sites`.
     """
     arrays, pending = dict(arrays), PendingNoise()
     for step in steps:
-        sites = enumerate(step.sites)
-        merged = {i: noise for i, site in sites if step.draws_noise and (noise := _merge_noise(site, pending))}
+        merged = _merge_step(step, pending) if step.draws_noise else {}
         pending |= {noise[0].arrays["w"]: noise for noise in merged.values()}
-        acting = [i for i in range(len(step.sites)) if i not in merged]
+        # The other sites read their arrays now, so the noise on these cannot wait.
+        others = [i for i in range(len(step.sites)) if i not in merged]
         if pending:
-            _add_noise(arrays, pending, [place for i in acting for place in step.sites[i].places_read])
-        draws = draw_at_sites(step, acting, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
+            _add_noise(arrays, pending, [place for i in others for place in step.sites[i].places_read])
+        draws = draw_at_sites(step, others, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
         if step.draws_noise:
-            pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in acting}
-            continue
-        for i, site in enumerate(step.sites):
-            with locate_errors(site.who):
-                effective = site.stage._apply_at(site, site.read(arrays), draws.get(i))
-            arrays |= {place: effective[name] for name, place in site.arrays.items()}
+            pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in others}
+        else:  # The draws are keys.
+            _apply_step(step, arrays, draws)
     _add_noise(arrays, pending, list(pending))
     return arrays
 
 
+def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array]) -> None:
+    """Computes the arrays of a step and puts them into ``arrays``. ``keys`` has the key of each site that gets one.
+
+    A site may read what an earlier site of the step computes, so they run one after the other.
+    """
+    for i, site in enumerate(step.sites):
+        with locate_errors(site.who):
+            effective = site.stage._apply_at(site, site.read(arrays), keys.get(i))
+        arrays |= {place: effective[name] for name, place in site.arrays.items()}
+
+
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
-    """Adds the noise that is pending at these places to ``arrays``, and removes it from ``pending``."""
+    """Adds the noise that is pending at these places to ``arrays``, and removes it from ``pending``; changes both.
+
+    At a place without pending noise, nothing happens.
+    """
     for place in places:
         if place in pending:
             site, drawn = pending.pop(place)
@@ -226,10 +274,19 @@ def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence
                 arrays[place] = site.stage._add_noise(read_value(arrays, place), drawn)
 
 
+def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Array]]:
+    """For each site of a step that needs no draw of its own, by its index: the pending noise, merged with its own."""
+    merged = {i: _merge_noise(site, pending) for i, site in enumerate(step.sites)}
+    return {i: noise for i, noise in merged.items() if noise is not None}
+
+
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:
     """The noise pending at the array of ``site``, merged with that of ``site``; None if ``site`` needs its own draw.
 
-    A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
+    The draw stays that of the earlier site, whose stage is replaced: ``VarNoise(3.0)``, followed by ``VarNoise(4.0)``,
+    by ``VarNoise(5.0)``. Nothing is merged if no noise is pending there, or noise of another class; if the class does
+    not define ``merged_with``; or if that method returns None. A subclass may have another formula, so it does not
+    inherit the method.
     """
     place, cls = site.arrays["w"], type(site.stage)
     if place not in pending or type(pending[place][0].stage) is not cls or "merged_with" not in vars(cls):
@@ -242,9 +299,16 @@ def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None
 def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: Stages = ()) -> None:
     """Raises an error if the tree after all steps holds a marker, as the chain then did not create the raw tree.
 
-    Markers of the ``later`` stages, which have not run, may be there.
+    Each step replaces the marker dicts of its stage, so a marker is left only if no step has read it.
+
+    Args:
+      who: The call, for the error.
+      tree: The tree after all steps.
+      advice: What the user can do, the end of the error.
+      later: Stages that have not run. Their markers may be there.
     """
     for place in tree.arrays:
+        # The outermost marker: `@weight_norm` at the place `("w", "@weight_norm", "v")`.
         mark = next((name for name in place if name.startswith("@")), None)
         if mark is not None and kind_of(mark) not in {stage.kind for stage in later}:
             raise _left_marker_error(who, tree, parameter_path(place), mark, advice)
@@ -253,7 +317,8 @@ def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: 
 def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: str) -> ValueError:
     """The error for a marker that no stage has read.
 
-    If the chain has a stage of that kind whose values cannot be these, that stage raises an error of its own.
+    If the chain has a stage of that kind whose values cannot be these, that stage raises an error of its own, here.
+    ``path`` is that of the parameter, and ``mark`` the marker, such as ``@weight_norm@2``.
     """
     makers = [stage for stage in who.p if stage.kind == kind_of(mark)]
     if not makers:

@@ -1,8 +1,9 @@
 """Random keys and random arrays for the whole library: only this file splits keys and draws.
 
-A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
-the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
-The noise of small arrays of one type is drawn in one loop.
+A draw is a random array, or the key from which a formula draws one. It depends only on the key, the array's path, the
+stage's kind, the stage's number among the stages of that kind on the array, and whether ``update`` draws it. It does
+not depend on how many arrays there are, or on what other stages do. The noise of
+small arrays of one type is drawn in one loop.
 
 A random array has the sharding of the weight that it is combined with. The numbers are those of ``jax.random`` for the
 same key: words and uniform numbers are equal bit for bit; normal numbers are more accurate (see ``threefry``), and may
@@ -34,12 +35,19 @@ DRAW = "reparax_normal"
 
 
 def keys_of_arrays(key: jax.Array, kind: str, number: int, paths: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each array path, for the ``number``-th stage of a kind."""
+    """A batch of keys, one for each array path, for the ``number``-th stage of a kind. No key depends on other paths.
+
+    The hashed texts, such as ``"var_noise@1"``, must not change: old keys would give other draws.
+    """
     return _fold_texts(_fold_texts(key, [f"{kind}@{number}"])[0], paths)
 
 
 def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
-    """For each pair of a stage's number and an array's path, a key; a list of None if ``key`` is None."""
+    """For each pair of a stage's number and an array's path, a key, in the same order. All are None if ``key`` is None.
+
+    ``keys_of_draws(key, "lora", [(1, "a/kernel"), (2, "a/kernel")])`` gives two keys, for two ``LoRA`` on one array.
+    Equal pairs get the same key.
+    """
     if key is None:
         return [None] * len(draws)
     key_of_draw = dict[tuple[int, str], jax.Array]()
@@ -53,12 +61,18 @@ def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, s
 
 
 def is_one_key(key: Any) -> bool:
-    """Whether ``key`` is a typed scalar key."""
+    """Whether ``key`` is a typed scalar key, as ``jax.random.key`` returns it, and not a legacy key or a batch."""
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
-    """``key`` as a typed scalar key. Raises an error for anything else; ``in_batches`` is code for a batch of keys."""
+    """``key`` as a typed scalar key; a legacy key is converted. Raises an error for anything else.
+
+    Args:
+      key: What the user passed.
+      who: The call, for errors.
+      in_batches: The code that a user with a batch of keys should write instead, for an error.
+    """
     typed_key = _as_typed(key)
     if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{who} needs a PRNG key, but got {describe(key)}. Make one with `jax.random.key(seed)`.")
@@ -70,7 +84,10 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 
 
 def _as_typed(key: Any) -> Any:
-    """A legacy key, or a batch of them, as typed keys; anything else unchanged."""
+    """A legacy key, or a batch of them, as typed keys; anything else unchanged.
+
+    A legacy key is an array of uint32 whose last axis has the length of a key's words, two for threefry.
+    """
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
         return key
@@ -85,15 +102,17 @@ def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
     """A key for each of the arrays that ``w`` stacks along the axes ``stacked``.
 
-    ``key`` itself if there are no such axes, or if it is None.
+    For ``w`` of shape (8, 6, 4), stacked along axis 0, these are 8 keys. If there are no such axes, or ``key`` is None,
+    ``key`` itself is returned.
     """
     return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
 
 
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The key for one use of a draw, derived from the draw's key (the first of a batch) and the number of the use.
+    """The key for one use of a draw, as :func:`local_reparametrization` gives each use of a weight noise of its own.
 
-    It also differs between the shards along the mesh axes ``axes``.
+    It is derived from the draw's ``key`` (of a batch of keys, the first) and the ``number`` of the use. It also differs
+    between the shards along the mesh axes ``axes``, so it must be called in a ``shard_map`` over these.
     """
     for word in (number, *map(jax.lax.axis_index, axes)):
         key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
@@ -101,10 +120,13 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
 
 def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text."""
+    """A batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text.
+
+    A hash is used as two words of 32 bits, as ``jax.random.fold_in`` takes one word.
+    """
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    if isinstance(key, Tracer):
+    if isinstance(key, Tracer):  # Arrays of words would be stored for the backward pass.
         return _fold_literals(key, tuple(map(tuple, words.tolist())))
     return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
@@ -121,7 +143,10 @@ def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Ar
 
 @inlined
 def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
-    """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
+    """A batch of keys, one for each pair of words: ``fold_in(fold_in(key, high), low)``.
+
+    ``high`` and ``low`` are the columns of the pairs, arrays of uint32.
+    """
 
     def fold_pair(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
@@ -142,8 +167,11 @@ def draw_at_sites(
 ) -> dict[int, Array]:
     """The key of each acting site of a step, by its index; if the step draws noise, the drawn noise instead.
 
+    Sites are grouped twice: those with the same number (see :class:`Site`) get their keys in one batch, and among these
+    the small arrays of one type are drawn in one loop. Neither grouping changes any number.
+
     Args:
-      step: A step of a plan.
+      step: A step of a plan, with ``draws`` true.
       acting: The indices of the sites that draw.
       arrays: The arrays that the step reads.
       key: The key of the whole call.
@@ -152,6 +180,7 @@ def draw_at_sites(
     """
     sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
     for i in acting:
+        # Without a group key, a site is a group of its own, whose key is its index.
         group = _group_key(sites[i], arrays) if step.draws_noise else None
         groups = groups_of_number.setdefault(sites[i].draw_number, {})
         groups.setdefault(i if group is None else group, []).append(i)
@@ -159,18 +188,23 @@ def draw_at_sites(
     for number in sorted(groups_of_number):
         groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
+        # Not strict: the last start, after all groups, is not used.
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
             keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]
             if step.draws_noise:
                 drawn = _draw_group(first.stage, arrays[first.arrays["w"]], keys, is_traced=is_traced)
                 draws |= zip(group, drawn, strict=True)
-            else:
+            else:  # The group is a single site.
                 draws[group[0]] = keys[0]
     return draws
 
 
 def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
-    """The noise for each key, for arrays of one type under equal stages. Several keys are drawn in one loop."""
+    """The noise for each key, for arrays of one type under equal stages. Several keys are drawn in one loop.
+
+    ``array`` stands for all of them: only its type is read. ``keys`` is a batch, and each result has the shape of a
+    single draw.
+    """
     array = jnp.asarray(array)
     if len(keys) == 1:
         return [stage.draw(array, keys[0])]
@@ -181,9 +215,9 @@ def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list
 
 
 def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
-    """A key that is equal for arrays whose noise is drawn together; None for an array that is drawn by itself.
+    """A hashable group key, equal for arrays whose noise is drawn together; None for an array drawn by itself.
 
-    Small arrays of equal type and sharding are drawn together.
+    Small arrays of equal type and sharding are drawn together, if their stages share axes in the same way.
     """
     array = jnp.asarray(arrays[site.arrays["w"]])
     sharding = jax.typeof(array).sharding
@@ -195,7 +229,7 @@ def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
 
 
 def _slice_batch(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
-    """``batch[start : start + size]``.
+    """``batch[start : start + size]`` of a batch of keys or arrays.
 
     If nothing is traced, ``start`` is an argument of the operation: each literal would compile another program.
     """
@@ -219,7 +253,7 @@ def uniform(key: Array, w: Array, shared_axes: tuple[int, ...]) -> Array:
 
 
 def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedSharding:
-    """The sharding of ``w``, but not sharded along ``shared_axes``, which share one draw."""
+    """The sharding of ``w``, but not sharded along ``shared_axes``: the draw has size 1 there, for all entries."""
     sharding = jax.typeof(w).sharding
     spec = [None if axis in shared_axes else name for axis, name in enumerate(sharding.spec)]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -227,18 +261,22 @@ def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedShard
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted."""
+    """Uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted.
+
+    A batch of keys gives a batch of arrays. ``dtype`` is a float of 32 or 64 bits.
+    """
     if key.ndim:
         return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
-    one_bits = np.ones((), dtype).view(words.dtype)
+    one_bits = np.ones((), dtype).view(words.dtype)  # sign and exponent of a number in [1, 2)
+    # The first bits of each word, as many as the mantissa has.
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Random words of 32 or 64 bits."""
+    """Random words of 32 or 64 bits, equal to those of ``jax.random.bits``; XLA can fuse those of ``threefry``."""
     if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
@@ -256,7 +294,11 @@ def _prevent_fusion(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Standard normal numbers; a jaxpr shows a call with this function's name, :data:`DRAW`."""
+    """Standard normal numbers; a batch of keys gives a batch of arrays.
+
+    A jaxpr shows a call with this function's name, :data:`DRAW`, by which transforms find draws: it must not be inlined
+    or renamed.
+    """
     if key.ndim:
         return jax.lax.map(lambda one_key: reparax_normal(one_key, shape, dtype, sharding), key)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -265,6 +307,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
         return _prevent_fusion(threefry.normal(_draw_words(key, shape, 32, sharding)))
+    # Numbers in (-1, 1), without the ends, at which `erf_inv` is infinite.
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _draw_uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

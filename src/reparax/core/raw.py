@@ -13,6 +13,7 @@ Terms of this module:
 - :class:`Flat` is a tree as a dict from places to arrays, and :class:`Frame` is the model's own tree around them.
   :func:`flatten` separates the two, and :func:`nest` puts them together again.
 - :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces one; the latter is a :class:`Node`.
+- A *box* is an object of flax around an array, such as an nnx variable, that holds the names of its axes, for example.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reparax.core.boxes import box_of_parameter, is_box_of_one, value_in, with_value
-from reparax.core.layers import KnownAxes, known_by_class, known_by_name
+from reparax.core.known_axes import KnownAxes, known_by_class, known_by_name
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     Elsewhere,
@@ -52,7 +53,8 @@ OTHER_CHAIN = (
     "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
 )
 
-_NO_ROLE = Role(why="its axes follow none of the network's")
+_ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
+"""The role of an array that follows no parameter of the network."""
 
 
 STAGES: dict[str, Any] = {}
@@ -103,14 +105,17 @@ class Leaf:
 
     @cached_property
     def axes(self) -> KnownAxes:
-        """What the layer, the name and the box of the parameter tell about its axes."""
+        """What the layer, the name and the box of the parameter tell about its axes. Nothing without a tree."""
         return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
     def network_role(self) -> Role | None:
-        """Its role in a network whose program was analyzed, or None if the tree has no such roles."""
+        """Its role in a network whose program was analyzed, or None if the tree has no such roles.
+
+        An array of such a tree without a role of its own has an empty one, whose ``why`` says so.
+        """
         roles = None if self.tree is None else self.tree.roles
-        return None if roles is None else roles.get(self.place, _NO_ROLE)
+        return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
 
     @property
     def is_state(self) -> bool:
@@ -123,7 +128,10 @@ class Leaf:
         return self.content.values if isinstance(self.content, Node) else {}
 
     def node_of(self, kind: str) -> Names:
-        """The key path of the marker dict; for an array, that of the one by which a stage of this kind replaces it."""
+        """The key path of the marker dict; for an array, that of the one by which a stage of this kind replaces it.
+
+        For an array at ``("w",)`` and the kind ``scale``, ``("w", "@scale")``.
+        """
         if isinstance(self.content, Node):
             return (*self.place, self.content.mark)
         return (*self.place, marker(kind, next_number(self.place, kind)))
@@ -166,27 +174,32 @@ class Node:
 
     @cached_property
     def inside(self) -> list[Names]:
-        """The key paths of everything under the marker."""
+        """The key paths of everything under the marker, including the marker itself if nothing is under it."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value."""
+        """The key path of each value, by name. Empty for an empty marker dict, whose only key path is the marker's."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """The values by name. Raises an error for anything else under the marker or next to it.
+        """The values by name: of ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
 
-        With ``may_be_none``, None counts as an empty marker dict, because some formats store an empty dict as None.
+        Empty for the empty marker dict of an array without values of its own, such as a tied one. With ``may_be_none``,
+        None counts as an empty marker dict too, because some formats store an empty dict as None.
+
+        Raises:
+          ValueError: If there is anything else under the marker, such as a dict or None, or next to it.
         """
         depth = len(self.place)
-        is_alone = len(self.below) == len(self.inside)
-        if self.inside == [(*self.place, self.mark)]:
+        is_alone = len(self.below) == len(self.inside)  # nothing is next to the marker
+        if self.inside == [(*self.place, self.mark)]:  # the marker is a leaf: an empty dict, None or an object
             content = self.below[self.inside[0]]
             if (is_empty(content) and is_alone) or (content is None and may_be_none):
                 return {}
 
         def is_value(place: Names) -> bool:
+            """Whether it is an array directly under the marker, or directly under its ``"@fixed"``."""
             n_markers = 2 if FIXED in place[depth:] else 1
             return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.below[place])
 
@@ -196,7 +209,7 @@ class Node:
         return arrays
 
     def _describe_damage(self) -> str:
-        """The error text for a marker dict that no stage has created: what is next to the marker or wrong under it."""
+        """The error text for a marker dict that no stage creates: what is next to the marker or wrong under it."""
         nested = dict[Any, Any]()
         for place, x in self.below.items():
             _insert(nested, place[len(self.place) :], x)
@@ -211,7 +224,7 @@ def is_mark(name: object) -> bool:
 
 
 def holds_markers(x: object) -> bool:
-    """Whether ``x`` is a marker dict."""
+    """Whether ``x`` is a marker dict, even a damaged one: a dict with any name that begins with ``@``."""
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
@@ -229,12 +242,12 @@ def kind_of(mark: str) -> str:
 
 
 def parameter_place(place: Names) -> Names:
-    """The key path of the parameter: all names before the first marker."""
+    """The key path of the parameter: all names before the first marker. ``("a", "w", "@scale", "x") -> ("a", "w")``."""
     return next((place[:i] for i, name in enumerate(place) if name.startswith("@")), place)
 
 
 def parameter_path(place: Names) -> str:
-    """The path of the parameter."""
+    """The path of the parameter, as text: ``"a/w"`` for ``("a", "w", "@scale", "x")``."""
     return path_text(parameter_place(place))
 
 
@@ -280,15 +293,18 @@ class MarkedValue(NamedTuple):
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
     """The value under each marker of a key path, from the outermost to the innermost.
 
-    For ``("w", "@weight_norm", "v", "@scale", "x")``, they are named ``v`` and ``x``. With ``bases``, a base counts as
-    the main value of its array.
+    For ``("w", "@weight_norm", "v", "@scale", "x")``, they are named ``v`` and ``x``. Nothing for the place of a plain
+    array. With ``bases``, a base counts as the main value of its array, in place of the values that are added to it.
+
+    Raises:
+      ValueError: If no class of stages has the kind of a marker, or nothing is under it.
     """
     for i, mark in enumerate(place):
         if not is_mark(mark):
             continue
         values_of_stage = _class_of_marker(mark, place).raw_values
         is_fixed = place[i + 1 : i + 2] == (FIXED,)
-        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]
+        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]  # the first one is the name of the value
         if not names_below:
             raise ValueError(f"The raw tree holds no values under {mark!r} at {parameter_path(place)!r}: {OTHER_CHAIN}")
         declared = replace(value_of(values_of_stage, names_below[0]), fixed=is_fixed)
@@ -299,7 +315,10 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Whether the array at a key path has the axes of its parameter, because each stage declares that for its value."""
+    """Whether the array at a key path has the axes of its parameter, because each stage declares that for its value.
+
+    True for a plain array, ``v`` of a ``WeightNorm`` and the base of a ``LoRA``; false for the factors of the ``LoRA``.
+    """
     return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
 
 
@@ -309,9 +328,13 @@ def _has_axes_of_array(declared: Value) -> bool:
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
-    """Returns a :class:`Leaf` for each place of a raw (or plain) tree, without content.
+    """Returns a :class:`Leaf` for each place of a raw (or plain) tree, in the same order and without content.
 
-    With ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
+    ``places`` must be all places of the tree, since paths depend on how many main values an array has. With ``bases``,
+    the base of an adapter represents the array, and the values that the adapter adds to it do not.
+
+    Raises:
+      ValueError: If two places have the same path, as keys 0 and "0" do.
     """
     values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
     main_names = _names_of_main_values(itertools.chain(*values_of_place.values()))
@@ -325,10 +348,16 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
 
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
-    """The leaf at a place. ``values`` are the values that the place names; see also :func:`_names_of_main_values`."""
+    """The leaf at a place, without content.
+
+    ``values`` are those of :func:`_marked_values`, and ``main_names`` those of :func:`_names_of_main_values`. Below a
+    kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, since it stands for the array, and the path of ``g``
+    is ``w/g``. Each of several main values, such as two factors, has the path ``w``, but a draw path of its own.
+    """
     path = draw_path = parameter_path(place)
     for value in values:
         if value.declared.part or not value.declared.main:
+            # Stages of two kinds may have values of the same name, so the draw path has the marker too.
             path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
         elif len(main_names[value.node]) > 1:
             draw_path = f"{draw_path}/{value.name}"
@@ -344,7 +373,10 @@ def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Na
 
 
 def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
-    """For each marker dict, by its key path, the names of those of these values that are main values of it."""
+    """For each marker dict, by its key path, the names of its main values: ``{("w", "@weight_norm"): {"v"}}``.
+
+    ``values`` are those of all places of a tree.
+    """
     names = dict[Names, set[str]]()
     for value in values:
         if value.declared.main:
@@ -353,7 +385,7 @@ def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]
 
 
 def same_path_error(path: str) -> ValueError:
-    """The error for a tree in which two leaves have the same path."""
+    """The error for a tree in which two leaves have the same path, so that no stage could tell them apart."""
     return ValueError(
         f"Two leaves of the tree have the path {path!r}. "
         f"Rename one of them. The usual cause is a key that contains '/', or a pair of keys such as 0 and '0'."
@@ -372,7 +404,10 @@ def places_of(tree: PyTree) -> list[Names]:
 
 
 def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
-    """The path of the first parameter that holds a marker dict, and its outermost marker. None in a plain tree."""
+    """The path of the first parameter that holds a marker dict, and its outermost marker: ``("a/w", "@scale")``.
+
+    None in a plain tree, so this also serves to recognize a raw tree.
+    """
     marked = ((place, len(parameter_place(place))) for place in places)
     return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
@@ -385,19 +420,26 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     """
     if found := first_marker(places_of(params)):
         path, mark = found
-        _class_of_marker(mark, (path,))
+        _class_of_marker(mark, (path,))  # a better error, if the name is the model's own or of an unknown stage
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )
 
 
 def state_flags(tree: PyTree) -> list[bool]:
-    """For each leaf, whether it is model state, according to linen's collections and the types of nnx variables."""
+    """For each leaf of a tree, in order, whether it is model state, such as the running mean of a normalization.
+
+    Linen's collections and the types of nnx variables tell. See :func:`_are_state`.
+    """
     return _flags_of_leaves(tree, lambda node: len(jax.tree.leaves(node)))
 
 
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
-    """For each leaf, whether it is model state. ``count`` returns how many leaves an nnx variable, or a leaf, is."""
+    """For each leaf, whether it is model state. Each nnx variable counts as one, since its type tells.
+
+    ``count`` returns for a variable, or for a leaf outside of variables, how many flags it gets in the result: one for
+    each leaf that it holds.
+    """
     paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
     return [flag for flag, node in pairs for _ in range(count(node))]
@@ -406,22 +448,27 @@ def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
     """For each place, whether it holds model state: an nnx variable other than ``Param``, or in a linen collection.
 
-    The collection ``params`` is not state. An array directly next to ``params``, such as a temperature, is a parameter.
+    Linen's variables are ``{"params": ..., "batch_stats": ..., ...}``. ``batch_stats`` is state wherever it is; other
+    names count as collections only if there is a ``params`` next to them. An array directly next to ``params``, such
+    as a temperature, is a parameter.
     """
     has_params = any(path[:1] == ("params",) for path in paths)
 
     def is_state(path: Names, box: Any) -> bool:
+        """Whether one place holds model state; ``box`` is what is there, which may be an nnx variable."""
         # A variable of the class `rpx.nnx.Fixed` holds a raw value of a parameter, so it is not state.
         is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
         if is_flax_instance(box, "Variable") and not is_parameter:
             return True
+        # A path with "/" has two names or more, so it is in a collection.
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
     return list(map(is_state, paths, boxes))
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
-"""The places to remove, in the order of the tree, and the arrays that replace them, by their places."""
+"""The places to remove, in the order of the tree, and the arrays that replace them, by their places. The new arrays
+take the position of the first place that is removed."""
 
 
 @dataclass(frozen=True)
@@ -449,18 +496,24 @@ class Frame:
     def state(self) -> frozenset[Names]:
         """The places that hold model state instead of a parameter."""
         variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
+        # The model's own tree with its variables, whose types tell, and with 0 in place of all other arrays.
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
-        of_one = set(map(id, variables.values()))
-        flags = _flags_of_leaves(around, lambda node: 1 if id(node) in of_one else len(jax.tree.leaves(node)))
+        # Each of these variables is at one place. Others, which remain in the tree, hold their leaves as usual.
+        ids = set(map(id, variables.values()))
+        flags = _flags_of_leaves(around, lambda node: 1 if id(node) in ids else len(jax.tree.leaves(node)))
         return frozenset(place for place, flag in zip(self.places, flags, strict=True) if flag)
 
     @cached_property
     def axes(self) -> Mapping[Names, KnownAxes]:
-        """What is known about the axes of each parameter: from its module or its name, and from its box."""
+        """What is known about the axes of each parameter: from its module or else its name, and from its box.
+
+        A module counts by its class, which the structure contains. A model may hold a parameter at several places; all
+        of them count for the first.
+        """
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
-        same = [numbers[self.first_places.get(place, place)] for place in self.places]
-        by_class = known_by_class(self.treedef, boxes, same)
+        first_numbers = [numbers[self.first_places.get(place, place)] for place in self.places]
+        by_class = known_by_class(self.treedef, boxes, first_numbers)
         known = [by_class.get(i) or known_by_name(place[-1] if place else "") for i, place in enumerate(self.places)]
         for i, box in boxes.items():
             if (names := axis_names(box)) is not None:
@@ -487,8 +540,12 @@ class Flat:
     roles: Mapping[Names, Role] | None = None
 
     def parameter_of(self, place: Names) -> Names:
-        """The place of the parameter to which ``place`` belongs."""
-        for n in range(len(place), -1, -1):
+        """The place of the parameter to which ``place`` belongs: ``("a", "w", "@scale", "x") -> ("a", "w")``.
+
+        Raises:
+          KeyError: If it belongs to none.
+        """
+        for n in range(len(place), -1, -1):  # down to the empty place, that of a model that is a single array
             if place[:n] in self.frame.parameters:
                 return place[:n]
         raise KeyError(place)
@@ -503,25 +560,34 @@ class Flat:
         return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
-        """The same tree as a stage sees it that comes before these stages in the chain."""
+        """The same tree as a stage sees it that comes before these stages, ``later``, in the chain."""
         return replace(self, later=later)
 
     def axes_at(self, place: Names) -> KnownAxes:
-        """What is known about the axes of the array at a place, derived from the axes of its parameter."""
+        """What is known about the axes of the array at a place, derived from the axes of its parameter.
+
+        An aligned value has the axes of the parameter. A factor with the axes ``("rows", "rank")``, such as ``u`` of a
+        ``LowRank``, has the inputs of the parameter, and as output an axis of its own. Nothing is known about others.
+        """
         axes = self.frame.axes[self.parameter_of(place)]
         for value in _marked_values(place):
             if _has_axes_of_array(value.declared):
                 continue
             mark, declared = value.node[-1], value.declared.axes
+            # The later stages of this kind, one of which has created the marker dict.
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
+            # With ``rows`` or ``columns`` of the user's, the rows need not be the inputs.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
-            ranks = vars(makers[0]) if len(makers) == 1 else {}
-            axes = axes.of_factor(declared, {axis: n for axis, n in ranks.items() if isinstance(n, int)})
+            fields = vars(makers[0]) if len(makers) == 1 else {}  # such as ``rank``, the size of the axis of that name
+            axes = axes.of_factor(declared, {axis: n for axis, n in fields.items() if isinstance(n, int)})
         return axes
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
-        """A :class:`Leaf` for each array. Empty marker dicts are left out."""
+        """A :class:`Leaf` with content for each array. Empty marker dicts are left out.
+
+        ``bases`` is as for :func:`describe_places`.
+        """
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
         for leaf in leaves:
@@ -529,8 +595,12 @@ class Flat:
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:
-        """The marker dicts of a kind in which no other marker is nested, by the place of the array."""
-        marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
+        """The marker dicts of a kind in which no other marker is nested, by the place of the array.
+
+        These are the ones that a stage replaces in ``apply``, after which it is the turn of those around them. Empty if
+        there are none.
+        """
+        marks = {place[:-1]: place[-1] for place in self._places_of_innermost_markers() if kind_of(place[-1]) == kind}
         nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
         for place, x in self.arrays.items():
             for n in range(len(place)):
@@ -539,12 +609,16 @@ class Flat:
         return nodes
 
     def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
-        """The result of :meth:`nodes`. Raises an error if it is empty."""
+        """The result of :meth:`nodes` for a stage of this kind, which needs at least one.
+
+        Raises:
+          ValueError: If there are none. ``who``, the stage and its method, begins the error.
+        """
         if nodes := self.nodes(kind):
             return nodes
         if found := first_marker(self.arrays):
             path, mark = found
-            if kind_of(mark) == kind:
+            if kind_of(mark) == kind:  # but other markers are nested in it
                 raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
             raise ValueError(
                 f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
@@ -554,22 +628,26 @@ class Flat:
             f"p.init(params)` once, with the whole chain, and pass `raw`."
         )
 
-    def _innermost_nodes(self) -> list[Names]:
-        """The key path of each marker dict in which no other marker is nested."""
-        innermost = dict[Names, None]()
+    def _places_of_innermost_markers(self) -> list[Names]:
+        """The key path of each marker in which no other marker is nested, marker included: ``("w", "@scale")``."""
+        innermost = dict[Names, None]()  # in the order of the tree
         outer = set[Names]()
         for place in self.arrays:
-            nodes = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
-            innermost |= dict.fromkeys(nodes[-1:])
-            outer.update(nodes[:-1])
-        return [node for node in innermost if node not in outer]
+            markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
+            innermost |= dict.fromkeys(markers[-1:])
+            outer.update(markers[:-1])
+        return [place for place in innermost if place not in outer]  # one value may be plain, and another replaced
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
-        """The tree with each of these marker dicts as one leaf, in place of its values."""
+        """The tree in which each of these marker dicts is one leaf, a :class:`Node` at the place of the array."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
-        """The tree with some arrays replaced by others. The order of all others is kept."""
+        """The tree with some arrays replaced by others. The order of all others is kept.
+
+        ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap
+        removes at least one place, where its new arrays go. The old tree is not changed.
+        """
         if not swaps:
             return self
         new_arrays_at = {old_places[0]: new_arrays for old_places, new_arrays in swaps}
@@ -584,21 +662,30 @@ class Flat:
 
 
 def flatten(tree: PyTree) -> Flat:
-    """Separates the arrays of a raw tree, or a plain one, from its structure and its boxes. Inverse: :func:`nest`."""
+    """Separates the arrays of a raw tree, or a plain one, from its structure and its boxes. Inverse: :func:`nest`.
+
+    ``{"w": {"@scale": {"x": x}}, "b": b}`` has the places ``("b",)`` and ``("w", "@scale", "x")`` in ``arrays``, and a
+    frame with the parameters ``b`` and ``w``. Boxes may be around a marker dict, or inside it around its values.
+
+    Raises:
+      ValueError: If two leaves have the same place, or one box is at two places.
+    """
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
+    # An `Elsewhere` stands at each further place of a parameter that a model holds several times.
     first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
         content = node
         if is_box(node):
             boxes[path], content = node, value_in(node)
-        parts = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
-        for below, x in parts:
+        # Everything in a marker dict, with the key paths there; an array of the model is at the place itself.
+        entries = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
+        for below, x in entries:
             place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
             arrays[place] = x
-            if below and is_box(x):
+            if below and is_box(x):  # the box of a raw value, or of an empty marker dict
                 boxes_of_values[place], value = x, value_in(x)
                 arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
@@ -607,17 +694,21 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
-    """The box of each parameter, from the boxes of its raw values, as far as these have any."""
-    parts = dict[Names, list[Any]]()
+    """The box of each parameter whose raw values have boxes, made from these. Parameters without one are left out."""
+    boxes_by_parameter = dict[Names, list[Any]]()
     for place, box in boxes_of_values.items():
-        parts.setdefault(parameter_place(place), []).append(box)
-    boxes = {place: box_of_parameter(boxes) for place, boxes in parts.items()}
+        boxes_by_parameter.setdefault(parameter_place(place), []).append(box)
+    boxes = {place: box_of_parameter(boxes) for place, boxes in boxes_by_parameter.items()}
     return {place: box for place, box in boxes.items() if box is not None}
 
 
 def nest(tree: Flat) -> PyTree:
-    """Restores the model's own structure and the boxes. Inverse: :func:`flatten`."""
-    nested: dict[Any, Any] = {}
+    """Restores the model's own structure and the boxes. Inverse: :func:`flatten`.
+
+    A raw value keeps its own box if it has one. Then the box of the parameter is left out, because it was made from
+    these.
+    """
+    nested: dict[Any, Any] = {}  # by the whole place of each parameter, then by the names below it
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
         box = tree.boxes.get(place)
@@ -631,14 +722,14 @@ def nest(tree: Flat) -> PyTree:
 
 
 def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Stores ``x`` under a sequence of keys in nested dicts, and adds the dicts that are missing."""
+    """Stores ``x`` in ``nested``, in place: keys ``["a", "b"]`` make ``{"a": {"b": x}}``. Missing dicts are added."""
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
 
 
 def _describe_wrong_values(mark: str, content: Any) -> str:
-    """The error text for the ``content`` of a marker that is not a dict of arrays."""
+    """The error text for the ``content`` of a marker, which is not a dict of arrays: the first fault in it."""
     fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
     for name, values in ((mark, content), (FIXED, fixed_values)):
         if not isinstance(values, Mapping):

@@ -21,7 +21,7 @@ class Line:
     """One line of a report: a path, or several similar ones as in ``layers/0..11/kernel``, and their value.
 
     Attributes:
-      parts: The path, split into text and numbers in turn.
+      parts: The path, split into text and numbers in turn: ``("layers/", "0..11", "/kernel")``.
       value: What the report says about the path.
       count: How often this path and value occur.
       members: The paths that the line shows.
@@ -49,22 +49,29 @@ def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Like :func:`count_lines`, but with one line for consecutive numbers with equal values: ``layers/0..3/kernel``."""
+    """Like :func:`count_lines`, but with one line for consecutive numbers with equal values: ``layers/0..3/kernel``.
+
+    Numbers are folded from left to right, one position in the path after the other.
+    """
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
-    for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
+    for i in range(1, max((len(line.parts) for line in lines), default=0), 2):  # `re.split` puts numbers at odd indices
         lines = _fold_numbers_at(i, lines)
     return lines
 
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
-    """``lines`` with one line, where the first was, for those that differ only in consecutive numbers at part ``i``."""
-    places_of_key: dict[Hashable, list[tuple[int, int]]] = {}
+    """``lines`` with one line, where the first was, for those that differ only in consecutive numbers at part ``i``.
+
+    With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
+    """
+    # For all that must be equal, the number and the row of each line. A line without a number there is alone.
+    numbers_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
         has_number = len(line.parts) > i
         key = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if has_number else row
-        places_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
+        numbers_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
     line_at_row: dict[int, Line] = {}
-    for numbers in map(sorted, places_of_key.values()):
+    for numbers in map(sorted, numbers_of_key.values()):
         # In a run of consecutive numbers, the difference between a number and its index is constant.
         for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0]):
             rows = [row for _, (_, row) in run]
@@ -73,7 +80,10 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:
-    """One line for lines that have consecutive numbers at part ``i``: ``layers/0..11``. A single line is unchanged."""
+    """One line for lines that have consecutive numbers at part ``i``: ``layers/0..11``. A single line is unchanged.
+
+    All lines have the same value, and the same parts except for part ``i``.
+    """
     first, last = lines[0], lines[-1]
     if len(lines) == 1:
         return first
@@ -83,7 +93,7 @@ def _join_run(i: int, lines: list[Line]) -> Line:
 
 
 def size_in_bytes(x: Any) -> int:
-    """The size of an array, or of one with the shape and dtype of ``x``; for PRNG keys, that of their words."""
+    """The size in bytes of an array with the shape and dtype of ``x``, which may be a type."""
     return math.prod(x.shape) * _size_of_one(x.dtype)
 
 
@@ -97,7 +107,7 @@ def _size_of_one(dtype: Any) -> int:
 
 
 def readable_size(n: float) -> str:
-    """A number of bytes with a suitable unit."""
+    """A number of bytes with a suitable unit: ``"12 B"``, ``"3.5 KiB"``; gibibytes are the largest unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             break

@@ -85,9 +85,12 @@ class Role:
 
     @property
     def ambiguous(self) -> str:
-        """The uses of the array as text, if they give an axis more than one role. Empty if the roles are clear."""
-        words = (self.inputs, self.outputs, self.stacked)
-        if sum(map(len, words)) == len({axis for axes in words for axis in axes}):
+        """The uses of the array as text, if they give an axis more than one role. Empty if the roles are clear.
+
+        In a network that multiplies with ``w`` and with ``w.T``, axis 0 is an input and an output.
+        """
+        groups = (self.inputs, self.outputs, self.stacked)
+        if sum(map(len, groups)) == len({axis for axes in groups for axis in axes}):  # no axis is in two groups
             return ""
         return "; ".join(f"inputs {use.inputs} and outputs {use.outputs} in {use.line}" for use in self.uses)
 
@@ -101,13 +104,19 @@ class Role:
           shape: The shape of the derived array.
           dtype: Its dtype.
           stacked: Its axes that stack arrays like this one.
+
+        For a kernel with inputs ``(0,)`` and outputs ``(1,)``, ``followed=[1, 0]`` is its transpose, with inputs
+        ``(1,)`` and outputs ``(0,)``; ``[None, 0, 1]`` with ``stacked=(0,)`` are several kernels, with inputs ``(1,)``;
+        and ``[0, None]`` is its first factor, with inputs ``(0,)`` and outputs ``(1,)``.
         """
         new_axis = {axis: new for new, axis in enumerate(followed) if axis is not None}
 
         def moved(axes: Numbers) -> Numbers:
+            """These axes of this array in the derived one. Those that it does not have are left out."""
             return tuple(sorted(new_axis[axis] for axis in axes if axis in new_axis))
 
         def with_moved_axes(record: Any) -> Any:
+            """A copy of this role or one of its uses, with the axes of the derived array."""
             stacks = tuple(sorted((*moved(record.stacked), *stacked)))
             return replace(record, inputs=moved(record.inputs), outputs=moved(record.outputs), stacked=stacks)
 
@@ -117,13 +126,14 @@ class Role:
             how = PRODUCT if is_product else use.how
             uses.append(replace(with_moved_axes(use), how=how, windows=moved(use.windows)))
         role = replace(with_moved_axes(self), uses=tuple(uses), shape=shape, dtype=dtype)
+        # The axes between two factors, if this is one. A factor without inputs and outputs has no role.
         between = tuple(new for new, axis in enumerate(followed) if axis is None and new not in stacked)
         if role.inputs and not role.outputs:
             return replace(role, outputs=between)
         return replace(role, inputs=between) if role.outputs and not role.inputs else role
 
     def unknown(self) -> Numbers:
-        """The axes without a role. Axes of size 1 do not count."""
+        """The axes without a role. Axes of size 1 do not count, because it makes no difference what they are."""
         known_axes = {*self.inputs, *self.outputs, *self.stacked}
         return tuple(i for i, n in enumerate(self.shape) if i not in known_axes and n != 1)
 
@@ -131,18 +141,23 @@ class Role:
 def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word, the axes that it stands for in an array with this role.
 
-    They are counted from the back, without the axes in ``stacked``.
+    They are counted from the back, without the axes in ``stacked``. A word without axes has ``()``. For the kernel of a
+    convolution, of shape ``(width, in, out)``::
+
+        {"inputs": (-3, -2), "outputs": (-1,), "stacked": (), "channels": (-2,), "uncut": (-3, -1), "vectors": (-3, -2)}
     """
     unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
 
     def from_back(axes: Iterable[int]) -> Numbers:
+        """These axes, counted from the back without the stacked ones, which are left out."""
         return tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
 
     inputs, outputs, stacks = from_back(role.inputs), from_back(role.outputs), from_back(role.stacked)
     windows = from_back(axis for use in role.uses for axis in use.windows)
+    # The last input along which no window moves, in a tuple; if windows move along all of them, the last one.
     channels = tuple(axis for axis in inputs if axis not in windows)[-1:] or inputs[-1:]
     uncut = tuple(sorted({*inputs, *outputs} - {*channels}))
-    vectors = outputs if role.is_table else inputs
+    vectors = outputs if role.is_table else inputs  # each row of a table is a vector of outputs
     return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, CHANNELS: channels, UNCUT: uncut, VECTORS: vectors}
 
 
@@ -187,5 +202,5 @@ class Misfits(tuple[Misfit, ...]):
 
 
 def one_or_tuple(axes: Sequence[Any]) -> Any:
-    """A single axis as a number, several axes as a tuple."""
+    """A single axis as a number, no or several axes as a tuple, as users write them: ``(1,) -> 1``."""
     return axes[0] if len(axes) == 1 else tuple(axes)

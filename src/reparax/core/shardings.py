@@ -35,7 +35,8 @@ def shardings_of_raw(
       who: The call, as errors name it.
       init: Returns the raw tree of parameters. Only its structure, boxes included, and its shapes are used.
       follow: Returns the origins of the raw values of parameters.
-      specs: The spec of each parameter, or the parameters themselves if they are placed on a mesh.
+      specs: The spec of each parameter, or the parameters themselves if they are placed on a mesh. Errors are raised
+        for specs that do not fit the parameters or the mesh.
       mesh: The mesh of the shardings.
       like: The parameters, or their shapes and dtypes. None if ``specs`` are the parameters.
       memory_kind: The kind of memory for fixed values, or None for the default.
@@ -51,6 +52,11 @@ def shardings_of_raw(
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
 
     def sharding_of(path: Names, x: Any) -> NamedSharding:
+        """The sharding of the raw value ``x`` at ``path``.
+
+        An axis that follows a sharded one is sharded in the same way, unless its length does not split evenly. An axis
+        that follows none is replicated.
+        """
         source, axes = origins[path]
         entries = [None if axis is None else entries_of_params[path_text(source)][axis] for axis in axes]
         pairs = zip(entries, x.shape, strict=True)
@@ -61,18 +67,22 @@ def shardings_of_raw(
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaf of ``specs`` for each array, by path. Raises an error if the paths of the two differ."""
+    """The leaf of ``specs``, a spec or an array on a mesh, for each of ``arrays``, by path.
+
+    Raises:
+      ValueError: If the paths of the two differ, or if there are no arrays at all, which give the shapes.
+    """
     spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if spec_of and not arrays:
         raise ValueError(
             f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
         )
-    if "" in spec_of and "" not in arrays:
+    if "" in spec_of and "" not in arrays:  # the path of a tree that is a single leaf
         raise ValueError(
             f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
             f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
         )
-    for path in sorted(arrays.keys() ^ spec_of.keys()):
+    for path in sorted(arrays.keys() ^ spec_of.keys()):  # paths that only one of them has, of which the first is named
         with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
             f"{who}: the {with_path} hold {path!r}, the {without_path} do not. Give one PartitionSpec for each array; "
@@ -85,12 +95,16 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     """The spec of ``x``, if it is a spec, a sharding, or an array that is placed on a mesh. Otherwise None."""
     if isinstance(x, PartitionSpec):
         return x
-    sharding = getattr(x, "sharding", x)
+    sharding = getattr(x, "sharding", x)  # of an array; a sharding itself has no such attribute
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
-    """The entry of a spec for each axis of ``x``; missing ones are None. Raises an error if the spec does not fit."""
+    """The entry of a spec for each axis of the parameter ``x``: ``P("data")`` of a matrix has ``("data", None)``.
+
+    ``leaf`` is the spec, or an array placed on a mesh. Raises an error if there is no spec, or it does not fit ``x`` or
+    the mesh.
+    """
     spec = _spec_of(leaf)
     if spec is None:
         raise ValueError(
@@ -129,5 +143,5 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def _count_parts(entry: Any, mesh: AnyMesh) -> int:
-    """The number of parts into which an entry of a spec splits an axis."""
+    """The number of parts into which an entry of a spec splits an axis: 8 for ``("x", "y")`` on a mesh of 4 by 2."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(entry))

@@ -1,8 +1,13 @@
 """A site: a stage at one array, or at a group of arrays that it computes together.
 
-A *place* is the key path of an array, a tuple of names. The formulas of a stage call its arrays by names of their own,
-such as ``"w"``, and so they do the raw values, such as ``"g"`` and ``"v"``; a site says at which places these are. In a
-raw tree, the raw values of an array are in a marker dict, at the key path ``(*place, "@kind")``.
+A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. Formulas of a stage know no
+places: they call each array by a name such as ``"w"``, and each raw value by a name such as ``"g"`` or ``"v"``. A site
+says at which places these are. In a raw tree, the raw values of an array are in a marker dict, at the key path
+``(*place, "@kind")``. :class:`WeightNorm` at ``("dense", "kernel")``, for example, has the site
+
+    arrays = {"w": ("dense", "kernel")}
+    values = {"w": {"g": ("dense", "kernel", "@weight_norm", "g"), "v": ("dense", "kernel", "@weight_norm", "v")}}
+    nodes = {"w": ("dense", "kernel", "@weight_norm")}
 """
 
 from __future__ import annotations
@@ -64,7 +69,11 @@ class Site:
         return [*(place for places in self.values.values() for place in places.values()), *self.reads.values()]
 
     def read(self, arrays: Arrays) -> RawValues:
-        """The raw values and the other arrays that the formulas read. Fixed values pass no gradient."""
+        """What the formulas read, by array and value: ``{"w": {"g": ..., "v": ...}, "other": {"": ...}}``.
+
+        An array in ``reads`` has the name ``""`` below its own name, as it is no raw value. Fixed values pass no
+        gradient.
+        """
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}
             for name, places in self.values.items()
@@ -73,34 +82,51 @@ class Site:
 
     @property
     def free_values(self) -> dict[str, Names]:
-        """The place of each raw value that is not fixed, by the name of the value."""
+        """The place of each raw value that the stage does not declare as fixed, by the name of the value.
+
+        Of equal names at several arrays of the site, only the last one is in the dict.
+        """
         pairs = [pair for places in self.values.values() for pair in places.items()]
         return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
 
     def swaps(self, effective: Mapping[str, Any]) -> list[Swap]:
-        """The swaps that replace raw values, or a marker dict without values, by the effective arrays."""
+        """For a step of a plan: one swap for each array, which puts the effective array in place of its raw values.
+
+        An array without raw values of its own, such as a tied one, has an empty marker dict, which is replaced.
+        """
         return [
             (list(self.values[name].values()) or [self.nodes[name]], {place: effective[name]})
             for name, place in self.arrays.items()
         ]
 
-    def raw_values(self, name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
-        """The raw values of an array by their places: first the free ones, then the fixed ones in declared order."""
-        node = self.nodes[name]
-        order = {**self.stage.raw_values, **values}
-        fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
-        placed = {(*node, value): x for value, x in values.items() if value not in fixed}
-        return (placed | {(*node, FIXED, value): values[value] for value in fixed}) or {node: {}}
+    def place_values(self, array_name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
+        """The raw values of one array by their places in the raw tree; the inverse of ``values[array_name]``.
+
+        ``{"mask": m, "w": x}`` becomes ``{(*node, "w"): x, (*node, "@fixed", "mask"): m}``: free values come first,
+        then the fixed ones in the order of their declarations. An array without values gets an empty marker dict.
+        """
+        node, declarations = self.nodes[array_name], self.stage.raw_values
+        in_declared_order = {value_name: values[value_name] for value_name in declarations if value_name in values}
+        fixed = {name: x for name, x in {**in_declared_order, **values}.items() if value_of(declarations, name).fixed}
+        placed = {(*node, name): x for name, x in values.items() if name not in fixed}
+        return (placed | {(*node, FIXED, name): x for name, x in fixed.items()}) or {node: {}}
 
 
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
-    """The array at a place. A fixed value passes no gradient."""
+    """The array at a place, as a JAX array. If a stage declares it as fixed, it passes no gradient."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:
-    """The site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it."""
+    """The site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it.
+
+    Args:
+      stage: The stage, with its numbers and axes for these arrays.
+      who: The call in which the stage acts, for errors.
+      leaves: The leaf of each array, by the name that the formulas use, such as ``"w"``.
+      details: The other fields of :class:`Site`.
+    """
     places = {name: leaf.place for name, leaf in leaves.items()}
     values = {name: leaf.values for name, leaf in leaves.items()}
     nodes = {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}
@@ -108,5 +134,9 @@ def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: An
 
 
 def stage_key(stage: Any) -> Any:
-    """A hashable key; if two stages have equal keys, their formulas compute the same."""
+    """A hashable key; if two stages have equal keys, their formulas compute the same, so one trace serves both.
+
+    A stage whose fields have no exact text, such as one with a traced number, is equal only to itself. The stage is
+    part of the key because text alone does not distinguish classes.
+    """
     return id(stage) if stage._exact_text is None else (stage, stage._exact_text)

@@ -18,7 +18,11 @@ from reparax.core.paths import PyTree, is_traceable
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Known:
-    """A static value among the results of a transform: their treedef, or the index of an argument that is returned."""
+    """A static leaf among the results of a transform: the mark of a result that is an argument, or the treedef.
+
+    Attributes:
+      content: The index of the argument among the leaves of all arguments; or the treedef of the results.
+    """
 
     content: Any
 
@@ -26,7 +30,8 @@ class Known:
 def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
     """The treedef and the leaves of ``formula(*args)``, with a mark in place of each leaf that is one of the arguments.
 
-    They are a list, as some containers of other libraries cannot hold a mark.
+    For ``formula = lambda w, x: {"a": w, "b": w + x}``, these are ``[Known(treedef), Known(0), w + x]``. They are a
+    list, as some containers of other libraries cannot hold a mark.
     """
     numbers = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
     leaves, treedef = jax.tree.flatten(formula(*args))
@@ -34,16 +39,20 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def restore_same(results: list[Any], *args: Any) -> Any:
-    """The tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks."""
+    """The tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks.
+
+    ``args`` must have the structure of those of :func:`mark_same`, since a mark is an index into their leaves.
+    """
     arguments = jax.tree.leaves(args)
     structure, *leaves = results
     return structure.content.unflatten(arguments[x.content] if isinstance(x, Known) else x for x in leaves)
 
 
 class _Mark:
-    """A policy for ``jax.checkpoint`` that stores nothing, and distinguishes our checkpoints from those of users."""
+    """A policy for ``jax.checkpoint`` that stores nothing, and by which transforms know our checkpoints from others."""
 
     def __call__(self, *_: Any, **__: Any) -> bool:
+        """False: the result of no operation is stored for the backward pass."""
         return False
 
     def __repr__(self) -> str:
@@ -57,20 +66,23 @@ MARK = _Mark()
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
     """``fun(tree, key)``, computed again in the backward pass, which stores only ``tree``, ``key`` and the result.
 
-    Leaves that are not arrays, and leaves that ``fun`` returns unchanged, are returned as the same objects.
+    Leaves that are not arrays, and leaves that ``fun`` returns unchanged, are returned as the same objects. An error of
+    ``fun`` is raised as it is.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]  # of the arrays
     errors = list[Exception]()
 
     def of_arrays(arrays: list[Any], key: Array | None) -> Any:
-        inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
+        """``fun`` as a function of the arrays, with marks in its result, or None if ``fun`` raises an error."""
+        # All leaves by their index, in order, with the traced arrays in place of the given ones.
+        inputs = {**dict(enumerate(leaves)), **dict(zip(indices, arrays, strict=True))}
         try:
             return mark_same(lambda *inputs: fun(treedef.unflatten(inputs), key), *inputs.values())
         except Exception as error:  # It is raised below, as JAX would change its text here.
             errors.append(error)
 
-    outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in places], key)
+    outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in indices], key)
     if errors:
         raise errors[0]
     return restore_same(outputs, *leaves)

@@ -26,7 +26,8 @@ class Value:
     Attributes:
       main: Whether earlier stages act on it, under the path of the array.
       fixed: Whether it is not trained.
-      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act.
+      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act. What ``update_base``
+        calls a base is another thing: any fixed value to which free ones are relative, as in :class:`Orthogonal`.
       aligned: Whether its axes are those of the array.
       decays: Whether smaller numbers give a smaller array.
       part: Whether it is a part of the array, with a path of its own.
@@ -45,6 +46,7 @@ class Value:
     axes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
+        """The call that makes it, such as ``main(aligned=True)``, with what differs from the default of that call."""
         role = "main" if self.main else "fixed" if self.fixed else "aux"
         implied_fields = {"main", "fixed"} if role == "fixed" else {"main"}
         written = [
@@ -111,13 +113,19 @@ def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] =
 
 
 def value_of(values: Values, name: str) -> Value:
-    """The declaration of the raw value with this name, or its default."""
+    """The declaration of the raw value with this name, or its default: see :func:`aux`.
+
+    The order is the entry of the name, the entry ``"*"``, the default.
+    """
     default = Value(main=not any(value.main for value in values.values()))
     return values.get(name) or values.get(OTHERS) or default
 
 
 def check_values(who: str, values: Any) -> None:
-    """Requires that ``values`` are valid declarations of raw values."""
+    """Requires that ``values``, the attribute ``raw_values`` of the class ``who``, are valid declarations.
+
+    The names must be text that paths and markers can hold.
+    """
     entries = values.items() if isinstance(values, Mapping) else [(None, values)]
     for name, value in entries:
         if not isinstance(name, str) or not name or set(name) & set("@./") or not isinstance(value, Value):

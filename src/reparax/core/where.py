@@ -4,6 +4,10 @@ The argument ``where`` of a stage is a regular expression for whole paths, a pre
 result of :func:`all_but` or :func:`selected`; None means the stage's own default. An expression with ``@`` in it is for
 places instead of paths, that is, for paths in the raw tree with its markers. The arrays are described by leaves
 (``raw.py``), one for each array or marker dict of a tree.
+
+In ``LoRA(4) >> WeightNorm()``, for example, LoRA selects the main value ``v`` under the path of its array,
+``dense/kernel``, and the auxiliary value ``g`` only if ``where`` matches ``dense/kernel/g``. The place of ``v`` is
+``dense/kernel/@weight_norm/v``.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from jax.tree_util import register_static
 
 from reparax.core.calls import can_take
 from reparax.core.config import register_class
-from reparax.core.layers import TABLES
+from reparax.core.known_axes import TABLES
 from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
 from reparax.core.raw import Leaf, parameter_path
 from reparax.numerics.arithmetic import is_array
@@ -35,11 +39,16 @@ as in ``b1``, ``bias`` as a word of a name, as in ``bias_n``, and names that beg
 @register_static
 @dataclass(frozen=True, repr=False)
 class Selected:
-    """The predicate that :func:`selected` returns: true at the given paths and below them."""
+    """The predicate that :func:`selected` returns: true at the given paths and below them.
+
+    Attributes:
+      paths: The paths of arrays, or of nodes that hold arrays; the empty path is the whole tree.
+    """
 
     paths: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        """Requires a tuple of strings, which JSON may not have given."""
         paths: Any = self.paths
         if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
             raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.stage.selected`.")
@@ -48,6 +57,7 @@ class Selected:
         return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
+        """Whether ``path`` is one of the paths or below one. ``array`` is not read; all predicates take it."""
         return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
@@ -57,7 +67,11 @@ register_class(Selected)
 @register_static
 @dataclass(frozen=True, repr=False)
 class AllBut:
-    """The selection that :func:`all_but` returns: the default of a stage, without some paths."""
+    """The selection that :func:`all_but` returns: the default of a stage, without some paths.
+
+    Attributes:
+      patterns: Regular expressions for the whole paths that are left out.
+    """
 
     patterns: tuple[str, ...]
 
@@ -148,14 +162,22 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """A leaf of a model, replaced by its path and whether it is an array."""
+    """A stand-in for a leaf of a model, by which one sees which leaves a function of the model returns.
+
+    Attributes:
+      path: The path of the leaf.
+      is_array: Whether the leaf is an array, and not, for example, an activation function.
+    """
 
     path: str
     is_array: bool
 
 
 def _select_parts(choose: Any, model: PyTree) -> Selected:
-    """The selection of the arrays in the parts of ``model`` that ``choose`` returns."""
+    """The selection of the arrays in the parts of ``model`` that ``choose`` returns.
+
+    ``choose`` gets the model with a :class:`_Placeholder` for each leaf, and so returns the paths of the parts.
+    """
     paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
         raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
@@ -175,7 +197,11 @@ def nearest(path: str, paths: Iterable[str]) -> str:
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """The matches of a regular expression with whole paths. A pattern that equals a path matches only this path."""
+    """The matches of a regular expression with whole paths, one for each different path.
+
+    A pattern that equals a path matches only this path, even if it has special characters, as ``a.b`` has. The list is
+    empty if nothing matches, or if the pattern is not a regular expression.
+    """
     unique = list(dict.fromkeys(paths))
     try:
         all_matches = [re.fullmatch(re.escape(pattern) if pattern in unique else pattern, path) for path in unique]
@@ -185,11 +211,18 @@ def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
-    """``where`` itself. Raises an error if it is not a valid selection."""
-    is_stage = isinstance(where, type) or hasattr(where, "_parts")
+    """``where`` itself. Raises an error if it is not a valid selection.
+
+    Args:
+      where: What the user passed.
+      owner: The class or function that takes it, for errors.
+      name: The name of its argument, for errors.
+    """
+    # A class and a stage may be callable, but are no predicates.
+    is_class_or_stage = isinstance(where, type) or hasattr(where, "_parts")
     if isinstance(where, str):
         _require_expression(where, owner, name)
-    elif is_stage or not (where is None or callable(where) or isinstance(where, AllBut)):
+    elif is_class_or_stage or not (where is None or callable(where) or isinstance(where, AllBut)):
         what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
@@ -204,7 +237,10 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
 
 
 def _require_expression(pattern: str, owner: str, name: str) -> None:
-    """Requires that a pattern is a regular expression."""
+    """Requires that ``pattern``, the argument ``name`` of ``owner``, is a regular expression.
+
+    If it is a shell pattern, such as ``*/kernel``, the error gives the regular expression for it.
+    """
     try:
         re.compile(pattern)
     except re.error as error:
@@ -216,7 +252,7 @@ def _require_expression(pattern: str, owner: str, name: str) -> None:
 
 
 def _suggest(where: Any) -> str:
-    """What to write in place of a selection of a wrong type, for an error."""
+    """What to write in place of a selection of a wrong type, the end of an error."""
     if isinstance(where, type):
         return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
@@ -227,7 +263,11 @@ def _suggest(where: Any) -> str:
 
 
 def _shell_to_regex(pattern: str) -> str | None:
-    """The regular expression for a shell pattern, in which ``*`` is any text; None if that is the pattern itself."""
+    """The regular expression for a shell pattern, in which ``*`` is any text: ``".*/kernel"`` for ``"*/kernel"``.
+
+    None if that is the pattern itself, or not a regular expression either. A ``*`` after a dot or a bracket is kept, as
+    it repeats what stands before it.
+    """
     regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
         re.compile(regex)
@@ -237,45 +277,66 @@ def _shell_to_regex(pattern: str) -> str | None:
 
 
 def reads_paths_only(where: Where) -> bool:
-    """Whether a selection depends only on paths, not on arrays."""
+    """Whether a selection depends only on paths, not on arrays, so that raw values need not be read for it.
+
+    False for a predicate, and for the default of a stage, which depends on the number of axes.
+    """
     return isinstance(where, str | Selected)
 
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array is a bias or a scale, which are not matrices, whatever their shape.
 
-    Its layer says so, if it is known, and otherwise its name.
+    Its layer says so, if it is known, and otherwise its name: ``bias``, ``b1``, ``bias_n``, ``ln_1``. Both the name of
+    the parameter and that of the leaf count, which differ for a raw value with a path of its own.
     """
     if leaf.axes.are_of_layer:
         return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
+        # The substitution drops a number at the end: `scale_2`.
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
         for name in names
     )
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Whether an array is a table of embeddings, as its layer says, if it is known, and otherwise its name."""
+    """Whether an array is a table of embeddings. Its layer says so, if it is known, and otherwise its name."""
     if leaf.axes.are_of_layer:
         return leaf.axes.role.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
 def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
-    """The leaves that ``where`` selects. If it is None, those for which ``by_default`` is true."""
+    """The leaves that ``where`` selects, in their order; the list may be empty.
+
+    A selection by default is only of main values, which are plain arrays, and raw values that stand for their arrays.
+    An expression or a predicate may select auxiliary values too.
+
+    Args:
+      who: The call, for errors.
+      where: The selection.
+      leaves: All leaves of a tree.
+      by_default: Whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
+
+    Raises:
+      ValueError: If an :func:`all_but` or :func:`selected` names paths that the tree does not have.
+    """
 
     def is_selected(leaf: Leaf) -> bool:
+        """Whether ``where`` is true for a leaf that can be selected at all."""
         if where is None:
             return leaf.main and by_default(leaf)
         if isinstance(where, AllBut):
             return leaf.main and not where.excludes(leaf.path) and by_default(leaf)
         if isinstance(where, str):
+            # The place has the markers, `dense/kernel/@weight_norm/v`; the path has none, `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
         if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
+    # Without leaves, another error says that the tree holds no arrays.
     if leaves and isinstance(where, Selected):
         _require_paths(who, where, _known_paths(leaves))
     if leaves and isinstance(where, AllBut):
@@ -284,7 +345,15 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
 
 
 def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
-    """The error for a selection of no leaf. The default of a stage does not count the axes ``stacked``."""
+    """The error for a selection of no leaf.
+
+    Args:
+      who: The call.
+      where: The selection.
+      leaves: All leaves that it was asked for.
+      stacked: The argument of the stage. Its default does not count these axes: to it, an array of shape (8, 4) with
+        ``stacked=0`` is a vector.
+    """
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     if where is not None:
         return ValueError(f"{who} selects nothing: {why_none_selected(where, paths)}{_advise_place(where, leaves)}")
@@ -295,6 +364,7 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
             f"not counting stacked={stacked!r}, its default selects none of the {len(unique)} arrays "
             f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
         )
+    # A later stage may have replaced the arrays by integers, which no default selects, as `Quantized` does.
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
     advice = f" At {codes[0]!r} a later stage stores only codes: put that stage before this one." if codes else ""
@@ -302,15 +372,17 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """What to write to select a main value of a later stage, if an expression would match its array's path and name.
+    """What to write to select a main value of a later stage, if ``where`` matches its array's path and its name.
 
-    Such a value has the path of its array, so only its place in the raw tree contains its name.
+    ``dense/kernel/v`` matches nothing, as ``v`` has the path of its array, ``dense/kernel``; only its place in the raw
+    tree contains its name, so the advice is ``.*/@weight_norm/v``. Empty if there is no such value.
     """
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
-            place = leaf.raw_path.removeprefix(leaf.parameter)
-            return f" {leaf.raw_path!r} has the path of its array; to select it by its place, write {f'.*{place}'!r}."
+            below_parameter = leaf.raw_path.removeprefix(leaf.parameter)
+            advice = f"to select it by its place, write {f'.*{below_parameter}'!r}."
+            return f" {leaf.raw_path!r} has the path of its array; {advice}"
     return ""
 
 
@@ -320,12 +392,18 @@ def _is_by_place(where: Where) -> bool:
 
 
 def _is_seen(where: Where, leaf: Leaf) -> bool:
-    """Whether a selection can select a leaf. Values added to a base can only be selected by their place."""
+    """Whether a selection can select a leaf at all. False for hidden leaves, and for tied arrays, which have no values.
+
+    Values that an adapter adds to a base can only be selected by their place; see :class:`Leaf`.
+    """
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """The paths of the leaves, and of arrays of their tree without values of their own, such as tied ones."""
+    """The paths of the leaves, and of arrays of their tree without values of their own, such as tied ones.
+
+    A selection may name any of these. All ``leaves`` are of one tree, and there is at least one.
+    """
     arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
     empty = [place for place, x in arrays.items() if is_empty(x)]
     return [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
@@ -339,7 +417,10 @@ def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
 
 
 def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
-    """Requires that each selected path is that of an array, or of a node that holds arrays."""
+    """Requires that each selected path is that of an array, or of a node that holds arrays.
+
+    ``paths`` are those of the arrays: with ``dense/kernel``, also ``dense`` and the empty path may be selected.
+    """
     names_of_paths = [path.split("/") for path in paths]
     inner_paths = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
     for selected_path in where.paths:
@@ -352,7 +433,11 @@ def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
-    """Whether a predicate selects an array. It may also return a match of a regular expression, or None."""
+    """Whether a predicate selects an array. It may also return a match of a regular expression, or None.
+
+    Text and arrays of several numbers are refused, since they are true or false by accident; so are traced answers,
+    which have no value yet.
+    """
     try:
         answer = where(path, array)
     except Exception as error:
@@ -368,12 +453,15 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
 
 
 def _list_some(paths: Sequence[str]) -> str:
-    """The first three paths, as text for an error."""
+    """The first three paths, as text for an error: ``'a/kernel', 'b/kernel', 'c/kernel', ...``."""
     return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
 def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
-    """Why an expression matches none of these paths, and what to write instead, for an error."""
+    """Why an expression matches none of these paths, and what to write instead, for an error.
+
+    The usual mistakes are tried in turn: the path of a node, only the end of a path, and a shell pattern.
+    """
     if inner_paths := [path for path in paths if path.startswith(f"{pattern}/")]:
         return f"{pattern!r} is not an array, but {len(inner_paths)} paths begin with it: write {f'{pattern}/.*'!r}."
     if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
@@ -393,16 +481,23 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
     )
 
 
-def why_never_applies(pattern: str, path: str, first: str) -> str:
-    """Why an expression of a dict has no effect, if ``first`` comes before it and matches its ``path`` too."""
+def why_never_applies(pattern: str, path: str, earlier: str) -> str:
+    """Why ``pattern``, a key of a dict from regular expressions, has no effect, for an error.
+
+    Both ``pattern`` and the key ``earlier``, which stands before it, match ``path``. The text is meant to follow "got a
+    number for".
+    """
     return (
-        f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {first!r} for "
-        f"{path!r}. Write {pattern!r} before {first!r}."
+        f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {earlier!r} "
+        f"for {path!r}. Write {pattern!r} before {earlier!r}."
     )
 
 
 def why_none_selected(where: Where, paths: Sequence[str]) -> str:
-    """Why a selection selects none of these paths, and what to write instead, for an error."""
+    """Why a selection selects none of these paths, and what to write instead, for an error.
+
+    ``paths`` are those that it could select; an expression with ``@`` needs places instead.
+    """
     unique = list(dict.fromkeys(paths))
     if not unique:
         return "the tree holds no array. Pass the model's parameters."

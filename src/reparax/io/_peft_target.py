@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import list_axes
-from reparax.core.layers import known_by_name
+from reparax.core.known_axes import known_by_name
 from reparax.core.paths import PyTree
 from reparax.core.roles import one_or_tuple
 from reparax.io._layouts import (

@@ -1,4 +1,4 @@
-"""The axes of equinox's arrays, by the names of layer classes: letters and sizes, as in ``core/layers.py``."""
+"""The axes of equinox's arrays, by the names of layer classes: letters and sizes (``core/known_axes.py``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axes of the arrays of nnx layers, by the names of their classes: letters and sizes, as in ``core/layers.py``."""
+"""The axes of the arrays of nnx layers, by the names of their classes: letters and sizes (``core/known_axes.py``)."""
 
 from __future__ import annotations
 

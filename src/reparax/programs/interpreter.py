@@ -72,12 +72,15 @@ class Rules(Protocol):
     """What happens to weights: which equations introduce them as sums, and what other equations do with sums.
 
     Attributes:
-      analysis: The analysis that finds the facts about values.
       counts_steps: Whether the rules need the index of the current step of each scan.
     """
 
-    analysis: Analysis[Facts]
     counts_steps: bool
+
+    @property
+    def analysis(self) -> Analysis[Facts]:
+        """The analysis that finds the facts about values."""
+        ...
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether an equation that reads no sum may introduce one, itself or in its bodies."""

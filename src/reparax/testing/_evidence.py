@@ -22,7 +22,7 @@ from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.initialization import initialize
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
-from reparax.core.plan import Stages, plan, run_steps
+from reparax.core.plan import Stages, plan_stages, run_steps
 from reparax.core.raw import flatten, nest
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
@@ -32,7 +32,7 @@ from reparax.training import combine, partition, transfer
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
     """The effective tree of a raw one, after these stages; without a key, their means."""
     chain = Chain(tuple(stages))
-    planned = plan("apply", tuple(chain.deterministic if key is None else chain), flatten(raw))
+    planned = plan_stages("apply", tuple(chain.deterministic if key is None else chain), flatten(raw))
     return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, key)))
 
 

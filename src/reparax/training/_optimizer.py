@@ -68,7 +68,8 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
     step, and a train step that knows nothing of them stays as it is. What needs a key or gradients does not advance:
     for :class:`SET` and :class:`RigL`, call ``p.update(raw, key, grads)`` beside it, in which other stages of the chain
-    advance once more. Nor do booleans under ``eqx.apply_updates``, which makes integers of them.
+    advance once more. Nor do booleans under ``eqx.apply_updates``, which makes integers of them. Start fixed values
+    that advance at finite numbers: by additions, infinity becomes NaN.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. What does not advance gets zero updates that keep every bit. Leaves that cannot be
@@ -170,7 +171,8 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
                 f"optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` "
                 f"after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
             )
-        return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else new - w
+        # Infinity minus itself would be NaN.
+        return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else jnp.where(new == w, 0, new - w)
 
     moved = jax.tree.map(added, raw, updates, is_leaf=is_none)
     return jax.tree.map(update_to, _updated(p, moved), moved, raw, updates, is_leaf=is_none)

@@ -297,7 +297,7 @@ class _OldChain:
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
         """The values of an array at their places; records which of them are old values."""
-        placed = site.raw_values(name, values)
+        placed = site.place_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
                 self._paths[value_place] = node.paths[value_place[-1]]

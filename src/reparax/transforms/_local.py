@@ -548,7 +548,7 @@ def _row_sizes(operation: Operation) -> list[Any]:
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Whether a draw of a weight has other numbers at each index of an axis. Not along an axis of size 1."""
+    """Whether any draw of a weight has numbers of its own at each index of an axis. False for an axis of size 1."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
@@ -574,7 +574,8 @@ def _drawn_sum(operation: Operation) -> Sum:
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws with keys of the same formula are equal, so they have the same source.
+    # Draws of one shape with keys of the same formula are equal, so they have the same source. A key without a formula
+    # is taken to be a new one in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
@@ -619,17 +620,18 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 def _combined_sum(operation: Operation) -> Sum | None:
     """The weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    None if this is not a sum of products, or if its noise would not be independent.
+    None if this is not a sum of products, or if its noise would not be independent: the array of each weight that the
+    equation reads is then formed, with one draw for all rows.
     """
     # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
-    weight = next(each for each in args if isinstance(each, Sum))
+    weight = next(x for x in args if isinstance(x, Sum))  # the first one, of which reports show the type
     match view:
         case equations.Select():
             x = select_sum(args)
-        case equations.Gather():
+        case equations.Gather():  # in the weight; as indices, it would have to be an array
             x = look_up(view, weight, args[1:]) if weight is args[0] else None
         case _:
             x = make_sum(operation.eqn, args, operation.facts)
@@ -870,7 +872,8 @@ def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
     """The entries of the report of ``explain``, one for each path of a parameter, which may be read several times.
 
-    A weight counts as transformed, which means that each row draws, if none of its draws is shared.
+    A weight counts as transformed, which means that each row draws, if none of its draws is shared. The reason says how
+    many rows draw, and what reads the weight in such a way that its draws are shared (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()

@@ -174,6 +174,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
+        """The outputs of ``jaxpr``, rewritten for these arguments into one equation."""
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
         for rewrite in rewrites:  # constants become the first inputs, and are known
@@ -185,7 +186,10 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too."""
+    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too.
+
+    Without it, a scan over layers would store the weights of all of its steps.
+    """
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
@@ -205,7 +209,7 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     # Inputs without a tangent are left out of the linear program.
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
-    if not any(map(dependence.has_tangent, outvars)):
+    if not any(map(dependence.has_tangent, outvars)):  # integers only
         outs = _run_for_derivative(tangent_of.values(), call, primals)
         return outs, list(map(_zero_tangent, outs))
     try:
@@ -216,10 +220,8 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
-    forward_outvars = [*program.outvars[:n_outputs], *residuals.stored]
-    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, forward_outvars))
-    forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
-    values = _run_for_derivative(tangent_of.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    forward = residuals.forward_call(program, n_outputs, is_known)
+    values = _run_for_derivative(tangent_of.values(), forward, jaxprs.values(inputs, forward.program.invars))
     outs, stored_values = values[:n_outputs], values[n_outputs:]
     operands = [*jaxprs.values(inputs, residuals.read), *stored_values, *tangent_of.values()]
     # The linear program returns a tangent for each floating-point output.
@@ -264,6 +266,12 @@ class _Residuals:
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
         return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
+
+    def forward_call(self, program: Jaxpr, n_outputs: int, is_known: Known) -> RematCall:
+        """A call that computes the first ``n_outputs`` outputs of ``program``, and then the values to store."""
+        outvars = [*program.outvars[:n_outputs], *self.stored]
+        forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, outvars))
+        return RematCall(forward, dependence.are_known(is_known, forward.invars))
 
     def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
         """A call that recomputes residuals and runs the linear ``program`` on them.
@@ -317,6 +325,7 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
+        """The outputs, from values of the moving inputs."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))

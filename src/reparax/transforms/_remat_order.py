@@ -154,7 +154,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
     targets = [v for v in jaxprs.variables([*program.outvars, *operands_of_products]) if v not in views]
     if not targets:
         return set()
-    size = max(map(_bytes_of, targets)) / SMALL
+    size = max(map(_bytes_of, targets)) / SMALL  # larger values are large
     smallest = _smallest_sources(program)
     barriers = {v for v in program.invars if _bytes_of(v) <= size}
     waiting = set(barriers)
@@ -251,7 +251,7 @@ def _count_equations(eqn: JaxprEqn) -> int:
 
 
 def _is_of(kinds: set[type[View]], eqn: JaxprEqn) -> bool:
-    """Whether an equation is of one of these kinds, or a call with only such equations inside."""
+    """Whether an equation is of one of these kinds of views, or a call with only such equations inside."""
     return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is_of(kinds, each) for each in _inside(eqn)))
 
 
