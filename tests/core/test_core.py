@@ -140,8 +140,7 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
     p, params = RANDOM_STARTS[who], {"w": np.ones((4, 4), np.float32)}
     with raises(
         ValueError,
-        f"{who}.init draws random numbers, so it needs a key, but got key=None. Pass a key: "
-        f"`p.init(params, jax.random.key(0))`.",
+        f"{who}.init draws random numbers, so it needs a key, but got key=None. Pass a key last, `jax.random.key(0)`.",
     ):
         p.init(params)
     types = jax.eval_shape(p.init, params, jax.random.key(1))
