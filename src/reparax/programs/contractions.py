@@ -105,7 +105,7 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
 
 
 def _convolution(view: Conv) -> Contraction:
-    """Describes a convolution as a contraction over the window and, unless they are in groups, over the input features.
+    """Describes a convolution as a contraction over the window, and over input features unless these are in groups.
 
     The output has the batch axis of the data, the axis of output features of the kernel, and the axes of positions,
     which no operand has.

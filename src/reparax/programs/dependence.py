@@ -193,8 +193,8 @@ def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis:
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
     """Computes the fact about each output of an equation, from its bodies if the analysis enters them.
 
-    For a cond, the facts about an output of all branches are joined; the first operand selects the branch and is not an
-    input of it. Bodies of other kinds of equations than scans, conds and calls are not entered.
+    For a cond, the facts about an output are joined over all branches; its first operand selects the branch and is not
+    an input of the branches. Bodies of equations other than scans, conds and calls are not entered.
     """
     if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
@@ -357,10 +357,10 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
     """Splits a program into an early one, which reads known inputs only, and a late one, which reads its outputs.
 
-    An equation is late if it reads other inputs or the output of a late equation, or must run exactly once. For ``y = x
-    @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one is ``y = x @ e``. The late
-    program computes the outputs of ``jaxpr``. Its inputs are the values that it needs, in the order in which it reads
-    them.
+    An equation is late if it reads other inputs or the output of a late equation, or must run exactly once. For
+    ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one is ``y = x @ e``.
+    The late program computes the outputs of ``jaxpr``. Its inputs are the values that it needs, in the order in which
+    it reads them.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()
@@ -403,10 +403,10 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """Returns, for each input of a program, whether it is known, or must be because an ``apply`` depends on it.
+    """Returns, for each input of a program, whether it is known, or must count as known because of an ``apply``.
 
-    An ``apply`` depends on all inputs that it reads itself, such as raw parameters. Of the inputs from which its
-    operands are computed, only keys and scalars count: a key is split before ``apply``, but an array may be data. In
+    Inputs that an ``apply`` reads itself, such as raw parameters, count as known. Of the inputs from which its operands
+    are computed, only keys and scalars do: a key is split before ``apply``, but an array may be data. In
     ``apply(raw, fold_in(key, step))``, ``raw``, ``key`` and ``step`` become known.
     """
     # The loop goes from the last equation to the first. It collects the variables that an ``apply`` reads, and all

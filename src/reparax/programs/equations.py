@@ -556,7 +556,7 @@ class While(View, names=("while",)):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of operands that are constants of the condition, and the number that are constants of the body."""
+        """How many operands are constants of the condition, and how many of the body; the others are carried."""
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 
