@@ -104,7 +104,7 @@ class Arguments:
             return [x for x in outs if isinstance(x, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(traced_leaves)(*self.arrays))
-        is_chosen = [*(False for _ in consts), *self.is_chosen]  # Arrays that the function closes over are data.
+        is_chosen = [*(False for _ in consts), *self.is_chosen]  # Arrays closed over by the function are data.
         return Traced(program, [*consts, *self.arrays], is_chosen, restores[-1])
 
 
@@ -162,7 +162,7 @@ def check_call(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
         )
-    # The call is named after the function, not by its repr, which may print whole arrays.
+    # The name does not use the repr of the function, which may print whole arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(

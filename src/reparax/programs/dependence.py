@@ -96,8 +96,7 @@ def run_batches(
         outputs are the values that are read later, and all values computed so far.
     """
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    # The variables that are read after each batch, from the last batch to the first. After the last, these are the
-    # outputs.
+    # The variables that are read after each batch, from the last batch, after which the outputs are read, to the first.
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
         read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
@@ -269,10 +268,10 @@ class Facts:
 
     Attributes:
       known: Whether it depends on known inputs only.
-      fixed: Whether it gets no gradient. A value that is not known is fixed only if all that it depends on is.
+      fixed: Whether it gets no gradient. A value that is not known is fixed only if everything it depends on is fixed.
       origins: The positions of the known inputs on which it depends.
       mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
-      steps: The scans around it in which it may differ between steps, each by the number of scans around that scan.
+      steps: The scans around it in which it may differ between steps, each given by the number of scans around it.
       formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
         are equal.
     """

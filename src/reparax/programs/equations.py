@@ -238,7 +238,7 @@ class Gather(View, names=("gather",)):
         shape = self.operands[0].aval.shape
         axes = tuple(self.dimension_numbers.start_index_map)
         cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
-        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # An axis of size 1 is taken whole.
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # This axis of size 1 is taken whole.
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
         # Slices are whole along the other axes, so indices into these can be ignored: the slices begin at 0, as other

@@ -27,7 +27,7 @@ from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_o
 Outs = list[Any] | None
 """The outputs of an equation, arrays or sums; None if the equation must be evaluated as it is, on arrays."""
 
-# An operation that can be traced, because its type is known, but not run.
+# This operation can be traced, because its type is known, but not run.
 _stand_in = Primitive("reparax_stand_in")
 _stand_in.def_abstract_eval(lambda *, type: type)
 
@@ -157,13 +157,11 @@ class _Evaluation:
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
         """Stores the values of the inputs, arrays or sums, and finds all facts. Nothing is evaluated yet."""
         self._interpreter, self._jaxpr = interpreter, jaxpr
-        # ``_env`` has the array or sum of each variable, and ``_formed`` the array of each variable whose sum was
-        # formed.
+        # ``_env`` has the array or sum of each variable, and ``_formed`` has the arrays of the sums formed so far.
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # For each variable, ``_reads`` counts the equations that will still read it, so that unread values are not
-        # kept.
+        # ``_reads`` counts the equations that will still read each variable. Values that none will read are not kept.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations keep no sum in factors. They are evaluated together, before the rules need any values.
         self._deferred: list[JaxprEqn] = []
@@ -266,7 +264,7 @@ def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
     kind = view_class_of(eqn)
     if kind is StopGradient and facts[0].fixed:
         return eqn.invars
-    # A ``jit`` that specifies shardings may move its operands.
+    # A ``jit`` that specifies shardings may move its operands, so it counts as computing something.
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -402,7 +400,7 @@ def _interpret_scan(operation: Operation) -> Outs:
     def body(*values: Any) -> list[Any]:
         """Computes one step from the values of its inputs, followed by the index of the step if the rules need it."""
         index = values[len(inputs)] if step_indices else None
-        pairs = zip(inputs, values, strict=False)  # The index of the step is left out.
+        pairs = zip(inputs, values, strict=False)  # The index of the step has no input and is left out.
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
@@ -555,7 +553,7 @@ def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> 
     first label has a size that is not a multiple of the number of shards, is on two axes, or is on no factor.
     """
     labels = product.labels_of_axes
-    # A spec may leave out the entries of the last axes. These axes are not split.
+    # A spec may have fewer entries than there are axes. The last axes are then not split.
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
         n = math.prod(mesh[name] for name in _mesh_axes([entry]))

@@ -37,10 +37,10 @@ Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
 """A function that computes the outputs of a program from the values of its inputs."""
 
-# Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
+# Since JAX 0.11.0, this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
-# The types of programs. Every equation is searched for programs, so types are compared exactly, which is fast.
+# The types of programs. Every equation is searched for programs, so we compare exact types, which is fast.
 _PROGRAMS = {Jaxpr, _Closed}
 
 # Primitives whose equations hold one program and run it once, on their own operands.
@@ -55,15 +55,15 @@ _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 # and looks inside it.
 PROGRAM = "call_jaxpr"
 
-# The parameters of the equations that we rebuild. We read some, and can ignore others.
+# The parameters of the equations that we rebuild: those that we read, and those that can be ignored.
 _SCAN_PARAMS = ("length", "reverse", "unroll")
 _SCAN_IGNORED_PARAMS = {
     "jaxpr",
     *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We count by types instead.
-    *("linear", "_split_transpose"),  # Hints for the transpose, until JAX 0.9.2.
+    *("linear", "_split_transpose"),  # These exist until JAX 0.9.2 and are hints for the transpose.
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
-_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # The first since JAX 0.10.2, the second before.
+_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # JAX uses the first since 0.10.2, the second before.
 
 
 def is_tested() -> bool:
@@ -488,8 +488,7 @@ def type_of(v: Any) -> Any:
 
 def varying_axes(types: Sequence[Any]) -> frozenset[str]:
     """Returns the mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
-    # Since JAX 0.10, types of arrays have the attribute ``manual_axis_type`` for this. Other types have neither
-    # attribute.
+    # Since JAX 0.10, the types of arrays have ``manual_axis_type`` for this. Other types have neither attribute.
     parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
         *(getattr(aval, "vma", ()) if part is None else part.varying for aval, part in zip(types, parts, strict=True))
@@ -725,7 +724,7 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
         return outs[:n_carry], outs[n_carry:]
 
     settings = _read_parameters(eqn, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
-    if jax.export.is_symbolic_dim(settings["length"]):  # The length follows from the sliced operands too.
+    if jax.export.is_symbolic_dim(settings["length"]):  # The sliced operands determine the length.
         settings.pop("length")
     carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
     return [*carry, *ys]
@@ -769,5 +768,5 @@ def as_varying(x: Any, names: Iterable[str]) -> Any:
     axes = tuple(sorted(names))
     if not axes:
         return x
-    pvary: Any = getattr(jax.lax, "pvary", None)  # It exists until JAX 0.9.2, and warns since 0.8.2.
+    pvary: Any = getattr(jax.lax, "pvary", None)  # This exists until JAX 0.9.2, and warns since 0.8.2.
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -124,7 +124,7 @@ def _numbered_label(number: int, size: int) -> Label:
 
     It is the same object in each call, because the cache returns it.
     """
-    del number  # The number is only part of the key of the cache.
+    del number  # The number is only needed as part of the cache's key.
     return Label(size)
 
 
@@ -173,7 +173,7 @@ class FactorType:
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
         """Returns the type of a factor."""
-        # The labels before the last two belong to batch axes.
+        # A circulant factor has batch axes before the last two.
         circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
         return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
@@ -337,7 +337,7 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
     free = tuple(x for x in other.labels if x is not label)
     x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
     spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
-    frequency = Label(x.shape[-1])  # Both transforms are multiplied elementwise along it.
+    frequency = Label(x.shape[-1])  # Along it, both transforms are multiplied elementwise.
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
@@ -352,7 +352,7 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # Then a reshape is enough, and is free.
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # If so, a reshape is enough, and is free.
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 

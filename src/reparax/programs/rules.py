@@ -284,7 +284,7 @@ def _take_from_product(
     if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
-    # Modes other than filling clip, or promise that no index is outside.
+    # Apart from the mode that fills, all modes either clip or promise that no index is outside.
     mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
     take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
@@ -392,7 +392,7 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     operands = [x if isinstance(x, Sum) else _as_sum(x, fixed=fact.fixed) for x, fact in zip(args, facts, strict=True)]
     if isinstance(view, equations.Concatenate | equations.Stack):
         return _concatenate(view, operands)
-    return _output_of_maker(view, operands[0], operands[-1])  # With one operand, both are the same.
+    return _output_of_maker(view, operands[0], operands[-1])  # If there is only one, it is passed twice.
 
 
 def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[Sum]) -> Sum | None:

@@ -14,8 +14,7 @@ from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, Traced
 from reparax.programs.equations import Conv, view_of
 
-# Reports skip source lines of this package, and do not show the file names of notebook cells, which mean nothing to
-# users.
+# Reports skip source lines of this package, and replace file names of notebook cells, which mean nothing to users.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 

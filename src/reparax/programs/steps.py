@@ -191,7 +191,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
             return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
         case equations.Iota():
             return []
-        case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:  # Others are sizes, as above.
+        case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:  # Other operands are sizes.
             return _axes_before_reshape(shapes[0], shape, axis)
         case equations.Squeeze():
             return [_remaining_axes(shapes[0], view.dimensions)[axis]]
@@ -283,8 +283,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     derivative would not have one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    # This program has only this equation. ``part`` replaces the equations of the jaxpr that it gets, so any jaxpr will
-    # do.
+    # This program has only this equation. ``part`` replaces the equations of the jaxpr that it gets, so any will do.
     call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
@@ -297,8 +296,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
         """
         return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
 
-    # A derivative may call the function itself, so the rule for differentiating it again is made only when it is
-    # needed.
+    # A derivative may call the function itself, so the rule for its own derivative is made only when it is needed.
     first_jvp_rule = jvp_rule(differentiable=False)
     if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
         return None
@@ -349,7 +347,7 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
     axes = dict(input_parts)
-    if any(axes[v] != axis for v, axis in input_parts):  # An input is needed along two axes.
+    if any(axes[v] != axis for v, axis in input_parts):  # Some input is needed along two axes.
         return None
 
     def parts_of_outputs(step: Any, *inputs: Any) -> list[Any]:

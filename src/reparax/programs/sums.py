@@ -313,8 +313,7 @@ def multiply_entries(a: Product, b: Product) -> Product | None:
     entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
     if entries is None:
         return None
-    # Both axes of a pair have the same labels now, unless one has size 1 and so no labels. The result then has those of
-    # the other.
+    # Both axes of a pair now have the same labels, unless one has size 1 and so no labels. Then the other's are used.
     return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
 
 
@@ -334,8 +333,7 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         if rows_in_groups is None:
             return None
         a = rows_in_groups
-        # If rows are summed by group, the new last axis of ``a`` is an axis of the output; otherwise it selects from
-        # ``b``.
+        # If rows are summed by group, the new last axis of ``a`` is one of the output; otherwise it selects from ``b``.
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
     entries = _outer(a, b).where_equal(pairs)
@@ -408,13 +406,12 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     there are no such sizes, as for (6, 4) and (8, 3), or if sizes are unknown. The shapes must have no sizes of 1, and
     the same number of entries.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # Nothing needs to be divided.
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # No size needs to be divided.
         return [[n] for n in a], [[n] for n in b]
     # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
-    # ``ends`` has the number of entries up to the end of each axis of either shape. Both shapes are split at all of
-    # these.
+    # ``ends`` has the number of entries up to the end of each axis of either shape. Both are split at all of these.
     ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
     if any(end % start for start, end in pairwise(ends)):
         return None
