@@ -271,7 +271,7 @@ class Facts:
       fixed: Whether it gets no gradient. A value that is not known is fixed only if everything it depends on is fixed.
       origins: The positions of the known inputs on which it depends.
       mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
-      steps: The scans around it in which it may differ between steps, each given by the number of scans around it.
+      steps: The scans around it in which it may differ between steps. Each is given by the number of scans around it.
       formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
         are equal.
     """

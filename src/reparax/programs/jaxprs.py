@@ -231,9 +231,7 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     """Joins parts into one program with the inputs ``invars``, which runs them in order.
 
-    The program returns the outputs of the last part.
-
-    A part may read variables that an earlier part computes.
+    The program returns the outputs of the last part. A part may read variables that an earlier part computes.
     """
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}

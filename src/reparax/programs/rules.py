@@ -503,7 +503,7 @@ def _as_sum(x: Any, *, fixed: bool) -> Sum:
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """Estimates the cost of computing the output of an equation as an array, and the gradients of its operands.
 
-    The unit is one operation of a matrix product. ``facts`` are those about the operands, of which fixed ones get no
+    The unit is one operation of a matrix product. ``facts`` are those about the operands; fixed operands get no
     gradient. The cost is infinite for a product of matrices for which :func:`sums.contract` returns None.
     """
     view = equations.view_of(eqn)
@@ -552,7 +552,7 @@ def _multiply_sums(
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """Multiplies two sums elementwise, of which one may be a scalar.
+    """Multiplies two sums elementwise; one of them may be a scalar.
 
     The result is None where :func:`sums.multiply_entries` returns None.
     """

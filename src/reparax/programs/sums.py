@@ -163,7 +163,7 @@ class Product:
     def squeeze(self, axes: Iterable[int]) -> "Product":
         """Removes some axes of size 1 from this product.
 
-        An axis with labels would be summed over instead.
+        If an axis had labels, the product would be summed over them.
         """
         axis_set = set(axes)
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
@@ -171,8 +171,8 @@ class Product:
     def sum(self, axes: Iterable[int]) -> "Product":
         """Sums this product over axes.
 
-        A label that no axis has is summed over, so the axes only need to be removed. If no factor has a label, however,
-        the product repeats its entries along it, and their sum must count the repetitions. Such a label therefore gets
+        A label that no axis has is summed over, so the axes only need to be removed. Along a label that no factor has,
+        however, the product repeats its entries, and their sum must count the repetitions. Such a label therefore gets
         a factor of ones.
         """
         summed = self.squeeze(axes)
@@ -191,7 +191,7 @@ class Product:
         return replace(self, axes=tuple(axis_at.get(i) or axis_labels(Label(n)) for i, n in enumerate(shape)))
 
     def reshape(self, shape: Shape) -> "Product | None":
-        """Reshapes this product.
+        """Reshapes this product to the given shape; returns None if its labels cannot be split to match.
 
         From (6, 4) to (2, 12), the labels of sizes 6 and 4 are split into labels of sizes 2, 3 and 4. The first axis
         then gets (2,) and the second (3, 4). The result is None if sizes do not split so, as from (6, 4) to (8, 3), or
