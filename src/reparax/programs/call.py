@@ -45,7 +45,7 @@ class Arguments:
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """The arguments of ``fun(*args, **kwargs)``, of which the user chose those at ``argnums``.
+        """Flattens the arguments of ``fun(*args, **kwargs)`` and marks those that the user chose by ``argnums``.
 
         ``who`` names the call in errors. Keyword arguments are never chosen, and their leaves come last.
         """
@@ -68,9 +68,9 @@ class Arguments:
         parameters = _parameters_of(self.fun)
 
         def path(names: tuple[str, ...]) -> str:
-            """The path of a leaf, from its keys in ``(args, kwargs)``: ("0", "0", "w") becomes ``raw/w``.
+            """Converts the keys of a leaf in ``(args, kwargs)`` to its path: ("0", "0", "w") becomes ``raw/w``.
 
-            A positional argument gets the name of its parameter, if the function has one at this position.
+            A positional argument is named after its parameter, if the function has one at this position.
             """
             group, name, *path_in_argument = names
             has_name = group == "0" and int(name) < len(parameters)
@@ -80,7 +80,7 @@ class Arguments:
         return [path(all_names[i]) for i in self.positions]
 
     def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
-        """Calls the function, or ``fun`` instead, with ``arrays`` in place of the arrays among these arguments."""
+        """Calls the function, or ``fun`` if it is given, with ``arrays`` in place of the arrays among the arguments."""
         leaves = list(self.leaves)
         for i, x in zip(self.positions, arrays, strict=True):
             leaves[i] = x
@@ -88,28 +88,28 @@ class Arguments:
         return (fun or self.fun)(*args, **kwargs)
 
     def trace(self) -> "Traced":
-        """Traces the function, once.
+        """Traces the function once, and returns its program.
 
-        The outputs of the program are those leaves of the result that are traced. All others, such as texts or arrays
-        that do not depend on the arguments, are kept by ``Traced.restore``.
+        The outputs of the program are the traced leaves of the result. ``Traced.restore`` keeps all other leaves, such
+        as texts or arrays that do not depend on the arguments.
         """
-        # JAX returns a program only, so the function notes here how its result is restored.
+        # JAX returns only a program, so ``traced_leaves`` records here how to restore the result of the function.
         restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
-            """The traced leaves of the result of the function."""
+            """Calls the function on ``arrays``, and returns the traced leaves of its result."""
             outs, treedef = jax.tree.flatten(self.call(arrays))
             untraced = {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}
             restores.append(functools.partial(_restore, treedef, untraced))
             return [x for x in outs if isinstance(x, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(traced_leaves)(*self.arrays))
-        is_chosen = [*(False for _ in consts), *self.is_chosen]  # arrays that the function closes over count as data
+        is_chosen = [*(False for _ in consts), *self.is_chosen]  # Arrays closed over by the function are data.
         return Traced(program, [*consts, *self.arrays], is_chosen, restores[-1])
 
 
 def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
-    """The result of a function, from its structure, its untraced leaves by position, and the values of the others.
+    """Rebuilds the result of a function from its structure, its untraced leaves by position, and its traced leaves.
 
     With the untraced leaf {1: "a"} and the outputs [x, y], the leaves are x, "a" and y.
     """
@@ -145,15 +145,16 @@ def check_call(
       fun: The function that was passed to it.
       argnums: The ``argnums`` that were passed to it.
       follows_weights: Whether the transform follows weights through the program. If so, it refuses a function that
-        ``remat`` returned, which hides them.
-      own_options: The keyword arguments that the transform took as its own options, beside those of the function.
+        was returned by ``remat``, which hides the weights.
+      own_options: The names of the keyword arguments that the transform took as its own options. The function must
+        not have parameters with these names.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass a "
             f"function, such as the loss."
         )
-    function = fun  # without ``functools.partial``, which hides its attributes
+    function = fun  # Unwrapped from ``functools.partial``, which hides its attributes.
     while isinstance(function, functools.partial):
         function = function.func
     if follows_weights and getattr(function, "hides_weights", False):
@@ -161,7 +162,7 @@ def check_call(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
         )
-    # Not the function's repr, which may hold arrays.
+    # The name does not use the repr of the function, which may print whole arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(
@@ -173,7 +174,10 @@ def check_call(
 
 
 def _parameters_of(fun: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters; none if its signature is unknown, as for some builtin functions."""
+    """Returns the names of a function's parameters.
+
+    The list is empty if the signature is unknown, as it is for some builtin functions.
+    """
     try:
         return list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):
@@ -181,14 +185,14 @@ def _parameters_of(fun: Callable[..., Any]) -> list[str]:
 
 
 def given_options(**options: Any) -> list[str]:
-    """The names of the options that the user passed: those whose value is not None or False, which are the defaults."""
+    """Returns the names of the options that the user passed, that is, whose value is not None or False."""
     return [name for name, value in options.items() if value is not None and value is not False]
 
 
 def _require_positions(who: str, argnums: Any) -> None:
     """Raises an error unless ``argnums`` is None, the position of an argument, or a tuple or list of positions.
 
-    Negative positions are refused: which argument they name would depend on the call.
+    Negative positions are refused, because the argument that they refer to would depend on the call.
     """
     positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
@@ -202,9 +206,10 @@ _CONTAINERS = (dict, list, tuple)
 
 
 def _describe_arrays(x: Any) -> Any:
-    """``x`` for an error message, with the dtype and shape of each array in place of its numbers.
+    """Prepares ``x`` for an error message: each array is replaced by its dtype and shape.
 
-    It looks into dicts, lists and tuples only, as errors should show other objects, such as modules, as they are.
+    Only dicts, lists and tuples are searched for arrays, because errors should show other objects, such as modules, as
+    they are.
     """
     return jax.tree.map(
         lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
@@ -212,9 +217,10 @@ def _describe_arrays(x: Any) -> Any:
 
 
 def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
-    """The positions of the arguments that the user chose by ``argnums``: by default the first, and all that are keys.
+    """Returns the positions of the arguments that the user chose by ``argnums``.
 
-    Raises an error, in the name of ``who``, if there is no positional argument at one of them.
+    By default, these are the first argument and all arguments that are keys. Raises an error that names the call
+    ``who`` if ``argnums`` has a position without a positional argument.
     """
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
@@ -228,10 +234,13 @@ def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[in
 
 
 def is_keys(arg: Any) -> bool:
-    """Whether an argument consists of PRNG keys only: typed ones, or arrays that look like legacy ones."""
+    """Returns whether an argument consists only of PRNG keys: typed ones, or arrays that look like legacy keys."""
 
     def is_key(x: Any) -> bool:
-        """Whether a leaf is an array of keys. Legacy keys are uint32 arrays whose last axis has 2 or 4 entries."""
+        """Returns whether a leaf is an array of keys.
+
+        Legacy keys are uint32 arrays whose last axis has 2 or 4 entries.
+        """
         if not is_traceable(x):
             return False
         is_legacy_key = x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4)

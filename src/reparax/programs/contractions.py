@@ -33,46 +33,49 @@ class Contraction:
     batch_indices: frozenset[int]
 
     def contracted(self, operand: int) -> list[int]:
-        """The axes of an operand that the output does not have, except those of a batch.
+        """Returns the axes of an operand that the output lacks, except batch axes: [1] of x and [0] of w for ``x @ w``.
 
-        They are summed over, belong to a window, or are indexed by a look-up. For ``x @ w``, [1] of x and [0] of w.
+        These axes are summed over, belong to a window, or are indexed by a look-up.
         """
         return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
     def kept(self, operand: int) -> list[int]:
-        """The axes of an operand that the output has, except those of a batch: for ``x @ w``, [0] of x and [1] of w."""
+        """Returns the axes of an operand that the output keeps, except batch: [0] of x and [1] of w for ``x @ w``."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.batch_indices]
 
     def batch(self, operand: int) -> list[int]:
-        """The axes of an operand along which each entry is combined with its own part of another operand."""
+        """Returns the axes of an operand along which each entry is combined with its own part of another operand."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.batch_indices]
 
     def sources(self, axis: int) -> list[int | None]:
-        """For each operand, the axis that becomes this axis of the output; None if it has no such axis.
+        """Returns, for each operand, its axis that becomes ``axis`` of the output, or None if it has no such axis.
 
-        For axis 0 of ``x @ w``, [0, None].
+        For axis 0 of ``x @ w``, the result is [0, None].
         """
         index = self.output[axis]
         return [indices.index(index) if index in indices else None for indices in self.operands]
 
 
 def contraction_of(view: View) -> Contraction | None:
-    """The contraction that an equation is: a product of matrices, a convolution or a look-up; None if it is none."""
+    """Returns the contraction that an equation computes, or None if it computes none.
+
+    Products of matrices, convolutions and look-ups are contractions.
+    """
     table = _TABLE.get(type(view))
     return table and table(view)
 
 
 def _new_indices(view: View) -> list[list[int]]:
-    """A different index for each axis of each operand: [[0, 1], [2, 3]] for two matrices.
+    """Assigns a different index to each axis of each operand: [[0, 1], [2, 3]] for two matrices.
 
-    The caller gives axes that belong together one index.
+    The caller then gives the same index to axes that belong together.
     """
     count = itertools.count()
     return [[next(count) for _ in v.aval.shape] for v in view.operands]
 
 
 def _dot(view: Dot | RaggedDot) -> Contraction:
-    """The contraction of a product of matrices, also of the first two operands of one for groups of rows.
+    """Describes a product of matrices, or the first two operands of a product for groups of rows, as a contraction.
 
     The output has the batch axes, then the other axes of the first operand, then those of the second, except for axes
     that are summed over.
@@ -86,11 +89,12 @@ def _dot(view: Dot | RaggedDot) -> Contraction:
 
 
 def _ragged_dot(view: RaggedDot) -> Contraction:
-    """The contraction of a product of matrices for groups of rows.
+    """Describes a product of matrices for groups of rows as a contraction.
 
-    It is that of :func:`_dot`, but either each row is multiplied by the matrix of its group, so that groups are no axis
-    of the output, or rows are summed by group, so that groups are its first axis. The last axis of the third operand,
-    the sizes of the groups, has the index of that first axis.
+    It differs from the contraction of :func:`_dot` in one of two ways. Either each row is multiplied by the matrix of
+    its group, so that the output has no axis for groups, or rows are summed by group, so that the first axis of the
+    output is that of the groups. The third operand has the sizes of the groups, and the index of its last axis is that
+    of this first axis.
     """
     product, sizes = _dot(view), tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
@@ -101,12 +105,14 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
 
 
 def _convolution(view: Conv) -> Contraction:
-    """The contraction of a convolution. It sums over the window, and over input features unless they are in groups.
+    """Describes a convolution as a contraction over the window, and over input features unless these are in groups.
 
-    The output has the batch of the data, the output features of the kernel, and positions, which are axes of its own.
+    The output has the batch axis of the data, the axis of output features of the kernel, and the axes of positions,
+    which no operand has.
     """
     data, kernel = _new_indices(view)
-    # Axes of data and output are listed as batch, features, positions; of the kernel, as output and input features.
+    # ``lhs`` and ``out`` list the axes of the batch, of features and of positions. ``rhs`` begins with the axes of
+    # output features and of input features.
     lhs, rhs, out = view.dimension_numbers
     if view.feature_group_count == 1:
         kernel[rhs[1]] = data[lhs[1]]
@@ -116,18 +122,19 @@ def _convolution(view: Conv) -> Contraction:
 
 
 def _gather(view: Gather) -> Contraction:
-    """The contraction of a look-up by indices.
+    """Describes a look-up by indices as a contraction.
 
-    The output has the axes of the table that slices take whole, an axis of its own for each that they take in part, and
-    the axes of the indices but for the last, which has the position in the table. For ``table[indices]`` with indices
-    of shape (7, 1), it has the indices (2, 1): the 7 rows and the columns of the table.
+    The output has three kinds of axes: those of the table that each slice takes whole, an axis of its own for each axis
+    that a slice takes in part, and all axes of the indices but the last, which holds the position in the table. For
+    ``table[indices]`` with indices of shape (7, 1), the output has the indices (2, 1): the 7 rows and the columns of
+    the table.
     """
     table, rows = _new_indices(view)
     numbers = view.dimension_numbers
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[j] = table[i]
     kept_axes = [i for i in range(len(table)) if i not in view.removed_axes]
-    # Axes at ``offset_dims`` are those of slices, in order, and the others are those of the indices, in order.
+    # Axes of the output at ``offset_dims`` come from the slices, in order. All others come from the indices, in order.
     slices = iter([-1 - i if i in view.partial_axes else table[i] for i in kept_axes])
     rows_left = iter(rows[:-1])
     output = tuple(next(slices if k in numbers.offset_dims else rows_left) for k in range(view.type.ndim))
@@ -136,7 +143,7 @@ def _gather(view: Gather) -> Contraction:
 
 
 def _dynamic_slice(view: DynamicSlice) -> Contraction:
-    """The contraction of a slice whose start is known only at run time.
+    """Describes a slice whose start is known only at run time as a contraction.
 
     The output has the axes of the operand that are taken whole, and an axis of its own for each other axis. The start
     indices, which are scalars, have no axes.
@@ -147,7 +154,7 @@ def _dynamic_slice(view: DynamicSlice) -> Contraction:
     return Contraction((tuple(table), *map(tuple, starts)), tuple(output), frozenset())
 
 
-# The contraction of each kind of equation.
+# Maps each kind of equation that is a contraction to the function that describes it as one.
 _TABLE: dict[type[View], Callable[[Any], Contraction]] = {
     Dot: _dot,
     RaggedDot: _ragged_dot,

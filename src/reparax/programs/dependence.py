@@ -36,7 +36,7 @@ STORED = "reparax_stored"
 
 
 def has_tangent(atom: Any) -> bool:
-    """Whether a variable or literal is floating or complex, so that it has a tangent and can get a gradient."""
+    """Returns whether a variable or literal is floating or complex, so that it has a tangent and can get a gradient."""
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
@@ -59,8 +59,8 @@ class Batch:
 def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> None:
     """Adds an equation to the last of ``batches``, or appends a new batch for it.
 
-    It gets a batch of its own if ``rule`` returns a function for it, and a new one if the last batch has a function or
-    was delayed, so that it must stay as it is.
+    The equation gets a batch of its own if ``rule`` returns a function for it. It also starts a new batch if the last
+    one has a function or was delayed, because such a batch must not grow.
     """
     function = rule(eqn)
     if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
@@ -70,9 +70,9 @@ def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> N
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, in which ``rule`` may return another function for an equation.
+    """Evaluates a program without constants, where ``rule`` may return another function that computes an equation.
 
-    Equations between those with a function are evaluated together, as one program.
+    Equations between those with such a function are evaluated together, as one program.
     """
     batches = list[Batch]()
     for eqn in jaxpr.eqns:
@@ -92,11 +92,11 @@ def run_batches(
       jaxpr: The program.
       args: The values of its inputs.
       batches: All its equations, in an order in which each reads only outputs of earlier ones.
-      run_batch: Computes the outputs of a batch without a function, from the batch, its equations as a program of the
-        values that are read later, and all values computed so far.
+      run_batch: Computes the outputs of a batch without a function. It gets the batch, its equations as a program whose
+        outputs are the values that are read later, and all values computed so far.
     """
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    # What is read after each batch, collected from the last batch to the first, and after all of them: the outputs.
+    # The variables that are read after each batch, from the last batch, after which the outputs are read, to the first.
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
         read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
@@ -112,9 +112,9 @@ def run_batches(
 
 
 def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxpr, list[Any]]:
-    """The program with the changes of ``rule``: what :func:`run` computes for inputs such as ``args``.
+    """Traces :func:`run` for inputs such as ``args``, and returns the program as ``rule`` has changed it.
 
-    Its constants are its first inputs, and the second result has their values.
+    The constants of this program are its first inputs, and the second result has their values.
     """
     return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, rule))(*args))
 
@@ -123,7 +123,7 @@ def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxp
 
 
 class Analysis(ABC, Generic[T]):
-    """How a fact about each value of a program follows from the facts about the operands of its equation.
+    """Derives a fact about each value of a program from the facts about the operands of its equation.
 
     A fact is of the type ``T``, such as bool for ``IsKnown``. :func:`analyze` applies an analysis to a program. For it
     to end at loops, facts must be elements of a finite lattice, in which :meth:`join` is the least upper bound.
@@ -135,30 +135,30 @@ class Analysis(ABC, Generic[T]):
     """
 
     def __init__(self, constant: T) -> None:
-        """Takes the fact about literals and constants. No program has been analyzed yet."""
+        """Starts with no program analyzed; ``constant`` is the fact about literals and constants."""
         self.constant = self.closed_over = constant
         self.analyzed: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
 
     @abstractmethod
     def join(self, values: Sequence[T]) -> T:
-        """The fact about a value that is computed from values with these facts, or is one of them, as after a cond."""
+        """Combines the facts about several values into that about a value computed from them, or chosen by a cond."""
 
     @abstractmethod
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
-        """The fact about each output of an equation, if its bodies are not analyzed, from those about its operands."""
+        """Returns the fact about each output of an equation whose bodies are not analyzed."""
 
     @abstractmethod
     def enters(self, eqn: JaxprEqn, operands: Sequence[T]) -> bool:
-        """Whether the bodies of an equation are analyzed, so that each output gets a fact of its own.
+        """Returns whether the bodies of an equation are analyzed, so that each output gets a fact of its own.
 
-        If not, :meth:`of_equation` says what holds for all outputs.
+        If not, :meth:`of_equation` returns one fact for all outputs.
         """
 
 
 def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
-    """The fact about each variable of a program, from those about its inputs.
+    """Computes the fact about each variable of a program, given the facts about its inputs.
 
-    The analysis keeps it, as the same body is often analyzed again. The result must not be changed.
+    The analysis keeps the result, because the same body is often analyzed again. The result must not be changed.
     """
     key = jaxpr, tuple(inputs)
     if key not in analysis.analyzed:
@@ -171,28 +171,29 @@ def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Va
 
 
 def _look_up(env: Mapping[Var, T], atoms: Iterable[Any], constant: T) -> list[T]:
-    """The fact about each atom, which is ``constant`` for literals."""
+    """Looks up the fact about each atom, which is ``constant`` for literals."""
     return [constant if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def facts_of_outputs(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The facts about the outputs of a program, from those about its inputs."""
+    """Computes the facts about the outputs of a program, given the facts about its inputs."""
     return _look_up(analyze(jaxpr, inputs, analysis), jaxpr.outvars, analysis.constant)
 
 
 def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The facts about the outputs of a body, from those about its inputs.
+    """Computes the facts about the outputs of a body, given the facts about its inputs.
 
-    ``body`` has its constants as its first inputs, and their values, but ``inputs`` has only the other ones.
+    ``body`` consists of a program, whose first inputs are its constants, and of the values of these. ``inputs`` has
+    only the facts about the other inputs.
     """
     return facts_of_outputs(body[0], [*(analysis.closed_over for _ in body[1]), *inputs], analysis)
 
 
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
-    """The fact about each output of an equation, by its bodies if the analysis enters them.
+    """Computes the fact about each output of an equation, from its bodies if the analysis enters them.
 
-    An output of a cond has the facts of all its branches joined; the first operand, which selects the branch, is no
-    input of a branch. Equations with bodies of other kinds are not entered.
+    For a cond, the facts about an output are joined over all branches; its first operand selects the branch and is not
+    an input of the branches. Bodies of equations other than scans, conds and calls are not entered.
     """
     if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
@@ -206,11 +207,11 @@ def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[
 
 
 def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
-    """The facts about the inputs of a scan's body that hold at every step, from those that hold at the first.
+    """Computes the facts about a scan body's inputs that hold at every step, given those that hold at the first step.
 
-    A carried value is an input of the first step and an output of each step before another, so its fact is joined with
-    that about the output of the body, until nothing changes. If a carry begins as known, but the body adds data to it,
-    it is not known in the result.
+    A carried value is an input of the first step, and an output of each step for the next. Its fact is therefore joined
+    with the fact about that output of the body, until nothing changes. For example, a carried value that is known at
+    first is not known in the result if the body adds data to it.
     """
     n_consts, n_carry = jaxprs.scan_counts(scan)
     consts = inputs[:n_consts]
@@ -225,37 +226,39 @@ def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) ->
 
 
 class IsKnown(Analysis[bool]):
-    """Whether a value depends on known inputs and constants only, and can be computed again without the other inputs.
+    """Finds whether a value depends on known inputs and constants only, and can be computed again without other inputs.
 
-    Its equation may read other inputs nevertheless: a scan for its other outputs, or a cond that selects a branch by
-    data, for which the index is stored. The outputs of an equation that must run exactly once are not known.
+    The equation of a known value may still read other inputs: a scan may need them for its other outputs, and a cond
+    may select a branch by data, in which case the index is stored. The outputs of an equation that must run exactly
+    once are not known.
     """
 
     def __init__(self) -> None:
-        """Constants are known."""
+        """Treats literals and constants as known."""
         super().__init__(constant=True)
 
     def join(self, values: Sequence[bool]) -> bool:
-        """What is computed from several values is known if all of them are."""
+        """Returns whether all values are known, as then a value computed from them is known too."""
         return all(values)
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
-        """Outputs are known if all operands are, unless the equation has effects and so must run exactly once."""
+        """Returns whether all operands are known and the equation may run again, because it has no effects."""
         return all(operands) and not jaxprs.has_effects(eqn)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
-        """Whether the outputs may differ: not if all operands are known, or if the equation must run exactly once."""
-        # Even if no input is known, a body may compute known values from its own literals.
+        """Returns whether some outputs may be known and others not, so that the bodies must be analyzed."""
+        # The outputs are alike if all operands are known, or if the equation must run exactly once. If no operand is
+        # known, a body may still compute known values from its own literals.
         return not all(operands) and not jaxprs.has_effects(eqn)
 
 
 def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
-    """For each variable of a program, whether it is known, in the sense of :class:`IsKnown`."""
+    """Maps each variable of a program to whether it is known, in the sense of :class:`IsKnown`."""
     return analyze(jaxpr, known_inputs, IsKnown())
 
 
 def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
-    """For each variable or literal, whether it is known; literals always are."""
+    """Looks up whether each variable or literal is known; literals always are."""
     return _look_up(is_known, atoms, constant=True)
 
 
@@ -265,10 +268,10 @@ class Facts:
 
     Attributes:
       known: Whether it depends on known inputs only.
-      fixed: Whether it gets no gradient. A value that is not known is fixed only if all that it depends on is.
+      fixed: Whether it gets no gradient. A value that is not known is fixed only if everything it depends on is fixed.
       origins: The positions of the known inputs on which it depends.
       mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
-      steps: The scans around it in which it may differ between steps, each by the number of scans around that scan.
+      steps: The scans around it in which it may differ between steps. Each is given by the number of scans around it.
       formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
         are equal.
     """
@@ -286,14 +289,17 @@ FACTS_OF_CONSTANT = Facts(known=True, fixed=True)
 
 
 class AllFacts(Analysis[Facts]):
-    """Finds all facts. It enters ``jit`` and ``checkpoint`` alone, whose gradients are those of their body."""
+    """Finds all facts. It enters only ``jit`` and ``checkpoint``, whose gradients are those of their bodies."""
 
     def __init__(self) -> None:
-        """Constants are known and fixed, and depend on no input."""
+        """Treats constants as known and fixed, and as dependent on no input."""
         super().__init__(FACTS_OF_CONSTANT)
 
     def join(self, values: Sequence[Facts]) -> Facts:
-        """Known and fixed if all are; origins, mesh axes and scans of any; the formula if all have the same."""
+        """Joins facts: a joined value is known or fixed if all values are.
+
+        It has the origins, mesh axes and scans of all values, and a formula if all values have the same one.
+        """
         return Facts(
             known=all(facts.known for facts in values),
             fixed=all(facts.fixed for facts in values),
@@ -304,10 +310,10 @@ class AllFacts(Analysis[Facts]):
         )
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """The facts of the operands joined, except for what the equation changes.
+        """Joins the facts about the operands, and adapts the result to what the equation changes.
 
-        Outputs are not known if it has effects. Known outputs become fixed if it stops gradients, or if they have none,
-        as of an ``argmax``.
+        Outputs are not known if the equation has effects. Known outputs become fixed if the equation stops gradients,
+        or if they cannot have any, such as the output of an ``argmax``.
         """
         facts = self.join(operands)
         stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
@@ -315,16 +321,16 @@ class AllFacts(Analysis[Facts]):
         return replace(facts, known=is_known, fixed=facts.fixed or stops, mesh_axes=mesh_axes)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Only a ``jit`` or a ``checkpoint`` is entered."""
+        """Returns whether the equation is a ``jit`` or a ``checkpoint``; no others are entered."""
         return view_class_of(eqn) in (Jit, Checkpoint)
 
 
 def _mesh_axes_of_outputs(eqn: JaxprEqn, axes_of_operands: frozenset[str]) -> frozenset[str]:
-    """The mesh axes along which the shards of an equation's outputs differ, from those of its operands.
+    """Returns the mesh axes along which the shards of an equation's outputs may differ, given those of its operands.
 
-    Operands that do not differ have outputs that do not. Otherwise the types of the outputs say along which axes they
-    may still differ: a sum over a mesh axis does not differ along it. An equation without operands is not computed from
-    equal values: its output may be the index of the shard, so its type alone decides.
+    If no operand differs between shards, no output does. Otherwise, the types of the outputs limit the axes: a sum over
+    a mesh axis, for example, does not differ along it. For an equation without operands, the types alone decide,
+    because its output may be the index of the shard.
     """
     if eqn.invars and not axes_of_operands:
         return axes_of_operands
@@ -333,9 +339,9 @@ def _mesh_axes_of_outputs(eqn: JaxprEqn, axes_of_operands: frozenset[str]) -> fr
 
 
 def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
-    """The facts about each input of a program, of which ``is_chosen`` says whether the user chose it.
+    """Returns the facts about each input of a program, where ``is_chosen`` marks those that the user chose.
 
-    Inputs that an ``apply`` reads are known as well. Each known input has itself as its origin.
+    Inputs that an ``apply`` reads are known as well. Each known input is its own origin.
     """
     flags = with_inputs_of_apply(program, is_chosen)
     return [
@@ -350,10 +356,10 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
     """Splits a program into an early one, which reads known inputs only, and a late one, which reads its outputs.
 
-    Equations that read other inputs are late, and so are all that depend on their outputs, and those that must run
-    exactly once. For ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one
-    ``y = x @ e``. The late one computes the outputs of ``jaxpr``, and its inputs are the values that it needs, in the
-    order in which it reads them.
+    An equation is late if it reads other inputs or the output of a late equation, or must run exactly once. For
+    ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one is ``y = x @ e``.
+    The late program computes the outputs of ``jaxpr``. Its inputs are the values that it needs, in the order in which
+    it reads them.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()
@@ -370,10 +376,11 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
-    """The program that recomputes the known variables ``outvars``.
+    """Returns a program that recomputes the known variables ``outvars``.
 
-    Its inputs are inputs of ``jaxpr`` and variables that must be stored for it: those named ``STORED``, and values that
-    are not known but that one of its equations reads, such as the index of a cond.
+    Its inputs are inputs of ``jaxpr`` and variables that must be stored for it. The latter are the values named
+    ``STORED``, and values that are not known although one of the equations of the program reads them, such as the index
+    of a cond.
     """
     needed = set(outvars)
     eqns = list[JaxprEqn]()
@@ -381,7 +388,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):
             known_eqns = [eqn]
-            # A scan or cond that reads data as well may need only its known operands for the outputs that are needed.
+            # If a scan or cond reads data as well, its needed outputs may depend on its known operands only.
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
@@ -390,18 +397,19 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
 
 
 def is_apply(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the ``apply`` of a parametrization, which is a ``jax.checkpoint`` with the policy MARK."""
+    """Returns whether an equation is the ``apply`` of a parametrization: a ``jax.checkpoint`` with the policy MARK."""
     return jaxprs.policy_of(eqn) is MARK
 
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """For each input of a program, whether it is known, or must be because an ``apply`` depends on it.
+    """Returns, for each input of a program, whether it is known, or must count as known because of an ``apply``.
 
-    These are the inputs that an ``apply`` reads itself, such as raw parameters. Of those from which its operands are
-    computed, only keys and scalars count: a key is split before ``apply``, but an array may be data. In
+    Inputs that an ``apply`` reads itself, such as raw parameters, count as known. Of the inputs from which its operands
+    are computed, only keys and scalars do: a key is split before ``apply``, but an array may be data. In
     ``apply(raw, fold_in(key, step))``, ``raw``, ``key`` and ``step`` become known.
     """
-    # From the last equation to the first: what an ``apply`` reads, and all that these values are computed from.
+    # The loop goes from the last equation to the first. It collects the variables that an ``apply`` reads, and all
+    # variables from which these are computed.
     read_by_apply, needed_by_apply = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         inputs = _inputs_of_apply(eqn)
@@ -416,10 +424,10 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
-    """The variables that an ``apply`` reads: the operands of an equation that is one, or those that one inside reads.
+    """Returns the variables outside of an equation that an ``apply`` reads, whether it is the equation or inside it.
 
-    Empty if the equation holds no ``apply``, or one that cannot be reached, because JAX cannot run it with another
-    body.
+    The list is empty if the equation holds no ``apply``, or only one that cannot be reached, because JAX cannot run the
+    equation with another body.
     """
     if not jaxprs.inner_programs(eqn):
         return []
@@ -428,23 +436,23 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
-    # Constants are the first inputs of the body, and no operands of the equation.
+    # The first inputs of the body are constants, which are not operands of the equation.
     read_by_apply = with_inputs_of_apply(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
     return variables(v for v, is_read in zip(eqn.invars, read_by_apply, strict=True) if is_read)
 
 
 def _is_key_or_number(v: Any) -> bool:
-    """Whether a variable is a scalar, a typed PRNG key, or an array that may be a legacy key: uint32 of 2 or 4."""
+    """Returns whether a variable is a scalar, a typed PRNG key, or like a legacy key: 2 or 4 entries of uint32."""
     dtype, shape = v.aval.dtype, v.aval.shape
     is_legacy_key = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
     return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def holds_apply(eqn: JaxprEqn) -> bool:
-    """Whether a body of an equation contains the ``apply`` of a parametrization."""
+    """Returns whether a body of an equation contains the ``apply`` of a parametrization."""
     return any(map(contains_apply, jaxprs.inner_programs(eqn)))
 
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
-    """Whether an equation of a program, or of a body inside it, is the ``apply`` of a parametrization."""
+    """Returns whether a program contains the ``apply`` of a parametrization, also inside the bodies of equations."""
     return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

@@ -49,7 +49,7 @@ class View:
 
     @property
     def _compared(self) -> tuple[Any, ...]:
-        """What two views are compared by: primitive, parameters and types of operands, but not the variables."""
+        """What views are compared by: the primitive, the parameters and the operand types, but not the variables."""
         return self.eqn.primitive, *self.eqn.params.items(), *(v.aval for v in self.operands)
 
     @property
@@ -64,7 +64,7 @@ class View:
 
     @property
     def has_sharding(self) -> bool:
-        """Whether the equation specifies the sharding of its output. JAX names this parameter in two ways."""
+        """Whether the equation specifies the sharding of its output, by either of the two names that JAX uses."""
         return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
 
     def bind(self, *args: Any, **new_params: Any) -> Any:
@@ -73,13 +73,14 @@ class View:
 
 
 class Param(Generic[T]):
-    """An attribute of a view class, a descriptor, that reads a parameter of the equation.
+    """A descriptor that makes a parameter of the equation an attribute of a view class.
 
-    ``axis = Param[int]("dimension")`` reads the parameter dimension. Without a name, it is that of the attribute.
+    ``axis = Param[int]("dimension")`` reads the parameter ``dimension``. Without an argument, the parameter has the
+    name of the attribute.
     """
 
     def __init__(self, name: str = "") -> None:
-        """Takes the name of the parameter, if it is not that of the attribute."""
+        """Stores the name of the parameter, which may be empty if it is that of the attribute."""
         self._name = name
 
     def __set_name__(self, _: type, name: str) -> None:
@@ -113,8 +114,8 @@ class RaggedDot(View, names=("ragged_dot_general",)):
     """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of rows of the left operand.
 
     The third operand has the size of each group: the first rows are in the first group, the next in the second, and so
-    on. Rows after those of all groups give zeros. The output is one of three: each row times the matrix of its group,
-    or for each group the sum over its rows, or, if rows are along a batch axis, the product for each of them.
+    on. Rows after those of all groups give zeros. The output has one of three forms: each row times the matrix of its
+    group; for each group, the sum over its rows; or, if the rows are along a batch axis, the product for each of them.
     """
 
     precision = Param[Any]()
@@ -122,7 +123,7 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
-        """Which axes are summed over, are batch axes, and have groups."""
+        """The dimension numbers: which axes are summed over, are batch axes, or have groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
@@ -148,16 +149,16 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it computes all groups, not only those from an offset on, and the rows are not a batch axis."""
+        """Whether all groups are computed, not only those from an offset on, and the rows are not a batch axis."""
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
     def axes_of_sizes(self) -> Sequence[int]:
         """The axes of the left operand along which group sizes may differ, which the third operand has too.
 
-        They are the axes of the third operand before its last one, in order; none if it has only that one. By the rule
-        of JAX, they are the batch axes, and then the axes before the rows: among those that are summed over if the rows
-        are, and else among those that are not.
+        They are the axes of the third operand before its last one, in order, and there are none if it has only that
+        one. By JAX's rule, they are first the batch axes, and then the axes before that of the rows: among the axes
+        that are summed over if rows are summed over, and among those that are not otherwise.
         """
         if self.operands[2].aval.ndim == 1:
             return ()
@@ -181,7 +182,7 @@ class Conv(View, names=("conv_general_dilated",)):
 
     @property
     def window(self) -> dict[str, Any]:
-        """The parameters that say how the window moves, by name."""
+        """The parameters that describe how the window moves, by name."""
         return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
 
 
@@ -191,15 +192,15 @@ class Gather(View, names=("gather",)):
     dimension_numbers = Param[lax.GatherDimensionNumbers]()
     """Which axes of the operands are which axes of the output."""
     mode = Param[lax.GatherScatterMode]()
-    """What an index outside of the operand gives."""
+    """How indices outside of the operand are handled."""
     fill_value = Param[Any]()
-    """The value for an index outside of the operand, in the mode that fills; None for the default of the dtype."""
+    """The value for an index outside of the operand, if the mode fills it in; None for the default of the dtype."""
     slice_sizes = Param[Sequence[int]]()
     """The size of a slice along each axis of the operand."""
 
     @property
     def hints(self) -> dict[str, bool]:
-        """The parameters that promise something about the indices, by name."""
+        """The parameters that promise properties of the indices, by name."""
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
@@ -209,16 +210,17 @@ class Gather(View, names=("gather",)):
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes of the operand along which slices are not whole, or have size 1 and lack the axis; no batch axes."""
+        """The axes of the operand, except batch axes, that slices do not take whole or that the output lacks."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
-        """The only axis into which the indices point, if slices lack it and are whole along all others; else None.
+        """The axis along which the look-up is a ``jnp.take``; None if it is not one.
 
-        Then the look-up is ``jnp.take`` along this axis. Unlike ``row``, it is None if the indices have more columns.
+        It is the only axis into which the indices point. Slices lack it, and are whole along all others. Unlike
+        ``row``, it is None if the indices have more columns.
         """
         numbers = self.dimension_numbers
         if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
@@ -228,19 +230,19 @@ class Gather(View, names=("gather",)):
 
     @property
     def row(self) -> tuple[int, int] | None:
-        """The axis of the operand along which slices have one entry, and which column of the indices chooses it.
+        """The axis of the operand along which slices have one entry, and the column of the indices that chooses it.
 
-        For the look-up of the matrices ``w[experts]`` of shape (tokens, i, o), (0, 0). None if slices are not whole
-        along all other axes, if there are batch axes, or if the indices may point outside along another axis.
+        For the look-up of the matrices ``w[experts]`` of shape (tokens, i, o), it is (0, 0). It is None if slices are
+        not whole along all other axes, if there are batch axes, or if the indices may point outside along another axis.
         """
         shape = self.operands[0].aval.shape
         axes = tuple(self.dimension_numbers.start_index_map)
         cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
-        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # the only entry of an axis of size 1
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # This axis of size 1 is taken whole.
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
-        # Along the other axes, indices may be ignored: slices begin at 0, as other indices are clipped or do not occur.
-        # But when filling, an index outside fills the whole slice.
+        # Slices are whole along the other axes, so indices into these can be ignored: the slices begin at 0, as other
+        # indices are clipped or do not occur. In the mode that fills, however, an index outside fills the whole slice.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
         (axis,) = cut_axes
@@ -270,9 +272,9 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
     @property
     def keeps_axis(self) -> Sequence[bool]:
-        """For each axis, whether it stays as it is: windows have one entry along it, and the stride is 1.
+        """For each axis, whether it stays as it is, because windows have one entry along it and the stride is 1.
 
-        Such are the axes of the batch and of channels in pooling.
+        In pooling, these are the axes of the batch and of channels.
         """
         params = self.eqn.params
         pads = params["padding"]
@@ -300,7 +302,10 @@ class TopK(View, names=("top_k",)):
 
     @property
     def axis(self) -> int:
-        """The axis, as a non-negative number. Older versions of JAX have no parameter for it, and use the last."""
+        """The axis, as a non-negative number.
+
+        Older versions of JAX have no parameter for it and use the last axis.
+        """
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
 
@@ -312,7 +317,7 @@ class Transpose(View, names=("transpose",)):
     """A ``jax.lax.transpose``."""
 
     permutation = Param[Sequence[int]]()
-    """For each axis of the output, the axis of the operand."""
+    """For each axis of the output, the axis of the operand that it comes from."""
 
 
 class Reshape(View, names=("reshape",)):
@@ -342,7 +347,7 @@ class Broadcast(View, names=("broadcast_in_dim",)):
     shape = Param[Sequence[int]]()
     """The new shape."""
     broadcast_dimensions = Param[Sequence[int]]()
-    """For each axis of the operand, the axis of the output."""
+    """For each axis of the operand, the axis of the output that it becomes."""
 
 
 class Slice(View, names=("slice",)):
@@ -350,7 +355,10 @@ class Slice(View, names=("slice",)):
 
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
-        """For each axis, the start, the limit and the stride of the slice; JAX holds None for strides of 1."""
+        """For each axis, the start, the limit and the stride of the slice.
+
+        JAX stores None instead of the strides if all are 1.
+        """
         starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
 
@@ -382,7 +390,7 @@ class Reverse(View, names=("rev",)):
 
 
 class ReadInStep(View, names=("reparax_read",)):
-    """A call of ``read_in_step`` of ``numerics/tie.py``, which returns an array that is read in a step of a loop."""
+    """A call of ``read_in_step`` in ``numerics/tie.py``, which returns an array that is read in a step of a loop."""
 
 
 class Vary(View, names=("pvary",)):
@@ -416,7 +424,7 @@ class Stack(View, names=("stack",)):
 
 
 class Unstack(View, names=("unstack",)):
-    """The entries of an array along an axis, each as an output. Since jax 0.11.1, iteration over an array is this."""
+    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iterating over an array is this."""
 
     axis = Param[int]()
     """The axis that is removed."""
@@ -489,7 +497,7 @@ class Arithmetic(
 
 
 class Select(Pointwise, names=("select_n",)):
-    """A ``jax.lax.select_n``: for each entry, the first operand says from which of the others it is taken."""
+    """A ``jax.lax.select_n``: for each entry, the first operand chooses the operand from which it is taken."""
 
 
 class ConvertType(Pointwise, names=("convert_element_type",)):
@@ -548,7 +556,7 @@ class While(View, names=("while",)):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many operands are constants of the condition, and then of the body; all others are carried."""
+        """How many operands are constants of the condition, and how many of the body; the others are carried."""
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 
@@ -572,12 +580,12 @@ class ShardMap(View, names=("shard_map",)):
 
 
 def view_class_of(eqn: JaxprEqn) -> type[View]:
-    """The class of the view of an equation; ``View`` itself if no subclass is registered for it."""
+    """Returns the class of the view of an equation, which is ``View`` if no subclass is registered for it."""
     kind = KINDS.get(eqn.primitive.name, View)
     # A bitcast between dtypes of different sizes adds or removes an axis, so it is not elementwise.
     return View if kind is Bitcast and kind(eqn).operands[0].aval.shape != kind(eqn).type.shape else kind
 
 
 def view_of(eqn: JaxprEqn) -> View:
-    """The view of an equation."""
+    """Returns the view of an equation."""
     return view_class_of(eqn)(eqn)

@@ -27,13 +27,13 @@ from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_o
 Outs = list[Any] | None
 """The outputs of an equation, arrays or sums; None if the equation must be evaluated as it is, on arrays."""
 
-# An operation without a value: it can be traced, for its type, but not run.
+# This operation can be traced, because its type is known, but not run.
 _stand_in = Primitive("reparax_stand_in")
 _stand_in.def_abstract_eval(lambda *, type: type)
 
 
 def stand_in(v: Any) -> Any:
-    """A placeholder with the type of a variable, for a program that is traced and never run."""
+    """Returns a placeholder with the type of a variable, for a program that is traced and never run."""
     return _stand_in.bind(type=type_of(v))
 
 
@@ -64,12 +64,12 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """Identifies a sum that this equation makes, by the equation and all equations whose bodies contain it."""
+        """Identifies a sum made by this equation: the equation, and all equations whose bodies contain it."""
         return (*self.interpreter.path, id(self.eqn))
 
 
 class Rules(Protocol):
-    """What happens to weights: which equations introduce them as sums, and what other equations do with sums.
+    """Decides what happens to weights: which equations introduce them as sums, and what other equations do with sums.
 
     Attributes:
       counts_steps: Whether the rules need the index of the current step of each scan.
@@ -83,15 +83,18 @@ class Rules(Protocol):
         ...
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation that reads no sum may introduce one, itself or in its bodies."""
+        """Returns whether an equation that reads no sum may introduce one, itself or in its bodies."""
         ...
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs of an equation that reads sums or may introduce one; None if it needs arrays."""
+        """Computes the outputs of an equation that reads sums or may introduce one; returns None if it needs arrays."""
         ...
 
     def form(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum, for an equation that needs it; ``eqn`` is None if the program returns the sum."""
+        """Forms the array of a sum because ``eqn`` needs it as an operand.
+
+        ``eqn`` is None if the program returns the sum.
+        """
         ...
 
 
@@ -104,15 +107,15 @@ class LoopStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Interpreter:
-    """How a program is evaluated: by which rules, and where it is in the whole program.
+    """Evaluates a program by given rules, and records where the program is in the whole program.
 
     Attributes:
-      rules: What happens to weights.
+      rules: The rules that decide what happens to weights.
       times: How often the program runs: the product of the lengths of the scans around it.
-      steps: The current step of each scan around the program, the outermost first.
-      path: Identifies the program: for each equation that contains it, the ``id`` and then the number of the body.
+      steps: The current step of each scan around the program, beginning with the outermost scan.
+      path: Identifies the program by the equations that contain it: for each, its ``id`` and the number of the body.
       in_formula: Whether the program is part of the ``apply`` of a parametrization.
-      computes: Whether equations that read no sum are evaluated. If not, placeholders do for their outputs.
+      computes: Whether equations that read no sum are evaluated. If not, placeholders stand for their outputs.
     """
 
     rules: Rules
@@ -123,22 +126,22 @@ class Interpreter:
     computes: bool = True
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs of a program, arrays or sums, from the values of its inputs and the facts about these."""
+        """Evaluates a program, given the values of its inputs and facts about them; outputs may be arrays or sums."""
         return _Evaluation(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """The outputs of a program as arrays; arguments as for :meth:`run`."""
+        """Evaluates a program as :meth:`run` does, but returns all outputs as arrays."""
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """The array ``x``, or the array of the sum ``x``, for an equation that needs it.
+        """Converts ``x`` to an array for an equation that needs it: a sum is formed, and an array is returned as it is.
 
         ``eqn`` is None if the program returns ``x``.
         """
         return self.rules.form(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, branch: int = 0, step: LoopStep | None = None) -> "Interpreter":
-        """The interpreter of a body of an equation.
+        """Returns the interpreter for a body of an equation.
 
         ``branch`` is the number of the body, for a cond. ``step`` is the current step, for a scan only.
         """
@@ -152,15 +155,15 @@ class _Evaluation:
     """One evaluation of a program: the values computed so far, and the equations that wait to be evaluated together."""
 
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
-        """Takes the values of the inputs, arrays or sums, and the facts about them. Nothing is evaluated yet."""
+        """Stores the values of the inputs, arrays or sums, and finds all facts. Nothing is evaluated yet."""
         self._interpreter, self._jaxpr = interpreter, jaxpr
-        # The array or sum of each variable, the array of each variable whose sum was formed, and all facts.
+        # ``_env`` has the array or sum of each variable, and ``_formed`` has the arrays of the sums formed so far.
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # How many equations will still read each variable, so that values nobody reads are not kept.
+        # ``_reads`` counts the equations that will still read each variable. Values that none will read are not kept.
         self._reads = jaxprs.count_reads(jaxpr)
-        # Equations that keep no sum in factors. They are evaluated together, before the rules need any values.
+        # Deferred equations keep no sum in factors. They are evaluated together, before the rules need any values.
         self._deferred: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:
@@ -171,9 +174,9 @@ class _Evaluation:
         return list(map(self._value_of, self._jaxpr.outvars))
 
     def _value_of(self, v: Any) -> Any:
-        """The array or sum of a variable or literal.
+        """Returns the array or sum of a variable or literal.
 
-        A variable has no value yet if equations that read no sum are not evaluated; then it gets a placeholder.
+        If equations that read no sum are not evaluated, a variable may have no value yet; then it gets a placeholder.
         """
         if isinstance(v, Literal):
             return jnp.asarray(v.val)
@@ -192,9 +195,9 @@ class _Evaluation:
         self._env.update(zip(eqn.outvars, outs, strict=True))
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """The outputs of an equation that keeps sums in factors or returns its operands unchanged.
+        """Computes the outputs of an equation that keeps sums in factors or returns its operands unchanged.
 
-        None for any other equation, which is to be deferred.
+        The result is None for any other equation, which must be deferred.
         """
         outs = self._outputs_by_rules(eqn, facts)
         unchanged_operands = _unchanged_operands(eqn, facts) if outs is None else None
@@ -204,10 +207,10 @@ class _Evaluation:
         return list(map(self._value_of, unchanged_operands))
 
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """The outputs that the rules compute for an equation that reads sums or may introduce one.
+        """Computes the outputs of an equation that reads sums or may introduce one, by the rules.
 
-        None for any other equation, and if the rules need the arrays of its sums. Evaluates the deferred equations
-        first, because the rules may need their values.
+        The result is None for any other equation, or if the rules need the arrays of its sums. The deferred equations
+        are evaluated first, because the rules may need their values.
         """
         rules = self._interpreter.rules
         out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else FACTS_OF_CONSTANT
@@ -222,7 +225,7 @@ class _Evaluation:
     def _evaluate_deferred(self) -> None:
         """Evaluates the deferred equations as one program, and adds their outputs to ``_env``.
 
-        The sums that they read are formed. If equations that read no sum are not evaluated, only this is done.
+        The sums that they read are formed. Only this is done if equations that read no sum are not evaluated.
         """
         eqns, self._deferred = self._deferred, []
         if not eqns:
@@ -234,13 +237,16 @@ class _Evaluation:
             program = jaxprs.part(self._jaxpr, eqns, outvars)
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
-        else:  # the rules must be told of each sum that would be formed
+        else:  # The rules must be told of each sum that would be formed.
             for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
 
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
-        """The value of a variable as an array. A sum is formed only once, for the first of ``eqns`` that reads it."""
+        """Returns the value of a variable as an array.
+
+        A sum is formed only once, for the first of ``eqns`` that reads it.
+        """
         x = self._env[v]
         if not isinstance(x, Sum):
             return x
@@ -250,14 +256,15 @@ class _Evaluation:
 
 
 def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
-    """For each output of an equation, the operand that it returns unchanged; None if the equation computes anything.
+    """Returns, for each output of an equation, the operand that it equals; None if the equation computes anything.
 
-    Such an equation is a ``jit`` without equations inside, or a ``stop_gradient`` of a value that gets no gradient.
+    An equation that computes nothing is a ``jit`` without equations inside, or a ``stop_gradient`` of a value that gets
+    no gradient.
     """
     kind = view_class_of(eqn)
     if kind is StopGradient and facts[0].fixed:
         return eqn.invars
-    # A jit with a sharding may move its operands.
+    # A ``jit`` that specifies shardings may move its operands, so it counts as computing something.
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -271,14 +278,14 @@ def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
 
 
 def has_body(eqn: JaxprEqn) -> bool:
-    """Whether :func:`interpret_bodies` can interpret the bodies of an equation, as of a scan or a cond."""
+    """Returns whether :func:`interpret_bodies` can interpret the bodies of an equation, as for a scan or cond."""
     return view_class_of(eqn) in _INTERPRET
 
 
 def interpret_bodies(operation: Operation) -> Outs:
-    """The outputs of an equation whose bodies are interpreted; None if it must be evaluated as it is, on arrays.
+    """Computes the outputs of an equation by interpreting its bodies.
 
-    The equation must be one for which :func:`has_body` is true.
+    The result is None if the equation must be evaluated as it is, on arrays. :func:`has_body` must be true for it.
     """
     return _INTERPRET[view_class_of(operation.eqn)](operation)
 
@@ -286,11 +293,11 @@ def interpret_bodies(operation: Operation) -> Outs:
 def _interpreted_body(
     operation: Operation, facts: Sequence[Facts], branch: int = 0, *, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
-    """A function that interprets a body of an equation: from the values of its inputs, it computes a list of outputs.
+    """Returns a function that interprets a body of an equation: it maps the values of its inputs to a list of outputs.
 
     Args:
       operation: The equation.
-      facts: The facts about the inputs, without the constants of the body, which the function adds itself.
+      facts: The facts about the inputs, without the constants of the body, which are added here.
       branch: The number of the body, for a cond.
       in_arrays: Whether sums among the outputs become arrays.
     """
@@ -304,7 +311,8 @@ def _interpreted_body(
 def _interpret_jit(operation: Operation) -> Outs:
     """Interprets a call inline, or under ``jit`` again if it specifies shardings.
 
-    None if it specifies shardings and an operand is a sum, whose factors have other axes than those specified.
+    The result is None if it specifies shardings and an operand is a sum, because the factors do not have the axes for
+    which the shardings are specified.
     """
     if not jaxprs.has_sharding(operation.eqn):
         return _interpreted_body(operation, operation.facts, in_arrays=False)(*operation.args)
@@ -324,13 +332,13 @@ def _interpret_checkpoint(operation: Operation) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Slices:
-    """A sum that a scan slices along the first axis, in two parts: what the scan slices, and what stays the same.
+    """A sum that a scan slices along its first axis, split into the arrays that are sliced and all that stays the same.
 
-    For stacked weights ``a @ b`` of shape (layers, i, o), in which only ``a`` varies with the layer, ``arrays`` is
-    [a], of shape (layers, i, r), and ``rest`` has the shape (i, o), with b and a factor without an array for a.
+    For stacked weights ``a @ b`` of shape (layers, i, o), in which only ``a`` varies with the layer, ``arrays`` is [a],
+    of shape (layers, i, r). ``rest`` has the shape (i, o), and its factors are b and a factor without an array for a.
 
     Attributes:
-      arrays: The arrays of the factors that vary along this axis, which is their first.
+      arrays: The arrays of the factors that vary along the sliced axis, which is the first axis of each.
       rest: The sum of one step, with None in place of each of these arrays, in the same order.
     """
 
@@ -339,13 +347,16 @@ class _Slices:
 
     @classmethod
     def of(cls, x: Sum) -> "_Slices | None":
-        """The slices of a sum; None if its first axis is merged or on a diagonal, so that no axis of a factor is it."""
+        """Splits a sum for slicing; returns None if its first axis is merged or on a diagonal.
+
+        No axis of a factor corresponds to such an axis.
+        """
         if not all(product.is_plain(0) for product in x.products):
             return None
         arrays = list[Any]()
 
         def without_axis(factor: Factor, axis: AxisLabels) -> Factor:
-            """The factor of one step. If the factor varies along the axis, its array is moved to ``arrays``."""
+            """Removes the sliced axis from a factor. If the factor varies along it, its array moves to ``arrays``."""
             array = _with_axis_first(factor, axis)
             if array is None:
                 return factor
@@ -353,7 +364,7 @@ class _Slices:
             return replace(factor, array=None, labels=tuple(label for label in factor.labels if label not in axis))
 
         def of_one_step(product: Product) -> Product:
-            """The product of one step, without the first axis."""
+            """Returns the product of one step, which lacks the first axis."""
             first_axis, *other_axes = product.axes
             return Product(tuple(without_axis(factor, first_axis) for factor in product.factors), tuple(other_axes))
 
@@ -361,16 +372,16 @@ class _Slices:
         return cls(arrays, rest)
 
     def at_step(self, arrays: Sequence[Any]) -> Sum:
-        """The sum of one step. These ``arrays`` are the slices at this step of the attribute ``arrays``."""
+        """Returns the sum of one step, given the slices of ``self.arrays`` at this step."""
         slices = iter(arrays)
         return map_factors(self.rest, lambda x: replace(x, array=next(slices)) if x.array is None else x)
 
 
 def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
-    """The array of a factor with the axis of a scan as its first; None if the factor does not vary along this axis.
+    """Moves the axis of a scan to the front of a factor's array; returns None if the factor does not vary along it.
 
-    ``axis`` has the label of this axis of the product, or none if the scan has only one step. Then every factor gets a
-    first axis of size 1.
+    ``axis`` has the label of this axis of the product. It has no label if the scan has only one step; then every factor
+    gets a first axis of size 1.
     """
     if not axis:
         return factor.dense[None]
@@ -387,9 +398,9 @@ def _interpret_scan(operation: Operation) -> Outs:
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
-        """One step, from the values of its inputs and, if the rules need it, the index of the step as the last."""
+        """Computes one step from the values of its inputs, followed by the index of the step if the rules need it."""
         index = values[len(inputs)] if step_indices else None
-        pairs = zip(inputs, values, strict=False)  # without the index
+        pairs = zip(inputs, values, strict=False)  # The index of the step has no input and is left out.
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
@@ -398,16 +409,17 @@ def _interpret_scan(operation: Operation) -> Outs:
 
 
 def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
-    """The operands of a scan in the form in which it is run, and for each, the facts that hold at every step.
+    """Returns the operands of a scan in the form in which it is run, and the facts about each that hold at every step.
 
-    The operands are constants, carried values and sliced values, in this order. A constant stays as it is, also a sum.
-    A carried sum becomes an array, and a sliced one ``_Slices`` if it can be sliced in factors; else an array too.
+    The operands are constants, carried values and sliced values, in this order. Constants stay as they are, even if
+    they are sums. Carried sums become arrays. Sliced sums become ``_Slices`` if they can be sliced in factors, and
+    arrays otherwise.
     """
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
     for i in range(n_consts, len(inputs)):
-        # It may differ between the steps of this scan, and so from values outside with the same formula.
+        # The value may differ between the steps of this scan, and so from values outside that have the same formula.
         facts[i] = replace(facts[i], steps=facts[i].steps | {len(interpreter.steps)}, formula=None)
         if i < n_consts + n_carry:
             inputs[i] = interpreter.array(inputs[i], eqn)
@@ -419,18 +431,18 @@ def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
 
 
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
-    """Whether the body of a scan reads its input ``v``, and every read stops its gradient.
+    """Returns whether the body of a scan reads its input ``v``, and stops its gradient at every read.
 
-    If so, the gradient of a sliced input can be stopped before the scan instead, which takes less memory: the
-    derivative of the scan reads the slices again, but everything that the body computes from them, even by
-    ``stop_gradient``, is stored for each step.
+    If so, the gradient of a sliced input can be stopped before the scan, which takes less memory. The derivative of the
+    scan reads the slices again, whereas everything that the body computes from them, even by ``stop_gradient``, is
+    stored for each step.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is v]
     return v not in jaxpr.outvars and bool(reads) and all(_stops_gradient(eqn, i) for eqn, i in reads)
 
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
-    """Whether an equation stops the gradient of its ``i``-th operand, itself or at every read inside a call."""
+    """Returns whether an equation stops the gradient of its ``i``-th operand, itself or at every read inside a call."""
     kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
@@ -439,7 +451,7 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """Runs the equation with another body on these operands; None if its kind cannot run another body."""
+    """Runs an equation with another body on the given operands; returns None if its kind cannot run another body."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 
@@ -447,16 +459,16 @@ def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Seq
 def _interpret_cond(operation: Operation) -> list[Any]:
     """Interprets each branch of a cond. Sums among its operands stay in factors, and its outputs are arrays."""
     index, *operands = operation.args
-    _, *facts = operation.facts  # the first are those of the index
+    _, *facts = operation.facts  # The first facts are those about the index.
     branches = [_interpreted_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
     return list(jaxprs.run_cond(operation.eqn, index, branches, operands))
 
 
 def _interpret_shard_map(operation: Operation) -> list[Any]:
-    """Interprets the body of a ``shard_map``: sums stay in factors if the mesh can split these as it splits the sum.
+    """Interprets the body of a ``shard_map``. A sum stays in factors if the mesh can split these as it splits the sum.
 
-    A shard is the part of an operand on one device. The indices of the steps of scans are operands of the ``shard_map``
-    too, because its body must not close over arrays on an explicit mesh.
+    A shard is the part of an operand on one device. The indices of the steps of scans become operands of the
+    ``shard_map`` too, because its body must not close over arrays on an explicit mesh.
     """
     eqn, steps = operation.eqn, operation.interpreter.steps
     in_specs = ShardMap(eqn).in_specs
@@ -464,7 +476,7 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
     operands, specs = zip(*map(partial(_shard_input, operation), operation.args, in_specs), strict=True)
 
     def body_on_shard(shards: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
-        """The body, for one shard of its operands and the indices of the steps of the scans around it."""
+        """Computes the body on one shard of its operands, given the step index of each scan around it."""
         steps_on_shard = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
         on_shard = replace(operation, interpreter=replace(operation.interpreter, steps=steps_on_shard))
         return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
@@ -475,26 +487,26 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
-    """The facts about one shard of a value with this partition spec, which splits it over mesh axes.
+    """Returns the facts about one shard of a value, which a partition spec splits over mesh axes.
 
-    Shards differ along these axes, so values with the same formula may be different on a shard.
+    Shards differ along these axes, so values with the same formula may differ on a shard.
     """
     axes = frozenset(_mesh_axes(spec))
     return replace(facts, mesh_axes=axes, formula=None if axes else facts.formula)
 
 
 def _mesh_axes(spec: Any) -> list[str]:
-    """The mesh axes in the entries of a partition spec: for ``("data", None, ("x", "y"))``, data, x and y."""
+    """Returns the mesh axes in a partition spec: data, x and y for ``("data", None, ("x", "y"))``."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return [name for entry in entries for name in entry]
 
 
 def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
-    """An operand for a ``shard_map`` whose body is interpreted, and its partition spec.
+    """Returns an operand for a ``shard_map`` whose body is interpreted, and the partition spec of this operand.
 
-    For a sum whose factors can be split, both are sums: the second has the spec of each array in place of the array,
-    as ``shard_map`` expects of trees. Any other sum becomes an array. For ``w = a @ b`` with the spec ("x", None), the
-    specs are ("x", None) for ``a`` and (None, None) for ``b``.
+    For a sum whose factors can be split, the spec is the same sum with a spec in place of each array, because
+    ``shard_map`` expects specs in the structure of the operand. Any other sum becomes an array. For ``w = a @ b`` with
+    the spec ("x", None), the specs are ("x", None) for ``a`` and (None, None) for ``b``.
     """
     if not isinstance(x, Sum):
         return x, spec
@@ -505,7 +517,7 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
     entry_of_label = {label: entry for each in entries for label, entry in each.items()}
 
     def spec_of(factor: Factor) -> Factor:
-        """The factor with partition specs in place of its array and of the key of its draw, which is not split."""
+        """Replaces the array of a factor, and the key of its draw, by partition specs. The key is not split."""
         draw = factor.draw and replace(factor.draw, key=PartitionSpec())
         return replace(factor, array=PartitionSpec(*map(entry_of_label.get, factor.labels)), draw=draw)
 
@@ -513,13 +525,16 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
 
 
 def _sum_on_shard(x: Sum) -> Sum:
-    """The sum on one shard, from one whose factors hold shards but whose labels still have the sizes of whole arrays.
+    """Adapts the labels of a sum to one shard: its factors hold shards, but its labels have the sizes of whole arrays.
 
-    Labels of another size than the arrays are replaced by labels of their size, and the shape is computed from these.
+    Labels whose size differs from that of the arrays are replaced, and the shape is computed from the new labels.
     """
 
     def with_sizes_of_shards(product: Product) -> Product:
-        """The product with labels of the sizes of its arrays. Axes that have size 1 now lose their label."""
+        """Replaces the labels of a product by labels of the sizes of its arrays.
+
+        Axes that now have size 1 lose their label.
+        """
         pairs = (pair for factor in product.factors for pair in zip(factor.labels, factor.array.shape, strict=True))
         renamed = product.rename_labels({label: Label(n) for label, n in dict(pairs).items() if n != label.size})
         return replace(renamed, axes=tuple(tuple(x for x in group if x.size != 1) for group in renamed.axes))
@@ -531,14 +546,14 @@ def _sum_on_shard(x: Sum) -> Sum:
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
-    """The entry of a partition spec for each label of a product that it splits.
+    """Maps each label of a product that a partition spec splits to its entry in the spec.
 
-    For the axes ((i,), (o,)) and the spec ("x", None), {i: "x"}. An axis that merges several labels is split along its
-    first. None if this does not work: if the axis has no label, its first label is not a multiple of the number of
-    shards, or is on two axes, or is on no factor.
+    For the axes ((i,), (o,)) and the spec ("x", None), the result is {i: "x"}. An axis that merges several labels is
+    split along its first label. The result is None if an axis cannot be split, because it has no label or because its
+    first label has a size that is not a multiple of the number of shards, is on two axes, or is on no factor.
     """
     labels = product.labels_of_axes
-    # A spec may leave out entries of the last axes, which are not split.
+    # A spec may have fewer entries than there are axes. The last axes are then not split.
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
         n = math.prod(mesh[name] for name in _mesh_axes([entry]))

@@ -37,10 +37,10 @@ Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
 """A function that computes the outputs of a program from the values of its inputs."""
 
-# Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
+# Since JAX 0.11.0, this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
-# The types of programs. Every equation is searched for values of these types, so they are compared, which is fast.
+# The types of programs. Every equation is searched for programs, so we compare exact types, which is fast.
 _PROGRAMS = {Jaxpr, _Closed}
 
 # Primitives whose equations hold one program and run it once, on their own operands.
@@ -51,28 +51,31 @@ _CALLS = {
 
 _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
-# The parameter that holds the program of our own primitives. JAX treats any equation that has it as a call, and looks
-# inside.
+# The parameter that holds the program of our own primitives. JAX treats any equation that has this parameter as a call,
+# and looks inside it.
 PROGRAM = "call_jaxpr"
 
-# The parameters of the equations that we rebuild: those that we read, and those that we can ignore.
+# The parameters of the equations that we rebuild: those that we read, and those that can be ignored.
 _SCAN_PARAMS = ("length", "reverse", "unroll")
 _SCAN_IGNORED_PARAMS = {
     "jaxpr",
-    *("num_consts", "num_carry", "ft_in", "ft_out"),  # the last two since jax 0.11.0; we count by types instead
-    *("linear", "_split_transpose"),  # until jax 0.9.2: hints for the transpose
+    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We count by types instead.
+    *("linear", "_split_transpose"),  # These exist until JAX 0.9.2 and are hints for the transpose.
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
-_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # the first since jax 0.10.2, the second before
+_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # JAX uses the first since 0.10.2, the second before.
 
 
 def is_tested() -> bool:
-    """Whether the running JAX is not newer than the tested versions."""
+    """Returns whether the running JAX is not newer than the tested versions."""
     return jax.__version_info__ <= tuple(map(int, NEWEST.split(".")))
 
 
 def unreadable(what: str) -> RuntimeError:
-    """The error for a program that reparax cannot read; ``what`` names the unknown thing in it, such as "a scan"."""
+    """Returns the error for a program that reparax cannot read.
+
+    ``what`` names the unknown thing in it, such as "a scan".
+    """
     return RuntimeError(
         f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
         f"tested with JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
@@ -92,7 +95,7 @@ def check_this_jax(works: Callable[[], bool]) -> None:
 
 
 def small_network(w: Array, x: Array) -> Array:
-    """A network with products in a call, a loop and ``jax.checkpoint``, to test whether this JAX can be read."""
+    """Computes a network with products in a call, a loop and ``jax.checkpoint``, to test whether JAX can be read."""
     x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
     return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
@@ -102,10 +105,10 @@ def small_network(w: Array, x: Array) -> Array:
 
 
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
-    """The program with its constants turned into its first inputs, and the values of these constants.
+    """Turns the constants of a program into its first inputs, and returns the program and the values of the constants.
 
-    JAX holds a program with constants as a closed jaxpr, or as a jaxpr with them; both may be passed. So may a jaxpr
-    without constants, which is returned with an empty list.
+    JAX holds a program with constants either as a closed jaxpr or as a jaxpr with constants, and both are accepted. A
+    jaxpr without constants is returned as it is, with an empty list.
     """
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
@@ -115,40 +118,43 @@ def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def _jaxpr_of(program: Any) -> Jaxpr:
-    """The jaxpr of a program that is either a jaxpr itself or a closed jaxpr, which holds one and its constants."""
+    """Returns the jaxpr of a program, which is a jaxpr itself or a closed jaxpr that holds one and its constants."""
     return getattr(program, "jaxpr", program)
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """The variables among ``atoms``, in order and without duplicates; literals are left out."""
+    """Returns the variables among ``atoms``, in order and without duplicates; literals are left out."""
     return list(dict.fromkeys([v for v in atoms if not isinstance(v, Literal)]))
 
 
 def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """The variables that equations read as operands, in order and without duplicates."""
+    """Returns the variables that equations read as operands, in order and without duplicates."""
     return variables([v for eqn in eqns for v in eqn.invars])
 
 
 def count_reads(jaxpr: Jaxpr) -> Counter[Var]:
-    """For each variable, how many equations of a program read it. All outputs together count as one more equation."""
+    """Counts the equations of a program that read each variable. All outputs together count as one more equation."""
     return Counter(v for atoms in [jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)] for v in variables(atoms))
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """The value of each atom. Literals become arrays, because JAX may hold their values in a private type."""
+    """Looks up the value of each atom.
+
+    Literals become arrays, because JAX may hold their values in a private type.
+    """
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def types(program: Any) -> list[Any]:
-    """The types of the outputs of a program: their shapes and dtypes."""
+    """Returns the types of the outputs of a program, that is, their shapes and dtypes."""
     return [v.aval for v in _jaxpr_of(program).outvars]
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
-    """The program of some equations of ``jaxpr``, with the outputs ``outvars``.
+    """Builds the program that consists of some equations of ``jaxpr`` and has the outputs ``outvars``.
 
-    Its inputs are the variables that these equations read, or ``outvars`` names, but that none of them computes. The
-    part ``b = tanh(a)``, ``c = b @ w`` with the output c has the inputs (a, w).
+    Its inputs are all variables that these equations read, or that ``outvars`` names, and that none of them computes.
+    The part ``b = tanh(a)``, ``c = b @ w`` with the output c has the inputs (a, w).
     """
     outvars_of_eqns = {v for eqn in eqns for v in eqn.outvars}
     atoms = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
@@ -157,9 +163,9 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 
 def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
-    """The program with ``atom_of[v]`` in place of each input ``v`` in ``atom_of``, which is no longer an input.
+    """Replaces each input ``v`` in ``atom_of`` by ``atom_of[v]``, so that it is no longer an input of the program.
 
-    A variable that is put in place of an input is free in the result, unless it is one of the inputs that remain.
+    A variable that replaces an input is free in the result, unless it is one of the remaining inputs.
     """
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in atom_of],
@@ -169,27 +175,31 @@ def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
 
 
 def _substitute(atoms: Iterable[Any], atom_of: Env) -> list[Any]:
-    """The atoms, with ``atom_of[v]`` in place of each variable ``v`` that ``atom_of`` has; all others stay."""
+    """Replaces each variable ``v`` in ``atom_of`` by ``atom_of[v]``, and keeps all other atoms."""
     return [v if isinstance(v, Literal) else atom_of.get(v, v) for v in atoms]
 
 
 def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
-    """The equation with other operands, or the same object if they are equal, because its ``id`` may identify it."""
+    """Replaces the operands of an equation.
+
+    If the operands are equal, the same object is returned, because its ``id`` may identify the equation.
+    """
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
 def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
-    """The program with the calls inlined for which ``is_inlined`` is true, inside inlined bodies too.
+    """Inlines the calls for which ``is_inlined`` is true, also inside inlined bodies.
 
-    The constants of inlined bodies become its first inputs, and the second result has their values. None if two of
-    these calls share one body: an inlined body keeps its variables, so they would be computed twice.
+    The constants of inlined bodies become the first inputs of the program, and the second result has their values. The
+    result is None if two of these calls share one body: an inlined body keeps its variables, so they would be computed
+    twice.
     """
     inlined_bodies, consts = set[int](), dict[Var, Any]()
 
     def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
-        """The equations and the outputs of a program, with ``atom_of[v]`` in place of its input ``v``.
+        """Returns the equations and the outputs of a program, with ``atom_of[v]`` in place of its input ``v``.
 
-        None if a body appears again. Adds to ``inlined_bodies`` and ``consts``.
+        The result is None if a body appears again. The function also adds to ``inlined_bodies`` and ``consts``.
         """
         eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
@@ -197,7 +207,7 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
             if not is_inlined(eqn):
                 eqns.append(_with_operands(eqn, operands))
                 continue
-            # Each call of ``body`` may return a new jaxpr, so the program that JAX holds identifies it.
+            # Each call of ``body`` may return a new jaxpr, so the body is identified by the program that JAX holds.
             body_id, (body_jaxpr, body_consts) = id(_programs_in(eqn)[0]), body(eqn)
             if body_id in inlined_bodies:
                 return None
@@ -219,9 +229,9 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """A program with the inputs ``invars`` that runs the parts in order and returns the outputs of the last one.
+    """Joins parts into one program with the inputs ``invars``, which runs them in order.
 
-    A part may read variables that an earlier one computes.
+    The program returns the outputs of the last part. A part may read variables that an earlier part computes.
     """
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
@@ -229,14 +239,14 @@ def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without the equations that no output needs. It keeps all inputs."""
+    """Removes the equations that no output of a program needs, but keeps all its inputs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """The program with its used outputs only, and without the equations and inputs that these do not need.
+    """Keeps only the used outputs of a program, and the equations and inputs that they need.
 
-    The second result says for each input of ``jaxpr`` whether it is kept.
+    The second result says, for each input of ``jaxpr``, whether it is kept.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
@@ -244,24 +254,24 @@ def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[b
 def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """The program of ``jax.vmap`` of a program, for a batching rule of one of our primitives.
+    """Returns the program of ``jax.vmap`` of a program, for a batching rule of one of our primitives.
 
     Args:
       jaxpr: The program.
       args: The values of its inputs.
       dims: The batch axis of each input; None for an input without a batch.
-      axis: What JAX passes to batching rules about the batch: its name and size.
+      axis: The description of the batch that JAX passes to batching rules, which has its name and size.
 
     Returns:
       The batched program with its constants as first inputs, the values of these constants, and the batch axis of each
-      output: 0, or None if it does not depend on the batch, because JAX expects this.
+      output. This is 0, or None if the output does not depend on the batch, because JAX expects None in this case.
     """
-    name = None if type(axis.name) is object else axis.name  # the name of an unnamed axis is a bare object
+    name = None if type(axis.name) is object else axis.name  # The name of an unnamed axis is a bare object.
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     out_dims: list[int | None] = []
 
     def note_batch_axes(*args: Any) -> list[Any]:
-        """The outputs for one element of the batch. Notes in ``out_dims`` which of them ``vmap`` has batched."""
+        """Computes the outputs of one batch element, and records in ``out_dims`` which of them ``vmap`` batched."""
         outs = evaluate(jaxpr, args)
         out_dims[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
         return outs
@@ -275,10 +285,10 @@ def batch_program(
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program without constants, from the values of its inputs.
+    """Computes the outputs of a program without constants, given the values of its inputs.
 
-    If it is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal ones can share
-    their derivative. Then each value is dropped after its last reader, so that it does not stay in memory.
+    If the program is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal ones can
+    share their derivative. Each value is then dropped after its last use, so that it does not stay in memory.
     """
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
@@ -295,19 +305,19 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _as_function(jaxpr: Jaxpr) -> Body:
-    """A program without constants as a function of its inputs."""
+    """Converts a program without constants to a function of its inputs."""
     return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))
 
 
 def _is_linearized(x: Any) -> bool:
-    """Whether a value is being differentiated by ``jax.grad``, ``vjp`` or ``linearize``."""
+    """Returns whether a value is being differentiated by ``jax.grad``, ``vjp`` or ``linearize``."""
     return type(x).__name__ == "LinearizeTracer"
 
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
-    """Whether any value is traced by more than differentiation, as inside ``jit``, so that its numbers are not known.
+    """Returns whether a value is traced by more than differentiation, as in ``jit``, so that its numbers are unknown.
 
-    A value that is only being differentiated holds its numbers as its primal, perhaps inside another such value.
+    A value that is only being differentiated holds its numbers as its primal, which may itself be such a value.
     """
     primals = list(args)
     while any(map(_is_linearized, primals)):
@@ -316,10 +326,11 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
 
 
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation of ``program``, from the values of the different variables that it reads.
+    """Computes the outputs of an equation of ``program``, given the values of the different variables that it reads.
 
-    JAX derives a primitive afresh for each equation, but a function only once. So equal equations call one function,
-    which is inlined and thus not seen in the program. It gets the source line and the name scope of this equation.
+    JAX differentiates a primitive anew for each equation, but a function only once. Equal equations therefore call one
+    function, which is inlined and so does not show in the program. Its equations get the source line and the name scope
+    of this equation.
     """
     function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
     if function is None:
@@ -330,21 +341,22 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
-    """Whether equal equations should share one function, because JAX takes long to derive them on these values.
+    """Returns whether equal equations should share one function, because JAX takes long to differentiate them.
 
-    An equation without a body should if it is differentiated. One with a body only if it is a ``jax.custom_jvp``, or a
-    ``jax.checkpoint`` that is differentiated.
+    An equation without a body should share one if it is differentiated. An equation with a body should share one only
+    inside a trace, and only if it is a ``jax.custom_jvp``, or a ``jax.checkpoint`` that is differentiated.
     """
     is_linearized = any(map(_is_linearized, args))
     if not _programs_in(eqn):
         return is_linearized
-    # Outside of a trace, the shared function would be compiled again and again: equal programs are not equal to JAX.
+    # Outside of a trace, the shared function would be compiled again and again, because JAX does not compare programs
+    # by their content.
     kind = equations.view_class_of(eqn)
     return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
 
 
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
-    """The function that computes an equation and all equal ones; None if its parameters cannot be hashed.
+    """Returns the function that computes an equation and all equal ones; None if its parameters cannot be hashed.
 
     Equations are equal if they have equal parameters and types, and read the same variable at the same positions:
     ``x * x`` equals ``y * y``, but not ``x * y``.
@@ -358,14 +370,15 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     if function is None:
         if len(_SHARED_FUNCTIONS) >= _MOST_SHARED_FUNCTIONS:
             _SHARED_FUNCTIONS.clear()
-        # The function outlives the program, so it must not hold its other equations, nor the source lines of this one.
+        # The function outlives the program, so it must hold neither the other equations of the program nor the source
+        # lines of this one.
         eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
         function = _SHARED_FUNCTIONS[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
     return function
 
 
 def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A key for dictionaries that is equal for equations that compute the same function of the same operands.
+    """Returns a dictionary key that is equal for equations that compute the same function of the same operands.
 
     ``operands`` has a hashable value that identifies each operand, such as a number. A literal is identified by its
     type and number instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
@@ -377,32 +390,32 @@ def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 _SHARED_FUNCTIONS: dict[tuple[Any, ...], Body] = {}
 _MOST_SHARED_FUNCTIONS = 4096
-"""When so many functions are kept, all are dropped before the next is added."""
+"""The limit on the number of kept functions. Once it is reached, all are dropped before the next one is added."""
 
 
 # ---- linear programs
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
-    """The arrays that a function from ``jax.linearize`` stores, and the treedef that rebuilds it from them."""
+    """Returns the arrays that a function from ``jax.linearize`` stores, and the treedef that rebuilds it from them."""
     return jax.tree.flatten(linear)
 
 
 def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
-    """The program of a function from ``jax.linearize``, and the values that it stores, which are its first inputs.
+    """Returns the program of a function from ``jax.linearize``, and the values that the function stores.
 
-    The function usually holds its program. It is traced if JAX keeps the program elsewhere, or if the program leaves
-    out some outputs because they are zeros.
+    The stored values are the first inputs of the program. The function usually holds its program. It is traced if JAX
+    keeps the program elsewhere, or if the program leaves out some outputs because they are zeros.
 
     Args:
       linear: The function.
-      points: Values such as its arguments, for their types.
+      points: Values with the types of its arguments.
       n_outs: The number of arrays that it returns.
     """
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
     candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
-    # The stored values are constants of the program until jax 0.11.0, and its first inputs since then.
+    # Before JAX 0.11.0, the stored values are constants of the program. Since then, they are its first inputs.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
@@ -410,25 +423,26 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
 
 
 def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
-    """The transpose of a program whose outputs are linear in the inputs ``moving``, and the values of its constants.
+    """Transposes a program whose outputs are linear in the inputs ``moving``.
 
-    It computes the cotangents of ``moving``. Its inputs are its constants and then the cotangents of the outputs of
-    ``jaxpr``. It also reads the other inputs of ``jaxpr``, as free variables. For ``y = x @ w`` with ``moving`` (x,),
-    it computes ``x_bar = y_bar @ w.T`` from its input y_bar and the free variable w.
+    The result is the transposed program, with the values of its constants. The transpose computes the cotangents of
+    ``moving``. Its inputs are its constants, followed by the cotangents of the outputs of ``jaxpr``. It also reads the
+    other inputs of ``jaxpr``, as free variables. For ``y = x @ w`` with ``moving`` (x,), it computes
+    ``x_bar = y_bar @ w.T`` from its input y_bar and the free variable w.
     """
-    # The other inputs: ``moving`` is at the front of this list of all, without duplicates.
+    # ``moving`` comes first in this list of all inputs without duplicates, so the rest are the other inputs.
     fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
     call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
 
     def cotangents(*args: Any) -> tuple[Any, ...]:
-        """The cotangents of ``moving``, from the values of ``fixed`` and then the cotangents of the outputs."""
+        """Computes the cotangents of ``moving`` from the values of ``fixed``, followed by the outputs' cotangents."""
         linear = functools.partial(_STAGED.bind, *args[: len(fixed)], call=call)
         return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
 
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
-    # The inputs after the constants stand for ``fixed``; the last ones, for the cotangents, remain.
+    # The inputs after the constants stand for ``fixed`` and are replaced. The last inputs, for the cotangents, remain.
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
-    # The program holds the transposed call, a jit, which is inlined; calls inside it are not.
+    # The program consists of the transposed call, a ``jit``. It is inlined, but calls inside it are not.
     outermost = set(map(id, program.eqns))
     inlined_program = inline_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
     assert inlined_program is not None
@@ -436,10 +450,10 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
 
 
 def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
-    """The parameters of an equation that calls a program by ``jax.jit``.
+    """Returns the parameters of an equation that calls a program by ``jax.jit``.
 
-    They are those of a call with one input and one output, of which each tuple, such as the shardings, is repeated for
-    each input or output of the program.
+    They are taken from a call with one input and one output. Each tuple among them, such as the shardings, is repeated
+    for each input or output of the program.
     """
     counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
     with jax.disable_jit(disable=False):
@@ -448,7 +462,7 @@ def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
     return params | {"jaxpr": jaxpr if _Closed is Jaxpr else _Closed(jaxpr, [])}
 
 
-# To transpose a function, JAX traces it first, and would go through all equations of a program again. A function that
+# To transpose a function, JAX first traces it, which would go through all equations of a program again. A function that
 # binds this primitive is traced as one call of the program instead, and JAX transposes the program of a call as it is.
 _STAGED = Primitive("reparax_staged")
 _STAGED.multiple_results = True
@@ -466,13 +480,13 @@ partial_eval.custom_partial_eval_rules[_STAGED] = _stage_call
 
 
 def type_of(v: Any) -> Any:
-    """The type of a variable or literal: its shape, dtype and size."""
+    """Returns the type of a variable or literal, which has its shape, dtype and size."""
     return v.aval
 
 
 def varying_axes(types: Sequence[Any]) -> frozenset[str]:
-    """The mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
-    # Since jax 0.10 the types of arrays have an attribute of their own for this; other types have neither attribute.
+    """Returns the mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
+    # Since JAX 0.10, the types of arrays have ``manual_axis_type`` for this. Other types have neither attribute.
     parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
         *(getattr(aval, "vma", ()) if part is None else part.varying for aval, part in zip(types, parts, strict=True))
@@ -480,17 +494,17 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
 
 
 def has_known_varying_axes(type_: Any) -> bool:
-    """Whether :func:`varying_axes` of the type of an array can be trusted.
+    """Returns whether :func:`varying_axes` of the type of an array can be trusted.
 
-    Inside a ``shard_map``, a type without varying axes cannot: with ``check_vma=False``, no type has any.
+    Inside a ``shard_map``, a type without varying axes cannot be trusted: with ``check_vma=False``, no type has any.
     """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a program or one inside it uses mutable arrays (``jax.new_ref``).
+    """Returns whether a program, or one inside it, uses mutable arrays (``jax.new_ref``).
 
-    A program inside whose inputs are mutable arrays does not count, because it is a kernel, to which JAX passes them.
+    An inner program whose inputs are mutable arrays does not count, because it is a kernel, to which JAX passes them.
     """
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
@@ -507,7 +521,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
 
 
 def _any_is_ref(variables: Iterable[Var]) -> bool:
-    """Whether any of these variables is a mutable array."""
+    """Returns whether any of these variables is a mutable array."""
     return any(type(v.aval).__name__ == "AbstractRef" for v in variables)
 
 
@@ -515,30 +529,30 @@ def _any_is_ref(variables: Iterable[Var]) -> bool:
 
 
 def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
-    """The function and the operands of a call, from what JAX passes to ``bind`` when it evaluates the call.
+    """Returns the function and the operands of a call, given what JAX passes to ``bind`` when it evaluates the call.
 
     JAX passes a function in place of the program of the call.
     """
-    # The function is the first operand before jax 0.9.2.
+    # Before JAX 0.9.2, the function is the first operand.
     function, *operands = (*params.get("subfuns", ()), *args)
     return lambda *args: function.call_wrapped(*args), operands
 
 
 def params_of_our_equation(eqn: JaxprEqn) -> Env:
-    """The parameters of an equation of one of our own primitives, for the module that defines the primitive.
+    """Returns the parameters of an equation of one of our own primitives, for the module that defines the primitive.
 
-    What we assume about the parameters of JAX's primitives is in this module and in ``equations``.
+    Assumptions about the parameters of JAX's primitives belong in this module and in ``equations``.
     """
     return eqn.params
 
 
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation, without the values of their constants; none for most equations."""
+    """Returns the programs inside an equation, without the values of their constants; most equations have none."""
     return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
 
 def _programs_in(eqn: JaxprEqn) -> list[Any]:
-    """The programs among the parameters of an equation, as JAX holds them: with or without constants."""
+    """Returns the programs among the parameters of an equation, as JAX holds them: with or without constants."""
     programs: list[Any] = []
     for value in eqn.params.values():
         if type(value) in _PROGRAMS:
@@ -549,98 +563,103 @@ def _programs_in(eqn: JaxprEqn) -> list[Any]:
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
-    """The first or only program inside an equation, with its constants as first inputs, and their values."""
+    """Returns the first or only program inside an equation, with its constants as first inputs, and their values."""
     return bodies(eqn)[0]
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
-    """The programs inside an equation, each with its constants as first inputs, and their values."""
+    """Returns the programs inside an equation, each with its constants as first inputs and with their values."""
     return [consts_first(program) for program in _programs_in(eqn)]
 
 
 def has_sharding(eqn: JaxprEqn) -> bool:
-    """Whether a call of ``jax.jit`` specifies shardings of its inputs or outputs."""
+    """Returns whether a call of ``jax.jit`` specifies shardings of its inputs or outputs."""
     shardings = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation has effects, such as a print, and so must run exactly once.
+    """Returns whether an equation has effects, such as a print, and so must run exactly once.
 
-    JAX's effect for using a mesh axis is no reason to, so it is ignored.
+    JAX also records the use of a mesh axis as an effect, which does not restrict how often the equation runs and is
+    ignored.
     """
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:
-    """The policy of an equation that is a ``jax.checkpoint``; None if it has none, and for other equations."""
+    """Returns the policy of a ``jax.checkpoint``; None if it has no policy, or if the equation is another one."""
     return equations.Checkpoint(eqn).policy if equations.view_class_of(eqn) is equations.Checkpoint else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
-    """Whether an equation is a ``jax.ad_checkpoint.checkpoint_name`` with this name."""
+    """Returns whether an equation is a ``jax.ad_checkpoint.checkpoint_name`` with this name."""
     view = equations.view_of(eqn)
     return isinstance(view, equations.Named) and view.name == name
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a ``jax.lax.scan``, or a loop that JAX writes as one."""
+    """Returns whether an equation is a ``jax.lax.scan``, or a loop that JAX writes as one."""
     return equations.view_class_of(eqn) is equations.Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
-    """Whether an equation selects one of its programs by its first operand and runs it on the other operands."""
+    """Returns whether an equation selects one of its programs by its first operand, and runs it on the others."""
     return equations.view_class_of(eqn) is equations.Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs its one program once, on its own operands, such as a ``jit`` or ``jax.checkpoint``."""
+    """Returns whether an equation runs its one program once, on its own operands, like ``jax.checkpoint``."""
     return eqn.primitive.name in _CALLS
 
 
 def holds_body(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan, a cond or a call: those whose bodies we read. A while loop is none."""
+    """Returns whether an equation is a scan, a cond or a call, whose bodies we read. A while loop is none of these."""
     return eqn.primitive.name in _BODIES
 
 
 def is_jit(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of ``jax.jit``."""
+    """Returns whether an equation is a call of ``jax.jit``."""
     return equations.view_class_of(eqn) is equations.Jit
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried; the others are sliced at each step.
+    """Counts the operands of a scan that are constants, and those that are carried; the others are sliced at each step.
 
     The operands are in this order. A scan of 3 operands with one carried value over one array of inputs, which closes
     over a matrix, has the counts (1, 1).
     """
     _read_parameters(scan, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
     inner_jaxpr = inner_programs(scan)[0]
-    # The outputs are the carried values and then those that are stacked.
+    # The outputs are the carried values, followed by the stacked ones.
     n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
     return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 
 
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many operands a scan slices, or outputs it stacks: those with one more axis outside of its body than inside.
+    """Counts the operands that a scan slices, or the outputs that it stacks.
 
-    ``outside`` are all operands or outputs of the scan, and ``inside`` those of its body.
+    These have one more axis outside of its body than inside. ``outside`` are all operands or outputs of the scan, and
+    ``inside`` those of its body.
     """
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
 
 def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context in which new equations get the source lines of ``eqn``."""
+    """Returns a context in which new equations get the source lines of ``eqn``."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """A number that identifies the traceback of an equation, while that exists; equations of one line may share it."""
+    """Returns a number that identifies the traceback of an equation while that traceback exists.
+
+    Equations of one line may share the number.
+    """
     return id(eqn.source_info.traceback)
 
 
 def lines(eqn: JaxprEqn) -> list[str]:
-    """The source lines of an equation, the innermost first."""
+    """Returns the source lines of an equation, beginning with the innermost."""
     return source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
 
 
@@ -648,9 +667,9 @@ def lines(eqn: JaxprEqn) -> list[str]:
 
 
 def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """The function that runs a ``jit``, scan or ``shard_map`` with another body; None for all other equations.
+    """Returns the function that runs a ``jit``, scan or ``shard_map`` with another body; None for all other equations.
 
-    It takes the body and then the operands: ``runner_of(eqn)(body, *operands)`` returns the outputs.
+    The function takes the body and then the operands: ``runner_of(eqn)(body, *operands)`` returns the outputs.
     """
     functions: dict[type[equations.View], Callable[..., Any]] = {
         equations.Jit: _run_jit,
@@ -662,7 +681,7 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
-    """The parameters ``names`` of an equation.
+    """Returns the parameters ``names`` of an equation.
 
     Raises an error if one of them is missing, or if the equation has a parameter that is neither in ``names`` nor in
     ``ignored``: another version of JAX may have added it, and it may change what the equation does.
@@ -675,19 +694,22 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> 
 
 
 def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``jit`` with another body: inline, unless it specifies shardings. All other parameters are dropped."""
+    """Runs a ``jit`` with another body, inline unless it specifies shardings.
+
+    All parameters other than the shardings are dropped.
+    """
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
         return body(*args)
-    settings["out_shardings"] = list(settings["out_shardings"])  # a list, as the outputs of the body are
+    settings["out_shardings"] = list(settings["out_shardings"])  # The body returns its outputs as a list.
     return jax.jit(body, **settings)(*args)
 
 
 def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     """Runs a scan with another body, and returns the carried and then the stacked outputs.
 
-    ``args`` are the constants, the initial carried values and the sliced operands, of which there may be more than the
-    scan had.
+    ``args`` are the constants, the initial carried values and the sliced operands. There may be more sliced operands
+    than the scan had.
     """
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
@@ -695,22 +717,22 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     xs = args[n_consts + n_carry :]
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-        """One step: the outputs of the body are the next carried values, and then those to stack."""
+        """Runs one step: the outputs of the body are the next carried values, followed by the values to stack."""
         outs = body(*consts, *carry, *x)
         return outs[:n_carry], outs[n_carry:]
 
     settings = _read_parameters(eqn, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
-    if jax.export.is_symbolic_dim(settings["length"]):  # the sliced operands say the length too
+    if jax.export.is_symbolic_dim(settings["length"]):  # The sliced operands determine the length.
         settings.pop("length")
     carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
     return [*carry, *ys]
 
 
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs a cond with other branches, on its operands without the ``index`` that selects one.
+    """Runs a cond with other branches, on its operands without the ``index`` that selects a branch.
 
-    If the cond selects by platform, as ``jax.lax.platform_dependent`` does, so does the new one, and only the branch of
-    the platform is compiled.
+    If the cond selects by platform, as ``jax.lax.platform_dependent`` does, so does the new one, and only the branch
+    for the platform is compiled.
     """
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
@@ -729,8 +751,8 @@ def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Runs a ``shard_map`` with another body and other operands ``args``, whose partition specs are ``in_specs``.
 
-    Operands may be trees; then the specs are trees with the same structure. The mesh and the specs of the outputs are
-    those of the equation, so the body must return as many outputs.
+    If operands are trees, their specs are trees with the same structure. The mesh and the specs of the outputs are
+    those of the equation, so the body must return the same number of outputs.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
@@ -740,9 +762,9 @@ def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:
-    """An array marked as varying over the mesh axes ``names``; the array itself if there are none."""
+    """Marks an array as varying over the mesh axes ``names``; returns the array itself if there are none."""
     axes = tuple(sorted(names))
     if not axes:
         return x
-    pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2; warns since 0.8.2
+    pvary: Any = getattr(jax.lax, "pvary", None)  # This exists until JAX 0.9.2, and warns since 0.8.2.
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -1,8 +1,8 @@
 """Computes the arrays of sums and products, and what this costs: factors are multiplied in pairs, in the best order.
 
 ``cheapest_order`` finds the order from the labels of the factors alone, and ``multiply_pair`` multiplies two factors.
-Of the labels of a pair, those in ``keep`` stay in the result, because other factors or the output have them; the pair
-is summed over all others. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no
+The labels of a pair that are in ``keep`` stay in its product, because other factors or the output have them; the pair
+is summed over its other labels. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no
 gradient, and so is a product of fixed factors.
 """
 
@@ -45,29 +45,30 @@ class Numerics:
 
 
 def array_of_sum(x: Sum) -> Any:
-    """The array of a sum, in the dtype and the precision of the sum."""
+    """Computes the array of a sum, in the dtype and the precision of the sum."""
     return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
 def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The sum of the arrays of several products, of this shape.
+    """Computes the sum of the arrays of several products, in the given shape.
 
-    Equal calls share one trace and derivative in JAX. Labels equal only themselves, so they are numbered first: then
-    calls for weights with the same structure and sizes, such as those of several layers, are equal.
+    Equal calls share one trace and one derivative in JAX. A label equals only itself, so the labels are first replaced
+    by numbered ones. Calls for weights with the same structure and sizes, such as those of several layers, are then
+    equal.
     """
     return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """The function behind :func:`array_of_products`, for products whose labels :func:`with_numbers` replaced."""
+    """Implements :func:`array_of_products` for products whose labels :func:`with_numbers` has replaced."""
     return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
 def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics) -> Any:
-    """The array of a product, of this shape, which may also split or merge the axes of the product.
+    """Computes the array of a product, in the given shape, which may also split or merge the axes of the product.
 
-    It multiplies the factors in pairs, in the cheapest order: ``a``, ``b``, ``c`` become ``a``, ``b c`` and then
+    The factors are multiplied in pairs, in the cheapest order: ``a``, ``b``, ``c`` become ``a``, ``b c`` and then
     ``a b c``. The last remaining factor is brought into the shape.
     """
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
@@ -75,7 +76,10 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
     factors, segments, link = split_off_segments(product.factors, out_labels)
 
     def first_place(factor: Factor) -> int:
-        """Where the first label of a factor is among the labels of the output; after all of them if none is there."""
+        """Returns the position of a factor's first label in the output.
+
+        The result is the number of output labels if none of its labels is in the output, and 0 if it has no labels.
+        """
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
     for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
@@ -92,9 +96,9 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
 
 
 def cost(product: Product) -> float:
-    """The cost of computing the array of a product and the gradients of its factors, in the cheapest order.
+    """Estimates the cost of computing the array of a product and the gradients of its factors, in the cheapest order.
 
-    It is counted in operations of a matrix product, to which the written numbers are converted (``ENTRY``).
+    The unit is one operation of a matrix product. Numbers that are written are converted to it (``ENTRY``).
     """
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
@@ -103,10 +107,10 @@ def cost(product: Product) -> float:
 
 
 def with_numbers(product: Product) -> Product:
-    """The product with its labels replaced by shared ones, in the order in which they first occur.
+    """Replaces the labels of a product by shared ones, numbered in the order in which they first occur.
 
     Products of the same structure and sizes, such as two weights ``a @ b`` of one shape, get the same label objects, so
-    that they compare as equal in caches.
+    that caches treat them as equal.
     """
     numbered: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
@@ -116,15 +120,19 @@ def with_numbers(product: Product) -> Product:
 
 @functools.lru_cache(maxsize=4096)
 def _numbered_label(number: int, size: int) -> Label:
-    """The label for a number and a size: the same object in each call, because the cache returns it."""
-    del number  # only part of the key of the cache
+    """Returns the label for a number and a size.
+
+    It is the same object in each call, because the cache returns it.
+    """
+    del number  # The number is only needed as part of the cache's key.
     return Label(size)
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """The array of the last remaining factor, with the axes of the product, in this shape.
+    """Brings the array of the last remaining factor into the axes of the product, and then into this shape.
 
-    If two axes of the product have the same label, this label's axis is expanded to a diagonal: (3,) becomes (3, 3).
+    If two axes of the product have the same label, the axis with this label is expanded to a diagonal: (3,) becomes (3,
+    3).
     """
     all_labels = product.labels_of_axes
     different_labels = list(dict.fromkeys(all_labels))
@@ -139,18 +147,18 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
 # computed, and only once for products of equal sizes.
 
 ENTRY = 16
-"""The cost of writing one number to memory, in operations of a matrix product: an estimate."""
+"""The estimated cost of writing one number to memory, in operations of a matrix product."""
 
 _MAX_COMPARED = 5
 """Up to this many factors, all orders are compared; with more, the cheapest pair is multiplied first."""
 
 Order = tuple[tuple[int, int], ...]
-"""The pairs to multiply, by their positions among the factors that remain, to which each result is appended."""
+"""The pairs to multiply, as positions in the list of the remaining factors, to which each result is appended."""
 
 
 @dataclass(frozen=True)
 class FactorType:
-    """What the cost of a product with a factor depends on, without the numbers of the factor.
+    """The properties of a factor on which the cost of its products depends, without its numbers.
 
     Attributes:
       labels: All its labels.
@@ -164,19 +172,19 @@ class FactorType:
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
-        """The type of a factor."""
-        # Labels before the last two are those of a batch of circulant matrices.
+        """Returns the type of a factor."""
+        # A circulant factor has batch axes before the last two.
         circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
         return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
 
 @functools.lru_cache(maxsize=4096)
 def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """The cost of multiplying factors in the cheapest order, with their gradients, and this order.
+    """Finds the cheapest order in which to multiply factors, and returns its cost, including gradients, and the order.
 
     For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``. The result is
     summed over all labels that are not in ``out_labels``. ``link`` has the labels of rows and groups if the factors are
-    multiplied for each group of rows; else it is None.
+    multiplied for each group of rows; otherwise it is None.
     """
     if len(factors) == 1:
         return 0.0, ()
@@ -194,9 +202,10 @@ def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Li
 def _multiply_types(
     factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
 ) -> tuple[float, tuple[FactorType, ...]]:
-    """The cost of the product of the factors at two positions, and the factors that remain, the result as the last.
+    """Returns the cost of multiplying the factors at two positions, and the factors that remain.
 
-    With labels (i, r), (r, o) and (o,), the pair (0, 1) leaves (o,) and (i, o).
+    The result of the multiplication is the last of these. With labels (i, r), (r, o) and (o,), the pair (0, 1) leaves
+    (o,) and (i, o).
     """
     a, b = (factors[i] for i in pair)
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
@@ -207,18 +216,18 @@ def _multiply_types(
 
 
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
-    """The cost of a product of two factors that loops over ``loop_labels``, of which ``result_labels`` stay.
+    """Estimates the cost of a product of two factors that loops over ``loop_labels`` and keeps ``result_labels``.
 
-    An entry of the loop costs a multiplication and an addition if the product sums, and nothing if it is elementwise:
-    then only its written numbers count. Each factor with a gradient costs one more product over the same loop, which
-    sums over the labels that the factor lacks.
+    An entry of the loop costs a multiplication and an addition if the product sums. It costs nothing if the product is
+    elementwise; then only the numbers that are written count. Each factor with a gradient costs one more product over
+    the same loop, which sums over the labels that the factor lacks.
     """
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     factors_with_gradient = [factor for factor in (a, b) if not factor.fixed]
     for circulant, factor in ((a, b), (b, a)):
         label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            # Each vector is transformed forth and back, in the forward pass and for each gradient.
+            # Each vector is transformed and transformed back, in the forward pass and for each gradient.
             n_vectors = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
             cost_of_pass = 2 * n_vectors * sums.fourier_cost(label.size) + ENTRY * n_written
             return (1 + len(factors_with_gradient)) * cost_of_pass
@@ -230,7 +239,7 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
 
 
 def _entries_along(labels: Labels) -> int:
-    """The number of entries of an array with one axis for each of these labels."""
+    """Counts the entries of an array with one axis for each of these labels."""
     return count_entries([label.size for label in labels])
 
 
@@ -238,15 +247,15 @@ def _entries_along(labels: Labels) -> int:
 
 
 def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Factor:
-    """The product of two factors, summed over labels that are not in ``keep``.
+    """Multiplies two factors, and sums over labels that are not in ``keep``.
 
-    With the labels (i, r) and (r, o), and i and o in ``keep``, it has the labels (i, o).
+    With the labels (i, r) and (r, o), and i and o in ``keep``, the result has the labels (i, o).
     """
     for circulant, other in ((a, b), (b, a)):
         label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circulant, other, label, keep, numerics)
-    # A label that only one factor has is summed before the product, which is then smaller.
+    # Labels of only one factor are summed over before the product, which is then smaller.
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
@@ -262,7 +271,7 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Fac
 
 
 class _Pair(NamedTuple):
-    """The labels of two factors, by their part in a ``dot_general``.
+    """The labels of two factors, sorted by their role in a ``dot_general``.
 
     Attributes:
       contracting: Labels of both factors that are summed over.
@@ -278,7 +287,10 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
-        """Sorts the labels of two factors. Labels that both have and that are not in ``keep`` are summed over."""
+        """Sorts the labels of two factors.
+
+        Labels that both have and that are not in ``keep`` are summed over.
+        """
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
             batch=[label for label in a.labels if label in b.labels and label in keep],
@@ -290,23 +302,25 @@ class _Pair(NamedTuple):
 def dot_numbers(
     lhs: Sequence[Label], rhs: Sequence[Label], contracting: Sequence[Label], batch: Sequence[Label]
 ) -> tuple[Any, Any]:
-    """The dimension numbers of a ``dot_general`` of arrays with the labels ``lhs`` and ``rhs``.
+    """Returns the dimension numbers of a ``dot_general`` of arrays with the labels ``lhs`` and ``rhs``.
 
-    It sums over the labels ``contracting``, and ``batch`` are its batch axes; both arrays have all of these.
+    The ``dot_general`` sums over the labels ``contracting`` and has the batch axes ``batch``. Both arrays have all of
+    these.
     """
 
     def axes(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
-        """The axes of both arrays that have these labels."""
+        """Returns the axes of both arrays that have these labels."""
         return [lhs.index(label) for label in labels], [rhs.index(label) for label in labels]
 
     return axes(contracting), axes(batch)
 
 
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
-    """The label over which Fourier transforms can sum a product of two factors, of which ``a`` is a circulant matrix.
+    """Returns the label over which Fourier transforms can sum a product of two factors, if ``a`` is circulant.
 
-    The product must be one of a matrix and vectors: it sums over one of the two axes of the matrix, which ``b`` has
-    too, and keeps the other, which ``b`` lacks. It also keeps the batch axes of ``a``. None for all other products.
+    The product must be one of a matrix and vectors. It sums over one of the two axes of the matrix, which ``b`` has
+    too, and keeps the other, which ``b`` lacks. It also keeps the batch axes of ``a``. The result is None for all other
+    products.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
@@ -314,7 +328,7 @@ def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
 
 
 def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, numerics: Numerics) -> Factor:
-    """The product of a circulant matrix and another factor, summed over ``label`` by Fourier transforms.
+    """Multiplies a circulant matrix by another factor, and sums over ``label`` by Fourier transforms.
 
     With the labels (row, column) and (n, column), ``label`` is column, and the result has the labels (n, row).
     """
@@ -323,7 +337,7 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
     free = tuple(x for x in other.labels if x is not label)
     x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
     spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
-    frequency = Label(x.shape[-1])  # of the last axis of both transforms, which are multiplied elementwise
+    frequency = Label(x.shape[-1])  # Along it, both transforms are multiplied elementwise.
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
@@ -332,19 +346,19 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
-    """A factor summed over labels that are not in ``keep``: from (i, r) to (i,) if only i is in ``keep``."""
+    """Sums a factor over labels that are not in ``keep``: (i, r) becomes (i,) if only i is in ``keep``."""
     axes = [i for i, label in enumerate(factor.labels) if label not in keep]
     if not axes:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # a reshape is enough, and is free
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # If so, a reshape is enough, and is free.
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
-    """``x`` with its axes in the order of ``new_labels``, and an axis of size 1 for each label that it lacks.
+    """Brings the axes of ``x`` into the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
 
     An array of shape (4, 3) with the labels (i, o) becomes one of (3, 1, 4) for (o, n, i). ``new_labels`` must contain
     all of ``labels``.
@@ -357,7 +371,7 @@ def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> A
 #
 # ``Segments`` is a matrix of ones and zeros that says which row is in which group, such as which token goes to which
 # expert. Multiplying by it would cost rows times groups operations, so it is split off. The other factors are
-# multiplied in pairs, and the pair that combines rows with groups is one ``ragged_dot_general``, which takes the sizes
+# multiplied in pairs. The pair that combines rows with groups becomes one ``ragged_dot_general``, which takes the sizes
 # of the groups in place of the matrix.
 
 
@@ -377,7 +391,7 @@ class Link:
     keeps_rows: bool
 
     def loop_and_result_labels(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
-        """The labels over which the product of a pair of factors loops, and the labels of its result.
+        """Returns the labels over which the product of a pair of factors loops, and the labels of its result.
 
         ``labels`` are those of both factors together, and ``keep`` those of other factors and of the output. For each
         row, a product with rows reads only the part of its group, so it does not loop over groups. A result without
@@ -391,7 +405,7 @@ class Link:
         return labels, (labels | group if self.sums_rows(labels, keep) else labels) & keep
 
     def sums_rows(self, labels: Labels, keep: Labels) -> bool:
-        """Whether the product of a pair of factors sums the rows of each group.
+        """Returns whether the product of a pair of factors sums the rows of each group.
 
         The arguments are those of :meth:`loop_and_result_labels`.
         """
@@ -401,10 +415,10 @@ class Link:
 def split_off_segments(
     factors: Sequence[Factor], out_labels: Labels
 ) -> tuple[list[Factor], Factor | None, Link | None]:
-    """The factors to multiply in pairs, and apart from them the factor of ``Segments`` with its link.
+    """Splits off the factor of ``Segments``, and returns the factors to multiply in pairs, this factor, and its link.
 
-    The second and the third result are None if no factor is one of ``Segments``, or if no pair can use it: then it is
-    multiplied as a matrix of ones and zeros. The first result has only the others if it is split off.
+    The second and the third result are None if no factor is one of ``Segments``, or if no pair can use it. In the
+    second case, it stays in the first result, as a matrix of ones and zeros or as its sum over the groups.
     """
     segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
     if segments is None:
@@ -412,18 +426,18 @@ def split_off_segments(
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    # A sum of the matrix over groups has a one for each row that is in any group.
+    # Summed over groups, the matrix has a one for each row that is in any group.
     if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
-    # Without another factor that has the rows, no pair would combine rows with groups. And the output must have either
-    # rows or groups: with both, or with neither, no ``ragged_dot_general`` computes it.
+    # If no other factor has the rows, no pair combines rows with groups. The output must also have either rows or
+    # groups: with both, or with neither, no ``ragged_dot_general`` computes it.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
 
 def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of two factors, also with ``segments`` if the pair needs it, summed over labels not in ``keep``.
+    """Multiplies two factors, and ``segments`` if the pair needs it, and sums over labels that are not in ``keep``.
 
     The pair needs ``segments`` if it sums the rows of each group, or if one factor has rows and the other has groups,
     so that each row is multiplied by the part of its group. Any other pair is multiplied as usual.
@@ -439,18 +453,18 @@ def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, s
 
 
 def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of each row of ``a`` with the part of ``b`` for the group of the row.
+    """Multiplies each row of ``a`` by the part of ``b`` for the group of the row.
 
-    With the labels (rows, i) and (group, i, o), and rows and o in ``keep``, it has the labels (rows, o): token ``n``
-    of expert ``e`` gives ``a[n] @ b[e]``.
+    With the labels (rows, i) and (group, i, o), and rows and o in ``keep``, the result has the labels (rows, o): token
+    ``n`` of expert ``e`` gives ``a[n] @ b[e]``.
     """
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
-    # ``ragged_dot_general`` must sum over something, and needs batch axes of the group sizes in its left operand.
+    # ``ragged_dot_general`` must sum over a label, and its left operand must have the batch axes of the group sizes.
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
-    # Axes of ``a`` along which group sizes differ must come before the rows, and all these axes are axes of the sizes.
+    # Axes of ``a`` along which group sizes differ must come before the axis of rows, and the sizes must have them all.
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -467,12 +481,12 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
-    """``parts`` with rows in place of groups: each row has the part of its group, or zeros if it is in no group.
+    """Replaces groups by rows in ``parts``: each row gets the part of its group, or zeros if it is in no group.
 
     With 6 rows in 3 groups, the shape (3, 8) becomes (6, 8).
     """
     *batch_labels, rows, group = segments.labels
-    if batch_labels:  # rows have other groups in each example, so the parts are selected by a product
+    if batch_labels:  # Rows have other groups in each example, so a product selects the parts.
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
         return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
@@ -481,9 +495,9 @@ def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Fa
 
 
 def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over the rows of each group and over other labels that are not in ``keep``.
+    """Multiplies two factors, and sums over the rows of each group and over other labels that are not in ``keep``.
 
-    With the labels (rows, i) and (rows, o), it has the labels (group, i, o), like the gradient of the experts.
+    With the labels (rows, i) and (rows, o), the result has the labels (group, i, o), like the gradient of the experts.
     """
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         # ``ragged_dot_general`` needs both operands to have rows, and the groups to be the same for the whole batch.
@@ -500,6 +514,6 @@ def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, 
 
 
 def _ragged_dot(x: Any, y: Any, sizes: Any, numerics: Numerics, numbers: lax.RaggedDotDimensionNumbers) -> Any:
-    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``numerics``."""
+    """Calls ``jax.lax.ragged_dot_general`` with the dtypes and the precision of ``numerics``."""
     x, y = x.astype(numerics.dtype), y.astype(numerics.dtype)
     return lax.ragged_dot_general(x, y, sizes, numbers, numerics.precision, numerics.result)

@@ -1,11 +1,11 @@
 """What equations do to weights that are kept in factors: they move, slice or cast them, look them up, or make them.
 
 Such a weight is a ``Sum`` of products of factors (``sums`` explains these words). ``move_sum`` has the rules of
-transposes, slices, casts and the like, and ``look_up`` those of rows or matrices that indices choose: both change the
-factors and form no array. ``make_sum`` has the rules of makers, which are equations of known values, such as a product
-of two matrices, whose output is a new sum. A rule returns None if its equation needs, or makes, an array.
+transposes, slices, casts and the like, and ``look_up`` those of rows or matrices that indices choose. Both change the
+factors and form no array. ``make_sum`` has the rules of makers: equations of known values whose output is a new sum,
+such as a product of two matrices. A rule returns None if its equation needs, or makes, an array.
 
-A weight's axis is merged if it has several labels, and on a diagonal if another axis has the same label. Rules that
+An axis of a weight is merged if it has several labels, and on a diagonal if another axis has the same label. Rules that
 change single axes return None for these. A known value depends on parameters and keys alone. A fixed factor gets no
 gradient.
 """
@@ -29,19 +29,19 @@ from reparax.programs.multiply import ENTRY, cost, with_numbers
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
-"""A function of an array and one of its axes, which returns the array changed along this axis, such as a slice."""
+"""A function that takes an array and one of its axes and returns the array changed along it, such as a slice."""
 
 
 # ---- moving, slicing and casting sums
 
 
 def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
-    """The outputs of an equation that moves, slices or casts a sum, its first operand; None if it needs the array.
+    """Returns the outputs of an equation that moves, slices or casts its first operand, a sum; None if it needs arrays.
 
     For ``w = a @ b``, the transpose is ``b.T @ a.T`` and the slice ``w[:3]`` is ``a[:3] @ b``, both as sums of one
     product. The other operands are arrays, such as the start of a slice.
     """
-    x, *others = operands or [None]  # an iota, for instance, has no operand
+    x, *others = operands or [None]  # An iota, for instance, has no operand.
     if not isinstance(x, Sum):
         return None
     view = equations.view_of(eqn)
@@ -52,10 +52,10 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
 
 
 def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
-    """The output of an equation that moves, slices or casts the sum ``x``; None if it needs the array.
+    """Returns the output of an equation that moves, slices or casts the sum ``x``; None if it needs the array.
 
-    ``others`` are its other operands. An equation that specifies the sharding of its output needs the array, because
-    factors have other axes. So do a reshape that ``Product.reshape`` cannot do, a cast that loses range or adds digits,
+    ``others`` are the other operands. These equations need the array: those that specify the sharding of their output,
+    because factors have other axes; reshapes that ``Product.reshape`` cannot do; casts that lose range or add digits;
     and all equations without a case here.
     """
     match view:
@@ -67,7 +67,7 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
-        case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes unknown while tracing
+        case equations.Broadcast() if not others and not view.has_sharding:  # Others are sizes unknown while tracing.
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
         case equations.ConvertType() if sums.is_narrowing_cast(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
@@ -80,11 +80,12 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return negate_sum(x)
         case equations.Copy():
             return x
-        case equations.Gather() if x.ndim > 2:  # rows of a matrix are data, such as embeddings
+        case equations.Gather() if x.ndim > 2:  # Rows of a matrix are data, such as embeddings.
             return look_up(view, x, others)
         case equations.Slice():
             slices = enumerate(view.bounds)
-            changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}  # others stay whole
+            # Axes that are taken whole need no change.
+            changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
             return _change_axes(x, view.type.shape, changes)
         case equations.DynamicSlice():
             slices = enumerate(zip(others, view.slice_sizes, strict=True))
@@ -97,9 +98,9 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
 
 
 def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]) -> Sum | None:
-    """``x`` with some of its axes changed, to a new shape; None as in :func:`_change_axis_of_product`.
+    """Changes some of the axes of ``x``, to a new shape; returns None as :func:`_change_axis_of_product` does.
 
-    ``changes`` has a function for each axis to change, such as a slice of this axis.
+    ``changes`` has a function for each axis to change, such as one that takes a slice of this axis.
     """
     result: Sum | None = x
     for axis, change in changes.items():
@@ -108,25 +109,35 @@ def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]
 
 
 def broadcast_sum(x: Sum, shape: Sequence[int], dimensions: Sequence[int]) -> Sum:
-    """``x`` broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become."""
+    """Broadcasts ``x`` to this shape.
+
+    ``dimensions`` are the axes of the result that the axes of ``x`` become.
+    """
     products = tuple(product.broadcast(shape, dimensions) for product in x.products)
     return replace(x, products=products, shape=tuple(shape))
 
 
 def cast_sum(x: Sum, dtype: Any) -> Sum:
-    """``x`` in another floating dtype, with its factors cast; integer factors stay integers if the dtype holds them."""
+    """Casts ``x``, and thus its factors, to another floating dtype.
+
+    Integer factors stay integers if the dtype holds their numbers exactly.
+    """
     result = map_factors(x, lambda factor: replace(factor, array=sums.cast_factor(factor.array, dtype)))
     return replace(result, dtype=dtype)
 
 
 def negate_sum(x: Sum) -> Sum:
-    """``x`` times -1. Each product gets one scalar factor: -1 times the scalar factors that it had.
+    """Multiplies ``x`` by -1.
 
-    Otherwise each negation would add a factor.
+    Each product gets one scalar factor: -1 times the scalar factors that it had. Otherwise each negation would add a
+    factor.
     """
 
     def negate(product: Product) -> Product:
-        """The product times -1. A scalar that is a draw stays a factor of its own."""
+        """Multiplies the product by -1.
+
+        A scalar that is a random draw stays a factor of its own.
+        """
         scalars = [factor for factor in product.factors if not factor.labels and factor.draw is None]
         other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
         array = jnp.asarray(-1, x.dtype)
@@ -138,30 +149,33 @@ def negate_sum(x: Sum) -> Sum:
 
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
-    """``x`` with each factor replaced by ``change(factor)``, which must have the same labels."""
+    """Replaces each factor of ``x`` by ``change(factor)``, which must have the same labels."""
     products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
     return replace(x, products=tuple(products))
 
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
-    """The outputs of a split, which are consecutive slices along an axis.
+    """Returns the outputs of a split, which are consecutive slices along an axis.
 
-    None if :func:`_change_axis_of_product` returns None for one of them.
+    The result is None if :func:`_change_axis_of_product` returns None for one of them.
     """
     stops = zip(accumulate(view.sizes), view.sizes, strict=True)
     return sums.all_or_none(_change_axis(x, view.axis, n, _slicer(stop - n, stop, 1)) for stop, n in stops)
 
 
 def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
-    """A function that takes the slice ``start:limit:stride`` along an axis."""
+    """Returns a function that takes the slice ``start:limit:stride`` along an axis."""
     return lambda array, axis: lax.slice_in_dim(array, start, limit, stride, axis)
 
 
 def _dynamic_slicer(start: Any, n: int) -> ChangeAxis:
-    """A function that takes ``n`` entries along an axis, from an index ``start`` that is known only at run time."""
+    """Returns a function that takes ``n`` entries along an axis, beginning at an index known only at run time.
+
+    ``start`` is this index.
+    """
 
     def slice_array(array: Any, axis: int) -> Any:
-        """The slice of the array, whole along all other axes."""
+        """Slices the array along the axis, and keeps it whole along all other axes."""
         starts = [start if i == axis else jnp.zeros_like(start) for i in range(array.ndim)]
         sizes = [n if i == axis else size for i, size in enumerate(array.shape)]
         # The program has already counted negative indices from the end; any that are still negative are clipped.
@@ -171,31 +185,32 @@ def _dynamic_slicer(start: Any, n: int) -> ChangeAxis:
 
 
 def _reverse(array: Any, axis: int) -> Any:
-    """The array with the entries along an axis in reverse order."""
+    """Reverses the order of the entries along an axis of the array."""
     return lax.rev(array, (axis,))
 
 
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
-    """``x`` with one axis changed, to a new size; None as in :func:`_change_axis_of_product`."""
+    """Changes one axis of ``x``, to a new size; returns None as :func:`_change_axis_of_product` does."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
     return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
 
 def _change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
-    """``product`` with one axis changed, to a new size, in all factors that have it.
+    """Changes one axis of ``product``, to a new size, in all factors that have it.
 
-    For ``w = a @ b`` and axis 0, which only ``a`` has, ``w[:3]`` is ``a[:3] @ b``. None if the axis is merged or on a
-    diagonal, because then no single axis of a factor corresponds to it, or if it has size 1 and the new size differs.
+    For ``w = a @ b`` and axis 0, which only ``a`` has, ``w[:3]`` is ``a[:3] @ b``. The result is None if the axis is
+    merged or on a diagonal, because then no single axis of a factor corresponds to it, or if it has size 1 and the new
+    size differs.
     """
     labels_of_axis = product.axes[axis]
-    if not labels_of_axis:  # an axis of size 1, which has no label to look for
+    if not labels_of_axis:  # An axis of size 1 has no label to look for.
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
     if not product.is_plain(axis):
         return None
 
     def change_factor(factor: Factor) -> Factor:
-        """The factor changed along the axis, with the new label; the factor itself if it lacks the axis."""
+        """Changes the factor along the axis and gives it the new label. A factor without the axis is returned."""
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
@@ -209,7 +224,7 @@ def _change_axis_of_product(product: Product, axis: int, size: int, change: Chan
 
 
 def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest: bool = False) -> Sum | None:
-    """The output of a look-up in a weight, as a sum whose factors are looked up; None if it needs the array.
+    """Looks up entries of a weight, and returns a sum whose factors are looked up; None if the array is needed.
 
     For ``w = a @ b``, ``w[indices]`` is ``a[indices] @ b``.
 
@@ -228,11 +243,14 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
-        """The product looked up, with its axes in the order of the output: those at ``offset`` come from the weight."""
+        """Looks up entries of the product, and orders the axes like those of the output.
+
+        The axes of the output at ``offset`` come from the weight.
+        """
         product_rows = _take_from_product(view, product, axis, rows, indices[..., column : column + 1], nearest=nearest)
         if product_rows is None:
             return None
-        # Slices may keep the axis, with size 1 and so without labels.
+        # Slices may keep the axis with size 1, so that it has no labels.
         axes = iter([() if i == axis else product_rows.axes[i] for i in kept_axes])
         row_axes = map(sums.axis_labels, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
@@ -242,9 +260,10 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
 
 
 def _can_fill_factors(view: equations.Gather) -> bool:
-    """Whether factors can be looked up one by one: the value for an index outside must be right for their product.
+    """Returns whether factors can be looked up one by one.
 
-    Zero and NaN are, because a product of zeros is zero and one of NaNs is NaN. So are modes that fill nothing in.
+    The value for an index outside must then be right for their product too. Zero and NaN are right, because a product
+    of zeros is zero and one of NaNs is NaN. So are modes that fill nothing in.
     """
     fill = view.fill_value
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
@@ -253,33 +272,35 @@ def _can_fill_factors(view: equations.Gather) -> bool:
 def _take_from_product(
     view: equations.Gather, product: Product, axis: int, rows: AxisLabels, indices: Any, *, nearest: bool
 ) -> Product | None:
-    """``product`` with its factors looked up along an axis, which gets the labels ``rows``, those of the indices.
+    """Looks up the factors of ``product`` along an axis, which gets the labels ``rows``, those of the indices.
 
-    None if the axis is merged or on a diagonal, or if :func:`_repeat_factors_along` returns None.
+    The result is None if the axis is merged or on a diagonal, or if :func:`_repeat_factors_along` returns None.
     """
     if not product.is_plain(axis):
         return None
-    (label,) = product.axes[axis] or (None,)  # no label if the axis has size 1
+    (label,) = product.axes[axis] or (None,)  # An axis of size 1 has no label.
     gives_nearest = nearest or view.mode == lax.GatherScatterMode.CLIP
     factors = product.factors if gives_nearest else _repeat_factors_along(product.factors, label)
     if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
-    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode  # other modes promise indices inside, or clip
+    # Apart from the mode that fills, all modes either clip or promise that no index is outside.
+    mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
     take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
 
 
 def _repeat_factors_along(factors: Sequence[Factor], label: Label | None) -> Sequence[Factor] | None:
-    """The factors of a product, repeated along the axis of a look-up where they lack it and need it.
+    """Repeats factors of a product along the axis of a look-up where they lack it and need it.
 
     An index outside of the axis gives no gradient, and may give a fill value. Only factors with the axis are looked up
-    and know of such indices. So each factor with a gradient needs the axis, and so does a floating-point factor that
-    holds the fill value: if none has the axis, all factors are repeated. In ``(a @ b)[i]``, for instance, ``b`` with
-    the labels (r, columns) gets (rows, r, columns) if it has a gradient.
+    and know of such indices, so two kinds of factors need the axis. The first are factors with a gradient. The second
+    is one floating-point factor that holds the fill value: if no floating-point factor has the axis, all factors are
+    repeated. In ``(a @ b)[i]``, for instance, ``b`` with the labels (r, columns) gets (rows, r, columns) if it has a
+    gradient.
 
-    None if the axis has no label, because its size is 1, or if no factor is floating-point; the look-up then needs the
-    array. Draws do not count as floating-point factors.
+    The result is None, and the look-up needs the array, if the axis has no label, because its size is 1, or if no
+    factor is floating-point. Random draws do not count as floating-point factors.
     """
     dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
     are_floating = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
@@ -291,24 +312,25 @@ def _repeat_factors_along(factors: Sequence[Factor], label: Label | None) -> Seq
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
-    """The factor repeated along a new first axis with this label: from (4, 3) to (label.size, 4, 3)."""
+    """Repeats the factor along a new first axis with this label: from (4, 3) to (label.size, 4, 3)."""
     array = factor.dense
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
 def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: Any, mode: Any, fill: Any) -> Factor:
-    """The entries of a factor at indices along the axis with this label; the factor itself if it lacks that axis.
+    """Takes the entries of a factor at indices along the axis with this label.
 
-    A factor of shape (10, 4) and indices of shape (7, 1) give one of (7, 4): the labels ``rows`` come first. ``mode``
-    and ``fill`` say what an index outside gives, as in ``jax.lax.gather``.
+    The factor itself is returned if it lacks that axis. A factor of shape (10, 4) and indices of shape (7, 1) give one
+    of shape (7, 4): the labels ``rows`` come first. ``mode`` and ``fill`` say what an index outside gives, as in
+    ``jax.lax.gather``.
     """
     if label not in factor.labels:
         return factor
     i = factor.labels.index(label)
     array = jnp.moveaxis(factor.dense, i, 0)
-    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))  # the axes of the slices, after those of the rows
+    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))  # The axes of the slices come after those of the rows.
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    fill = None if _is_integer_or_bool(array.dtype) else fill  # NaN, for instance, is no integer
+    fill = None if _is_integer_or_bool(array.dtype) else fill  # NaN, for instance, is not an integer.
     array = lax.gather(array, indices, numbers, (1, *array.shape[1:]), mode=mode, fill_value=fill)
     draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
@@ -317,17 +339,17 @@ def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: A
 # ---- making sums: products, multiples and sums of known values
 
 
-# Kinds of equations whose output may be larger than their operands, so that it can be worth keeping in factors.
+# Kinds of equations whose output may be larger than their operands, so that keeping it in factors can be worth it.
 _EXPANDING = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
 _MAKERS = {*_EXPANDING, equations.Add, equations.Subtract, equations.Concatenate, equations.Stack}
 
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation may make a sum that is worth keeping in factors, if its operands are known arrays.
+    """Returns whether an equation may make a sum that is worth keeping in factors, if its operands are known arrays.
 
-    Only the types are looked at. The output must have two axes or more and the range of float32, and must be larger
-    than what it is made from: than both operands of a product of matrices, or than one operand of another equation. A
-    cast is worth it only from integers and booleans, which may take fewer bytes.
+    Only types are considered. The output must have two axes or more and the range of float32, and it must be larger
+    than what it is made from: larger than both operands of a product of matrices, or than one operand of another
+    equation. A cast is worth it only from integers and booleans, which may take fewer bytes.
     """
     kind = equations.view_class_of(eqn)
     if kind not in _EXPANDING:
@@ -343,9 +365,9 @@ def may_make_sum(eqn: JaxprEqn) -> bool:
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum that an equation makes from known values, if its factors are smaller than its array; else None.
+    """Returns the sum that an equation makes from known values; None unless its factors are smaller than its array.
 
-    ``args`` are the values of its operands, arrays or sums, and ``facts`` the facts about them.
+    ``args`` are the values of its operands, arrays or sums, and ``facts`` are the facts about them.
     """
     x = make_sum(eqn, args, facts)
     is_smaller = x is not None and all(product.is_smaller_in_factors for product in x.products)
@@ -353,16 +375,16 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum that an equation makes from known values; None if its output must be an array.
+    """Returns the sum that an equation makes from known values; None if its output must be an array.
 
-    ``a @ b`` of two arrays gives a sum of one product with the factors ``a`` and ``b``, and ``w + a @ b`` one of two
-    products.
+    For two arrays, ``a @ b`` gives a sum of one product with the factors ``a`` and ``b``, and ``w + a @ b`` gives a sum
+    of two products.
 
     Args:
       eqn: The equation. If it is not a maker, or specifies the sharding of its output, the result is None.
       args: The values of its operands, arrays or sums. If their dtypes do not fit into the range of the output, the
         result is None.
-      facts: The facts about the operands; a fixed array becomes a fixed factor.
+      facts: The facts about the operands. A fixed array becomes a fixed factor.
     """
     view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
@@ -370,23 +392,23 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     operands = [x if isinstance(x, Sum) else _as_sum(x, fixed=fact.fixed) for x, fact in zip(args, facts, strict=True)]
     if isinstance(view, equations.Concatenate | equations.Stack):
         return _concatenate(view, operands)
-    return _output_of_maker(view, operands[0], operands[-1])  # one operand is the first and the last
+    return _output_of_maker(view, operands[0], operands[-1])  # If there is only one, it is passed twice.
 
 
 def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[Sum]) -> Sum | None:
-    """The concatenation or the stack of sums along an axis; None if this axis of one is merged or on a diagonal.
+    """Concatenates or stacks sums along an axis; returns None if this axis of a sum is merged or on a diagonal.
 
-    It is the sum of the parts, each padded with zeros along the axis. Products at one position of several parts are
-    joined into one, without zeros, if they have the same structure and all their factors vary along the axis. So the
-    stack of two weights ``w1 + a1 @ b1`` and ``w2 + a2 @ b2`` has two products: a batch of the w, and one of the a
-    times one of the b.
+    The result is the sum of the parts, each padded with zeros along the axis. Products at the same position in several
+    parts are joined into one, without zeros, if they have the same structure and all their factors vary along the axis.
+    For example, the stack of two weights ``w1 + a1 @ b1`` and ``w2 + a2 @ b2`` has two products: a batch of the w, and
+    a batch of the a times a batch of the b.
     """
     axis, shape = view.axis if isinstance(view, equations.Stack) else view.dimension, view.type.shape
-    if isinstance(view, equations.Stack):  # each part gets the new axis, with size 1
+    if isinstance(view, equations.Stack):  # Each part gets the new axis, with size 1.
         shape_of_part, dimensions = [*shape[:axis], 1, *shape[axis + 1 :]], [i for i in range(len(shape)) if i != axis]
         parts = [broadcast_sum(x, shape_of_part, dimensions) for x in parts]
     sizes = [x.shape[axis] for x in parts]
-    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))  # in each group, products by number of the part
+    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))  # Each group has products by number of the part.
     for i, x in enumerate(parts):
         for position, product_of_part in enumerate(x.products):
             product = _with_label_along(product_of_part, axis, along)
@@ -399,25 +421,29 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 
 
 def _structure(product: Product) -> tuple[Any, ...]:
-    """The labels of a product and the dtypes of its factors, equal for products that differ only in numbers."""
+    """Returns the labels of a product and the dtypes of its factors.
+
+    The result is equal for products that differ only in the numbers of their factors.
+    """
     numbered = with_numbers(product)
     return numbered.axes, *((factor.array.dtype, factor.labels) for factor in numbered.factors)
 
 
 def _with_label_along(product: Product, axis: int, along: Label) -> Product | None:
-    """A product of one part, with the label ``along`` of the concatenated axis in place of its own label of the axis.
+    """Replaces the label that a product of one part has on the concatenated axis by the label ``along``.
 
     The arrays keep the size of the part along this axis, until :func:`_join_products` pads them. Factors that are
-    single numbers are repeated along it, because they may differ between parts; if it has size 1, as in a stack, so are
-    all factors that lack it. None if the axis is merged or on a diagonal.
+    single numbers are repeated along the axis, because they may differ between parts. If the axis has size 1, as in a
+    stack, all factors that lack it are repeated. The result is None if the axis is merged or on a diagonal.
     """
     if not product.is_plain(axis):
         return None
-    (label,) = product.axes[axis] or (Label(1),)  # an axis of size 1 has no label yet
+    (label,) = product.axes[axis] or (Label(1),)  # An axis of size 1 has no label yet.
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )
-    if not any(label in factor.labels for factor in factors):  # along the axis, entries repeat: ones can be padded
+    # If no factor has the axis, the entries repeat along it. A factor of ones says the same, and can be padded.
+    if not any(label in factor.labels for factor in factors):
         factors = (*factors, Factor(jnp.ones(label.size, factors[0].array.dtype), (label,), fixed=True))
     axes = tuple((label,) if i == axis else labels for i, labels in enumerate(product.axes))
     return Product(factors, axes).rename_labels({label: along})
@@ -427,11 +453,14 @@ def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[i
     """Joins products with the same structure into one, whose factors are concatenated along the label ``along``.
 
     ``group`` has the product of each part, by the number of the part, and ``sizes`` are the sizes of all parts along
-    the axis. Where a part is not in the group, the factors are zero.
+    the axis. If a part is not in the group, its part of the factors is zero.
     """
 
     def join(factors: Mapping[int, Factor]) -> Factor:
-        """One factor from those of the parts; the first if they lack the label, for there is only one part then."""
+        """Joins the factors of the parts into one factor.
+
+        If they lack the label, there is only one part, and its factor is returned.
+        """
         factor = next(iter(factors.values()))
         if along not in factor.labels:
             return factor
@@ -448,10 +477,11 @@ def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[i
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
-    """The output of a ``select_n`` of two cases: ``which`` selects for each entry the case 0 or 1, weights or arrays.
+    """Returns the output of a ``select_n`` of two cases, in which ``which`` selects for each entry the case 0 or 1.
 
-    It is the sum of both cases, each times a mask of ones where it is selected. None if there are other numbers of
-    cases, if ``which`` is a weight, or if a case cannot be multiplied by its mask in factors.
+    The cases are weights or arrays. The result is the sum of both cases, each times a mask of ones where it is
+    selected. It is None if there is another number of cases, if ``which`` is a weight, or if a case cannot be
+    multiplied by its mask in factors.
     """
     which, *cases = args
     if isinstance(which, Sum) or len(cases) != 2:
@@ -466,14 +496,14 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
 
 
 def _as_sum(x: Any, *, fixed: bool) -> Sum:
-    """An array as a sum of one product with one factor, which gets no gradient if it is ``fixed``."""
+    """Converts an array to a sum of one product with one factor, which gets no gradient if it is ``fixed``."""
     return Sum((Product.of(x, fixed=fixed),), x.shape, x.dtype, None, None)
 
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
-    """The cost to compute the output of an equation as an array, and the gradients of its operands.
+    """Estimates the cost of computing the output of an equation as an array, and the gradients of its operands.
 
-    It is counted in operations of a matrix product. ``facts`` are those about the operands, of which fixed ones get no
+    The unit is one operation of a matrix product. ``facts`` are those about the operands; fixed operands get no
     gradient. The cost is infinite for a product of matrices for which :func:`sums.contract` returns None.
     """
     view = equations.view_of(eqn)
@@ -485,9 +515,10 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
 
 
 def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The sum that a maker, an equation of known values, computes from the sums ``x`` and ``y``.
+    """Returns the sum that a maker, an equation of known values, computes from the sums ``x`` and ``y``.
 
-    For an equation of one operand, such as a cast, both are that operand. None if its output must be an array.
+    For an equation of one operand, such as a cast, both are that operand. The result is None if the output must be an
+    array.
     """
     match view:
         case equations.Dot() if sums.keeps_range(view.precision):
@@ -501,7 +532,7 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
         case equations.ConvertType() if _is_integer_or_bool(
             x.dtype
-        ):  # the arrays stay integers until they are multiplied
+        ):  # The arrays stay integers until they are multiplied.
             return cast_sum(x, view.new_dtype)
         case equations.Add() | equations.Subtract():
             return _make_sum_of_two(view, x, y)
@@ -512,22 +543,25 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, multiply: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
-    """The output of a product of two sums, as one sum: (a + b)(c + d) becomes ac + ad + bc + bd.
+    """Multiplies two sums, and returns the output of the equation as one sum: (a + b)(c + d) becomes ac + ad + bc + bd.
 
-    ``multiply`` is the product of two products. None if it returns None for any.
+    ``multiply`` multiplies two products. The result is None if ``multiply`` returns None for any pair.
     """
     products = sums.all_or_none(multiply(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The elementwise product of two sums, of which one may be a scalar; None as in :func:`sums.multiply_entries`."""
+    """Multiplies two sums elementwise; one of them may be a scalar.
+
+    The result is None where :func:`sums.multiply_entries` returns None.
+    """
     precision = x.precision or y.precision
     return _multiply_sums(view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), sums.multiply_entries, precision)
 
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
-    """``x`` itself, or with ``ndim`` axes of size 1 if it is a scalar: from () to (1, 1)."""
+    """Returns ``x`` itself, or gives it ``ndim`` axes of size 1 if it is a scalar: from () to (1, 1)."""
     if x.ndim or not ndim:
         return x
     products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
@@ -535,10 +569,10 @@ def _with_ndim(x: Sum, ndim: int) -> Sum:
 
 
 def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """The elementwise quotient of two sums, as ``x`` times the reciprocal of the divisor ``y``.
+    """Divides two sums elementwise, by multiplying ``x`` by the reciprocal of the divisor ``y``.
 
-    None if the divisor has several products or factors, because its reciprocal is not formed from theirs, or if it is a
-    draw, because reciprocals of normal random numbers are not normal.
+    The result is None if the divisor has several products or factors, because its reciprocal is not formed from theirs,
+    or if it is a draw, because reciprocals of normal random numbers are not normal.
     """
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
@@ -551,7 +585,7 @@ def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 
 def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum:
-    """The sum of two sums, or their difference if ``view`` is a subtraction, with the products of both.
+    """Adds two sums, or subtracts them if ``view`` is a subtraction; the result has the products of both.
 
     Either may be a scalar or have axes of size 1, and is broadcast.
     """
@@ -564,5 +598,5 @@ def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum:
 
 
 def _is_integer_or_bool(dtype: Any) -> bool:
-    """Whether a dtype is neither floating nor complex."""
+    """Returns whether a dtype is neither floating nor complex."""
     return not jnp.issubdtype(dtype, jnp.inexact)

@@ -14,16 +14,17 @@ from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, Traced
 from reparax.programs.equations import Conv, view_of
 
-# Source lines of this package, which reports skip, and file names of cells of notebooks, which mean nothing to users.
+# Reports skip source lines of this package, and replace file names of notebook cells, which mean nothing to users.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
 def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
-    """Maps the origin (``jaxprs.origin``) of each equation of a program and inside it to its source line.
+    """Maps the origin (``jaxprs.origin``) of each equation, also of those in inner programs, to its source line.
 
-    The line is the user's, as in :func:`line_of`. An equation without one gets the line of the equation around it,
-    because inside of that, JAX cuts tracebacks off; for the outermost equations, it is ``outside``.
+    This is the line in the user's code, as in :func:`line_of`. An equation without one gets the line of the equation
+    around it, because JAX cuts off tracebacks inside some equations. An outermost equation without one gets
+    ``outside``.
     """
     line_of_origin: dict[int, str] = {}
     for eqn in program.eqns:
@@ -35,19 +36,19 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost source line of an equation that is not in reparax, such as "model.py:12:4 (loss)".
+    """Returns the innermost source line of an equation that is outside of reparax, such as "model.py:12:4 (loss)".
 
-    The file of a cell in a notebook is written as ``<cell>``. An empty text if there is no such line.
+    The file of a notebook cell is written as ``<cell>``. The text is empty if there is no such line.
     """
     line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", line)
 
 
 def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> str:
-    """The words of a report for an equation that reads a weight, such as "tanh needs the array: model.py:12".
+    """Describes how an equation reads a weight, for a report, as in "tanh needs the array: model.py:12".
 
-    ``does`` says what the equation does with the weight, and ``lines`` is from :func:`lines_by_origin`. ``eqn`` is None
-    if the program returns the weight.
+    ``does`` says what the equation does with the weight, and ``lines`` comes from :func:`lines_by_origin`. ``eqn`` is
+    None if the program returns the weight.
     """
     if eqn is None:
         return "it is returned, or carried"
@@ -57,18 +58,19 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
 
 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """The source line that computed the ``i``-th output of an equation; an empty text if it is not known.
+    """Returns the source line that computed the ``i``-th output of an equation, or an empty text if it is not known.
 
-    For a ``jit``, it is the line inside it, if known. ``lines`` is from :func:`lines_by_origin`.
+    For a ``jit``, this is the line inside it, if known. ``lines`` comes from :func:`lines_by_origin`.
     """
     line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
     return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
 
 
 def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """The line inside a call that computed its ``i``-th output.
+    """Returns the line inside a call that computed its ``i``-th output.
 
-    An empty text if it is not known, or if no equation inside computed the output: it may be an operand or a literal.
+    The text is empty if the line is not known, or if no equation inside the call computed the output, which may be an
+    operand or a literal.
     """
     (program,) = jaxprs.inner_programs(call)
     v: Any = program.outvars[i]
@@ -79,7 +81,7 @@ def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
 def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
     """Maps the position of each input of a program to its path among the arguments, such as ``raw/layer/kernel``.
 
-    Inputs that are constants of the program, which come first, or typed keys have no path.
+    Two kinds of inputs have no path: constants of the program, which come first, and typed keys.
     """
     paths = dict(enumerate(arguments.paths, start=len(call.inputs) - len(arguments.paths)))
     types = [jaxprs.type_of(v).dtype for v in call.program.invars]
@@ -87,14 +89,14 @@ def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
 
 
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
-    """The path of a weight: the common beginning of the paths of the inputs that it is computed from.
+    """Returns the path of a weight: the common beginning of the paths of the inputs from which it is computed.
 
-    ``origins`` are the positions of these inputs, and ``paths`` is from :func:`paths_of`. The path ends before the
-    values of stages: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". Without one, it says in words what the weight is
-    computed from.
+    ``origins`` are the positions of these inputs, and ``paths`` comes from :func:`paths_of`. The path ends before the
+    values of stages: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". If the paths have nothing in common, the result
+    says in words what the weight is computed from.
     """
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in split_paths}) > 1:  # several arguments hold parts of one tree
+    if len({names[0] for names in split_paths}) > 1:  # Several arguments hold parts of one tree.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
     for names in zip(*split_paths, strict=False):

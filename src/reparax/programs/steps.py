@@ -1,10 +1,10 @@
-"""One step's part of a stacked value, such as the weight of one layer, computed from the same parts of other values.
+"""Computes one step's part of a stacked value, such as the weight of one layer, from the same parts of other values.
 
 The part of a value at step ``i`` along an axis has the entries at index ``i`` of this axis, which stays, with size 1:
-(5, 8, 3) becomes (1, 8, 3). So most equations compute a part of their output by the same operation on parts of their
-operands: for ``y = tanh(x)``, the part of ``y`` is ``tanh`` of the part of ``x``. Where entries along the axis mix, as
-in ``cumsum``, the whole value is needed. ``plan`` finds out which parts must be read to compute others, and
-``StepPlan.run`` computes them. A ``PartRule`` says how one equation computes a part of its output.
+(5, 8, 3) becomes (1, 8, 3). Most equations compute a part of their output by the same operation on parts of their
+operands. For ``y = tanh(x)``, for example, the part of ``y`` is ``tanh`` of the part of ``x``. Where entries along the
+axis mix, as in ``cumsum``, the whole value is needed. ``plan`` finds out which parts must be read to compute others,
+and ``StepPlan.run`` computes them. A ``PartRule`` says how one equation computes a part of its output.
 """
 
 import math
@@ -22,7 +22,7 @@ from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.contractions import contraction_of
 
 LARGE = 2**16
-"""Values of more bytes are not computed again at each step, because this would take too long."""
+"""Values of more than this many bytes are not computed again at each step, because this would take too long."""
 
 Axis = int | None
 """The axis along which a part is taken; None for the whole value."""
@@ -31,7 +31,7 @@ Part = tuple[Var, Axis]
 
 
 class PartRule(NamedTuple):
-    """How a part of an output is computed from parts of the operands, or parts of several outputs at once.
+    """A rule that computes a part of an output, or parts of several outputs at once, from parts of the operands.
 
     For ``y = transpose(x)`` and the part of ``y`` along axis 0, ``axes`` is [1], and ``function(step, part_of_x)`` is
     ``transpose(part_of_x)``.
@@ -46,7 +46,7 @@ class PartRule(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A part of one of the outputs of an equation, that equation, and how the part is computed."""
+    """A part of an output of an equation, the equation, and the rule that computes the part."""
 
     part: Part
     eqn: JaxprEqn
@@ -55,10 +55,10 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How parts of values are computed in one step, as :func:`plan` found it.
+    """A plan for computing parts of values in one step, as :func:`plan` found it.
 
     Attributes:
-      parts: The parts to read: those of inputs of the program, and of values that cannot be computed by parts.
+      parts: The parts to read. They belong to inputs of the program, or to values that cannot be computed by parts.
       outputs: The parts to return.
       computations: The parts to compute, in an order in which each reads only earlier ones and ``parts``.
     """
@@ -68,7 +68,7 @@ class StepPlan:
     computations: list[Computation]
 
     def run(self, step: Any, values: Sequence[Any]) -> list[Any]:
-        """The values of the parts ``outputs`` at the step with this index, from the values of the parts ``parts``."""
+        """Computes the parts ``outputs`` at the step with this index, given the values of the parts ``parts``."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
         for part, eqn, rule in self.computations:
             pairs = zip(eqn.invars, rule.axes, strict=True)
@@ -79,7 +79,7 @@ class StepPlan:
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """How to compute parts of a program's values, each followed back through as many equations as possible.
+    """Plans how to compute parts of a program's values, by following each back through as many equations as possible.
 
     For ``y = tanh(x @ w)`` and the part of ``y`` along axis 0, the plan reads the part of ``x`` along axis 0 and the
     whole ``w``, and computes the part of the product, then that of ``y``.
@@ -94,7 +94,7 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
     computations: list[Computation] = []
 
     def need(v: Any, axis: Axis) -> None:
-        """Adds a part to ``needed_axes``, unless it is there or the value is a literal, which is never read."""
+        """Adds a part to ``needed_axes``, unless it is there already or the value is a literal, which is never read."""
         if not isinstance(v, Literal) and axis not in needed_axes.setdefault(v, []):
             needed_axes[v].append(axis)
 
@@ -113,15 +113,16 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
 
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
-    """How to compute a part of the ``i``-th output of an equation.
+    """Returns the rule that computes a part of the ``i``-th output of an equation.
 
-    None if the part must be read from the output instead: entries along the axis mix, the equation must run exactly
-    once, or its output is sharded, but an axis of size 1 cannot be split over a mesh.
+    The result is None if the part must be taken from the output instead. This is so if entries along the axis mix, if
+    the equation must run exactly once, or if its output is sharded, because an axis of size 1 cannot be split over a
+    mesh.
     """
     view = equations.view_of(eqn)
     if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
         return None
-    # A whole value is read as it is, but one that repeats numbers is computed, so that it need not be stored.
+    # A whole value is read as it is. If it only repeats numbers, it is computed instead, so that it need not be stored.
     if axis is None:
         is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
         return PartRule([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
@@ -141,56 +142,60 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
 
 
 def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
-    """The rule for the part along the axis on which an iota counts: all entries are the index of the step."""
+    """Returns the rule for the part of an iota along the axis on which it counts.
+
+    All entries of this part are the index of the step.
+    """
     shape = _with_size_one(view.shape, axis)
     return PartRule([], lambda step: lax.broadcast(lax.convert_element_type(step, view.type.dtype), shape))
 
 
 def _is_sharded(v: Any) -> bool:
-    """Whether the type of a variable shards one of its axes, as on a mesh with explicit axes."""
+    """Returns whether the type of a variable shards one of its axes, as on a mesh with explicit axes."""
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
 def _same_equation(view: equations.View, **new_params: Any) -> Callable[..., Any]:
-    """The function of a rule that runs the equation itself on the parts, with some parameters changed.
+    """Returns a rule's function that runs the equation itself on the parts, with some parameters changed.
 
-    It ignores its first argument, the index of the step, which rules get before the parts.
+    The function ignores its first argument, the index of the step, which all rules get before the parts.
     """
     return lambda _, *operands: view.bind(*operands, **new_params)
 
 
 def _with_size_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The sizes, with 1 in place of the size at ``axis``: (5, 8, 3) and axis 0 give (1, 8, 3)."""
+    """Replaces the size at ``axis`` by 1: (5, 8, 3) and axis 0 give (1, 8, 3)."""
     return tuple(1 if i == axis else n for i, n in enumerate(sizes))
 
 
 def _shape_of(v: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
+    """Returns the shape of a variable or literal."""
     return jaxprs.type_of(v).shape
 
 
 def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
-    """For each operand, the axis of the part from which the same equation computes the part of its output at ``axis``.
+    """Returns, for each operand, the axis of the part from which the same equation computes the part of its output.
 
-    For ``x @ w`` and axis 0 of the output, [0, None]: row ``i`` of the product needs row ``i`` of ``x``, and the whole
-    ``w``. None if there are no such parts, because entries along the axis mix, or if the equation is not known here.
+    ``axis`` is the axis of that part of the output. For ``x @ w`` and axis 0 of the output, the result is [0, None]:
+    row ``i`` of the product needs row ``i`` of ``x``, and the whole ``w``. The result is None if there are no such
+    parts, because entries along the axis mix, or if the equation is not known here.
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # An operand that has size 1 along the axis, or is a scalar, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
-        case equations.Broadcast() if len(shapes) == 1:  # more operands are sizes that are unknown while tracing
-            # An axis that is new, or repeats the only entry of the operand, needs the whole operand.
+        case equations.Broadcast() if len(shapes) == 1:  # Other operands are sizes unknown while tracing.
+            # If the axis is new, or repeats the only entry of the operand, the whole operand is needed.
             axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
             return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
         case equations.Iota():
             return []
-        case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:  # as for Broadcast
+        case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:  # Other operands are sizes.
             return _axes_before_reshape(shapes[0], shape, axis)
         case equations.Squeeze():
             return [_remaining_axes(shapes[0], view.dimensions)[axis]]
-        case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):  # indices need whole axes
+        case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):  # Indices need whole axes.
             return [_remaining_axes(shapes[0], view.axes)[axis]]
         case equations.Transpose():
             return [view.permutation[axis]]
@@ -199,7 +204,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
         case equations.Concatenate() if view.dimension != axis:
             return [axis for _ in shapes]
         case equations.Stack() if view.axis != axis:
-            return [axis - (axis > view.axis) for _ in shapes]  # operands lack the axis along which they are stacked
+            return [axis - (axis > view.axis) for _ in shapes]  # Operands lack the axis of the stack.
         case equations.Dot() | equations.Gather():
             return _axes_before_contraction(view, axis)
         case _:
@@ -207,25 +212,30 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
 
 
 def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
-    """The axes of an operand that remain in the output: for the shape (5, 8, 3) and the removed axis 1, [0, 2]."""
+    """Returns the axes of an operand that remain in the output.
+
+    For the shape (5, 8, 3) and the removed axis 1, the result is [0, 2].
+    """
     return [i for i in range(len(shape)) if i not in removed_axes]
 
 
 def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: int) -> list[Axis] | None:
-    """The axis of the operand of a reshape that becomes ``axis`` of its output, as the list of one element.
+    """Returns the axis of the operand of a reshape that becomes ``axis`` of its output, as a list of one element.
 
-    From (5, 8, 3) to (5, 24), axis 0 comes from [0]. Axis 1 merges two axes, so it comes from none of them: None.
+    From (5, 8, 3) to (5, 24), axis 0 comes from [0]. Axis 1 merges two axes and comes from neither, so the result is
+    None.
     """
-    n_before = math.prod(shape[:axis])  # an axis stays the same if its size and the entries before it do
+    # An axis stays the same if its size and the number of entries before it do.
+    n_before = math.prod(shape[:axis])
     same = [i for i, n in enumerate(old_shape) if n == shape[axis] and math.prod(old_shape[:i]) == n_before]
     return [same[0]] if same else None
 
 
 def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
-    """For each operand of a product or a look-up, the axis that becomes ``axis`` of the output; None where it has none.
+    """Returns, for each operand of a product or look-up, the axis that becomes ``axis`` of the output, or None.
 
-    For the look-up ``table[indices]`` and an axis of ``indices``, [None, 0]: each step looks up its own indices in the
-    whole table. None instead of a list if a step would read a part of the table.
+    For the look-up ``table[indices]`` and an axis of ``indices``, the result is [None, 0]: each step looks up its own
+    indices in the whole table. The result is None instead of a list if a step would read a part of the table.
     """
     if isinstance(view, equations.Gather):
         # Axes at ``offset_dims`` come from the table, and batching axes from both operands.
@@ -237,9 +247,10 @@ def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) 
 
 
 def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
-    """The parameters, with new values, that an equation must change to compute the part of its output along an axis.
+    """Returns the parameters that an equation must change to compute the part of its output along an axis.
 
-    These are the ones that hold a size of the output. A broadcast to (5, 8) computes its part with the shape (1, 8).
+    These are the parameters that hold a size of the output, with their new values. A broadcast to (5, 8), for example,
+    computes its part with the shape (1, 8).
     """
     match view:
         case equations.Broadcast() | equations.Iota():
@@ -247,16 +258,16 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
         case equations.Reshape():
             return {"new_sizes": _with_size_one(view.new_sizes, axis)}
         case equations.Slice():
-            # The axis is not sliced, so its part has the one index 0.
+            # The axis is not sliced, so its part has only the index 0.
             return {"limit_indices": _with_size_one([limit for _, limit, _ in view.bounds], axis)}
         case _:
             return {}
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
-    """How to compute a part of the ``i``-th output of a call, from parts of its operands, by its body.
+    """Returns the rule that computes a part of the ``i``-th output of a call from parts of its operands, by its body.
 
-    None if the body cannot be computed by parts, for the reasons in :func:`_parts_in_body`.
+    The result is None if the body cannot be computed by parts, for the reasons in :func:`_parts_in_body`.
     """
     jaxpr, consts = jaxprs.body(eqn)
     rule = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
@@ -264,31 +275,34 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> 
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """How to compute a part of the output of a ``jax.custom_jvp``: as another custom function, of parts.
+    """Returns the rule that computes a part of the output of a ``jax.custom_jvp``, by another custom function of parts.
 
-    The new function has the custom derivative of the old one, computed by parts too. None if the function or its
-    derivative cannot be computed by parts, or if they need parts along different axes. None as well if the equation
-    reads a literal, reads a value twice, or has an operand or output without a tangent: its derivative would not have
-    one tangent for each operand.
+    The new function has the custom derivative of the old one, which is computed by parts too. The result is None if the
+    function or its derivative cannot be computed by parts, or if they need parts along different axes. It is also None
+    if the equation reads a literal, reads a value twice, or has an operand or output without a tangent, because its
+    derivative would not have one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    # A program of this equation alone. ``part`` replaces the equations of the jaxpr that it gets, so any jaxpr will do.
+    # This program has only this equation. ``part`` replaces the equations of the jaxpr that it gets, so any will do.
     call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
     jvp, consts = _program_of_jvp(call)
 
     def jvp_rule(*, differentiable: bool) -> Any:
-        """The rule for the parts of the output and of its tangent, from the parts of the operands and tangents."""
+        """Returns the JVP rule, which computes the parts of the output and of its tangent.
+
+        It computes them from the parts of the operands and of their tangents.
+        """
         return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
 
-    # A derivative may call the function itself, so how to differentiate it again is found out only when it is needed.
+    # A derivative may call the function itself, so the rule for its own derivative is made only when it is needed.
     first_jvp_rule = jvp_rule(differentiable=False)
     if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
         return None
 
     def part_of_output(step: Any, *operands: Any) -> Any:
-        """The part of the output, with a custom derivative whose arguments are the primals and the tangents."""
+        """Computes the part of the output, with a custom derivative that takes the primals and the tangents."""
         function = jax.custom_jvp(lambda *parts: rule.function(step, *parts))
         function.defjvp(lambda *args: tuple(jvp_rule(differentiable=True).function(step, *consts, *chain(*args))))
         return function(*operands)
@@ -297,10 +311,10 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
 
 def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
-    """The program of a program's derivative, with its constants as first inputs, and the values of these constants.
+    """Returns the program of a program's derivative, and the values of its constants.
 
-    Its other inputs are the inputs of ``program`` and then a tangent for each. It returns the outputs and their
-    tangents.
+    The constants are its first inputs. The other inputs are the inputs of ``program``, followed by a tangent for each.
+    The program returns the outputs and their tangents.
     """
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in program.invars]
 
@@ -311,14 +325,15 @@ def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
-    """How to compute parts of a body's outputs from parts of its inputs, of which the first ``n_consts`` are constants.
+    """Returns the rule that computes parts of a body's outputs from parts of its inputs.
 
-    The function of the rule returns a list of parts. Its arguments are the index of the step, the values of the
-    constants, and the parts of the other inputs; only these other inputs have an axis in ``axes``.
+    The first ``n_consts`` inputs are constants. The function of the rule returns a list of parts. Its arguments are the
+    index of the step, the values of the constants, and the parts of the other inputs; only these other inputs have an
+    axis in ``axes``.
 
-    Where the body needs a whole value inside it, such as a norm over the axis, each step computes this value again from
-    whole inputs. None if such a value is large, only a part of it is needed, or an input is needed along two axes. None
-    as well if an output is a literal, which is no variable of the body.
+    If the body needs a whole value that it computes, such as a norm over the axis, each step computes this value again
+    from whole inputs. The result is None if such a value is large, if only a part of it is needed, or if an input is
+    needed along two axes. It is also None if an output is a literal, which is no variable of the body.
     """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
@@ -327,19 +342,19 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in parts_inside):
         return None
     whole_values = [v for v, _ in parts_inside]
-    # The program of these whole values, with only the inputs that it needs.
+    # ``prefix`` is the program that computes these whole values, with only the inputs that it needs.
     prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
     axes = dict(input_parts)
-    if any(axes[v] != axis for v, axis in input_parts):  # one input along two axes: an operand has only one
+    if any(axes[v] != axis for v, axis in input_parts):  # Some input is needed along two axes.
         return None
 
     def parts_of_outputs(step: Any, *inputs: Any) -> list[Any]:
-        """The parts at one step, from the parts or whole values of all inputs of the body."""
+        """Computes the parts of the outputs at one step, given the parts or whole values of all inputs of the body."""
         env = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
         return body_plan.run(step, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
-    # An input that nothing reads has no axis, so it is given whole.
+    # An input that nothing reads has no axis, so it is passed whole.
     return PartRule([axes.get(v) for v in jaxpr.invars[n_consts:]], parts_of_outputs)

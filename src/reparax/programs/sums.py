@@ -1,4 +1,4 @@
-"""Weights as sums of products of smaller arrays, as in einsum: what they are, and how two of them are multiplied.
+"""Represents weights as sums of products of smaller arrays, as in einsum, and multiplies two of them.
 
 A ``Factor`` is an array with a ``Label`` for each axis. Like a letter in einsum, a label may be on several factors. A
 ``Product`` of factors is summed over all labels but those of its own axes. An axis usually has one label. It has
@@ -29,11 +29,11 @@ Shape = Sequence[int]
 T = TypeVar("T")
 
 UNKNOWN = 1024
-"""Counted in costs for a size that is unknown when a program is exported."""
+"""The size that costs assume for a size that is unknown when a program is exported."""
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """The number of entries of an array of these sizes, for costs: a size that is unknown counts as ``UNKNOWN``."""
+    """Counts the entries of an array of these sizes, for costs: an unknown size counts as ``UNKNOWN``."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
@@ -53,18 +53,21 @@ AxisLabels = tuple[Label, ...]
 
 
 def axis_labels(label: Label) -> AxisLabels:
-    """The labels of an axis with a single label: ``(label,)``, or () if its size is 1, because such axes have none."""
+    """Returns ``(label,)``, the labels of an axis with a single label, or () if its size is 1.
+
+    Axes of size 1 have no labels.
+    """
     return () if label.size == 1 else (label,)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What is known about a draw, which is an array of independent normal random numbers.
+    """A description of a draw, which is an array of independent normal random numbers.
 
     Attributes:
       source: Identifies the draw. Factors with equal sources hold numbers of one draw.
-      key: The PRNG key or keys that it was drawn with.
-      rows: How many rows look-ups took from it, with repetitions; 1 if nothing was looked up.
+      key: The PRNG key or keys with which it was drawn.
+      rows: The number of rows that look-ups took from it, counting repetitions; 1 if nothing was looked up.
     """
 
     source: Hashable
@@ -78,9 +81,9 @@ class Factor:
 
     Attributes:
       array: The array; a ``Circulant`` or ``Segments`` if it is stored in fewer numbers.
-      labels: The label of each axis, with none twice. Unlike axes of a product, axes of size 1 have a label too.
+      labels: The label of each axis, all different. Unlike in the axes of a product, axes of size 1 have a label too.
       fixed: Whether it gets no gradient.
-      draw: Describes the array if it holds random numbers of a draw; else None.
+      draw: Describes the draw if the array holds random numbers of one; None otherwise.
     """
 
     array: Any
@@ -90,12 +93,15 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """How many numbers are stored, for costs. Sizes that are unknown while exporting count as ``UNKNOWN``."""
+        """The number of stored numbers, for costs.
+
+        Sizes that are unknown while exporting count as ``UNKNOWN``.
+        """
         return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
-        """The array with the axes ``labels``. A ``Circulant`` or ``Segments`` is expanded to it."""
+        """The array with the axes ``labels``, to which a ``Circulant`` or ``Segments`` is expanded."""
         return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
@@ -116,9 +122,9 @@ class Product:
 
     @classmethod
     def of(cls, x: Any, *, fixed: bool) -> "Product":
-        """A product with the array ``x``, or a ``Circulant`` or ``Segments``, as its only factor.
+        """Returns a product with the array ``x``, or a ``Circulant`` or ``Segments``, as its only factor.
 
-        ``fixed`` says whether it gets no gradient.
+        ``fixed`` says whether this factor gets no gradient.
         """
         labels = tuple(Label(n) for n in x.shape)
         return cls((Factor(x, labels, fixed),), tuple(map(axis_labels, labels)))
@@ -134,9 +140,9 @@ class Product:
         return [label for group in self.axes for label in group]
 
     def is_plain(self, axis: int) -> bool:
-        """Whether an axis can be changed without the others: it is not merged, and shares no label with another axis.
+        """Returns whether an axis can be changed on its own: it is not merged, and shares no label with another axis.
 
-        The first holds if it has at most one label.
+        An axis is not merged if it has at most one label.
         """
         labels = self.axes[axis]
         return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
@@ -151,19 +157,23 @@ class Product:
         return sum(factor.size >= size for factor in self.factors) <= 1
 
     def transpose(self, order: Sequence[int]) -> "Product":
-        """This product with its axes in another order; only ``axes`` changes."""
+        """Transposes this product to another order of its axes; only ``axes`` changes."""
         return replace(self, axes=tuple(self.axes[i] for i in order))
 
     def squeeze(self, axes: Iterable[int]) -> "Product":
-        """This product without some of its axes, of size 1. An axis with labels would be summed over instead."""
+        """Removes some axes of size 1 from this product.
+
+        If an axis had labels, the product would be summed over them.
+        """
         axis_set = set(axes)
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
 
     def sum(self, axes: Iterable[int]) -> "Product":
-        """This product summed over axes.
+        """Sums this product over axes.
 
-        A label that no axis has is summed over, so the axes are only removed. But along a label that no factor has, the
-        product repeats its entries, and their sum must count them: the label gets a factor of ones.
+        A label that no axis has is summed over, so the axes only need to be removed. Along a label that no factor has,
+        however, the product repeats its entries, and their sum must count the repetitions. Such a label therefore gets
+        a factor of ones.
         """
         summed = self.squeeze(axes)
         remaining = self.labels.union(*summed.axes)
@@ -172,7 +182,7 @@ class Product:
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
-        """This product broadcast to this shape; ``dimensions`` are the axes of the result that its own axes become.
+        """Broadcasts this product to the given shape, in which its own axes become the axes ``dimensions``.
 
         From (3, 1) to (2, 3, 4), with the dimensions (1, 2): axis 1 keeps its labels, and the axes 0 and 2 get new ones
         that no factor has, along which entries are repeated.
@@ -181,11 +191,11 @@ class Product:
         return replace(self, axes=tuple(axis_at.get(i) or axis_labels(Label(n)) for i, n in enumerate(shape)))
 
     def reshape(self, shape: Shape) -> "Product | None":
-        """This product in another shape.
+        """Reshapes this product to the given shape; returns None if its labels cannot be split to match.
 
-        From (6, 4) to (2, 12), the labels of sizes 6 and 4 are split into those of sizes 2, 3 and 4, of which the first
-        axis gets (2,) and the second (3, 4). None if sizes do not split so, as from (6, 4) to (8, 3), or if two axes
-        are on a diagonal, because their common labels might have to be split in two ways.
+        From (6, 4) to (2, 12), the labels of sizes 6 and 4 are split into labels of sizes 2, 3 and 4. The first axis
+        then gets (2,) and the second (3, 4). The result is None if sizes do not split so, as from (6, 4) to (8, 3), or
+        if two axes are on a diagonal, because their common labels might have to be split in two ways.
         """
         labels = self.labels_of_axes
         if len(set(labels)) < len(labels):
@@ -200,22 +210,22 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """This product with each of ``labels`` replaced by several new labels, which have the sizes in ``sizes``.
+        """Replaces each of ``labels`` by several new labels, which have the sizes in ``sizes``.
 
-        The label of size 6 with the sizes [2, 3] becomes two labels, and factors with it are reshaped. A label with
-        only one size stays.
+        The label of size 6 with the sizes [2, 3] becomes two labels, and factors that have it are reshaped. A label
+        with only one size stays.
         """
         pairs = zip(labels, sizes, strict=True)
         parts = {label: tuple(map(Label, sizes_of_label)) for label, sizes_of_label in pairs if len(sizes_of_label) > 1}
         return self._change_labels(partial(_split_labels, parts=parts), parts)
 
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
-        """The entries of this product at which both axes of each pair have the same index; all others become zero.
+        """Keeps the entries of this product at which both axes of each pair have the same index; others become zero.
 
-        Both axes get the same labels, as letters in einsum: the outer product "i,j->ij" of two vectors becomes
-        "i,i->ii", with their elementwise product on its diagonal. Pairs with an axis of size 1, which has no labels,
-        stay as they are. None if the axes of a pair are merged in such ways that their labels cannot be split alike, or
-        if a label occurs twice within a pair or would occur twice on a factor.
+        Both axes get the same labels, like letters in einsum: the outer product "i,j->ij" of two vectors becomes
+        "i,i->ii", with their elementwise product on its diagonal. A pair with an axis of size 1, which has no labels,
+        stays as it is. The result is None if the axes of a pair are merged in such ways that their labels cannot be
+        split alike, or if a label occurs twice within a pair or would occur twice on a factor.
         """
         product = self
         for i, j in pairs:
@@ -230,12 +240,12 @@ class Product:
         return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        """This product with each label in ``names`` replaced by its new label, on factors and axes."""
+        """Replaces each label in ``names`` by its new label, on factors and axes."""
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
     def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
-        """This product with each factor changed by ``change``, and each label in ``parts`` replaced on the axes.
+        """Changes each factor by ``change``, and replaces each label in ``parts`` on the axes.
 
         An axis (i, o) becomes (j, k, o) if ``parts`` has (j, k) for i.
         """
@@ -252,8 +262,8 @@ class Sum:
       shape: The shape of each product, and of the array.
       dtype: The dtype of the array.
       precision: The precision with which its factors are multiplied.
-      maker: Identifies what made the sum, such as an equation; transposes, casts and slices keep it. A rule that makes
-        a sum leaves it None, and its caller sets it.
+      maker: Identifies what made the sum, such as an equation. Transposes, casts and slices keep it. A rule that makes
+        a sum leaves it as None, and the caller of the rule sets it.
     """
 
     products: tuple[Product, ...]
@@ -268,13 +278,13 @@ class Sum:
         return len(self.shape)
 
     def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """This sum with each product changed by ``change``, to a new shape; None if that returns None for any."""
+        """Changes each product by ``change``, to a new shape; returns None if ``change`` returns None for any."""
         products = all_or_none(map(change, self.products))
         return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
 
 
 def all_or_none(items: Iterable[T | None]) -> list[T] | None:
-    """The items as a list; None if any of them is None."""
+    """Returns the items as a list, or None if any of them is None."""
     results: list[T] = []
     for item in items:
         if item is None:
@@ -283,7 +293,7 @@ def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     return results
 
 
-# Arrays and keys are leaves, and all else is static, so sums can be arguments and results of transformed functions.
+# Arrays and keys are leaves of trees, and all else is static. So transformed functions can take and return sums.
 for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
@@ -293,26 +303,27 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
-    """The elementwise product of two products of equally many axes, of which those of size 1 are broadcast.
+    """Multiplies two products of equally many axes elementwise; axes of size 1 are broadcast.
 
-    It takes the outer product, whose axes are those of ``a`` and then of ``b``, and only its entries with the same
-    index on axis ``i`` of ``a`` and of ``b``. None if :meth:`Product.where_equal` returns None for these.
+    The outer product has the axes of ``a`` and then those of ``b``. Of this, only the entries with the same index on
+    axis ``i`` of ``a`` and of ``b`` are kept. The result is None if :meth:`Product.where_equal` returns None for these
+    pairs.
     """
     n = len(a.axes)
     entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
     if entries is None:
         return None
-    # Both axes of a pair have the same labels now, unless one has size 1 and so none: then the result has the other's.
+    # Both axes of a pair now have the same labels, unless one has size 1 and so no labels. Then the other's are used.
     return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
 
 
 def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
-    """The output of a product of matrices whose operands are the products ``a`` and ``b``, as one product.
+    """Computes the output of a product of matrices whose operands are the products ``a`` and ``b``, as one product.
 
     For ``x @ w`` with ``w = a @ b``, it has the factors x, a and b, as in ``einsum("ni,ir,ro->no", x, a, b)``.
-    ``sizes``, for a RaggedDot only, are the sizes of its groups of rows. None if :meth:`Product.where_equal` returns
-    None for the axes that are combined, or if a label that the equation sums over is on no factor: the product would
-    leave out this sum, of equal entries.
+    ``sizes``, for a RaggedDot only, are the sizes of its groups of rows. The result is None if
+    :meth:`Product.where_equal` returns None for the axes that are combined. It is also None if the equation sums over a
+    label that is on no factor, because the product would leave out this sum of equal entries.
     """
     contraction = contraction_of(view)
     assert contraction is not None
@@ -322,7 +333,7 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         if rows_in_groups is None:
             return None
         a = rows_in_groups
-        # The new last axis of ``a`` is an axis of the output if rows are summed by group; else it selects from ``b``.
+        # If rows are summed by group, the new last axis of ``a`` is one of the output; otherwise it selects from ``b``.
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
     entries = _outer(a, b).where_equal(pairs)
@@ -336,7 +347,7 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
 
 
 def _outer(a: Product, b: Product) -> Product:
-    """The outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then those of ``b``.
+    """Returns the outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then of ``b``.
 
     The labels of ``b`` are replaced by new ones, because ``a`` may have the same, as for ``w * w``.
     """
@@ -347,7 +358,7 @@ def _outer(a: Product, b: Product) -> Product:
 def contract_with_data(
     view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
 ) -> list[Product] | None:
-    """The output of a product of matrices for data and each of several weights: one product for each weight.
+    """Computes the output of a product of matrices for data and each of several weights, as one product for each.
 
     Args:
       view: The product of matrices.
@@ -364,10 +375,10 @@ def contract_with_data(
 
 
 def _with_group_axis(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
-    """The left operand with a last axis for the groups, along which each row is zero except at its own group.
+    """Adds a last axis for the groups to the left operand, along which each row is zero except at its own group.
 
-    It gets a factor of ``Segments``, with a one where a row is in a group: with 6 rows in 3 groups, the shape (6, 8)
-    becomes (6, 8, 3). None if :func:`multiply_entries` returns None.
+    The operand gets a factor of ``Segments``, with a one where a row is in a group: with 6 rows in 3 groups, the shape
+    (6, 8) becomes (6, 8, 3). The result is None if :func:`multiply_entries` returns None.
     """
     rows = math.prod(label.size for label in a.axes[view.ragged])
     segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
@@ -378,7 +389,7 @@ def _with_group_axis(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
 
 
 def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
-    """The factor with each label in ``parts`` replaced by its parts, and the array reshaped to match.
+    """Replaces each label in ``parts`` by its parts, and reshapes the array of the factor to match.
 
     An array of shape (6, 4) whose first label is split into sizes 2 and 3 becomes one of (2, 3, 4).
     """
@@ -391,22 +402,22 @@ def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
     """Splits each size of two shapes so that both have the same sizes in the same order.
 
-    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]]. None if there
-    are none, as for (6, 4) and (8, 3), or if they are unknown. The shapes must have no sizes of 1, and the same number
-    of entries.
+    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]]. It is None if
+    there are no such sizes, as for (6, 4) and (8, 3), or if sizes are unknown. The shapes must have no sizes of 1, and
+    the same number of entries.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # nothing needs to be divided
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # No size needs to be divided.
         return [[n] for n in a], [[n] for n in b]
     # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
-    # The number of entries up to the end of each axis of either shape. Both are split at all of these.
+    # ``ends`` has the number of entries up to the end of each axis of either shape. Both are split at all of these.
     ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
     if any(end % start for start, end in pairwise(ends)):
         return None
 
     def split_sizes(sizes: Shape) -> list[list[int]]:
-        """Each size split at all ends that lie within its axis."""
+        """Splits each size at all ends that lie within its axis."""
         axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
         return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
@@ -437,41 +448,41 @@ class Circulant:
 
     @property
     def size(self) -> int:
-        """How many numbers are stored, rather than how many entries the matrices have."""
+        """The number of stored numbers, not the number of entries of the matrices."""
         return self.numbers.size
 
     def astype(self, dtype: Any) -> "Circulant":
         return Circulant(self.numbers.astype(dtype))
 
     def todense(self) -> Any:
-        """The matrices as an array of shape ``shape``."""
+        """Expands the matrices to an array of shape ``shape``."""
         return circulant(self.numbers)
 
     def spectrum(self, *, transposed: bool) -> Any:
-        """The Fourier transform of the first column, or of the first row if ``transposed``, along the last axis.
+        """Computes the Fourier transform of the first column, or of the first row if ``transposed``.
 
-        The product with a vector has the Fourier transform of the vector times this. The first row is the first column
-        with all but its first number reversed.
+        The Fourier transform of a vector times this is the Fourier transform of the product with the vector. The first
+        row is the first column with all but its first number reversed.
         """
         numbers = widened(self.numbers)
         return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
 
 
 def _fourier(x: Any) -> Any:
-    """The Fourier transform along the last axis.
+    """Computes the Fourier transform along the last axis.
 
-    For real numbers only its first half, of size n // 2 + 1, because that determines the rest.
+    For real numbers, this is only the first half, of size n // 2 + 1, because it determines the rest.
     """
     return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
 
 
 def fourier_transform(x: Any) -> Any:
-    """The Fourier transform along the last axis, in float32 or wider; see :func:`_fourier` for its size."""
+    """Computes the Fourier transform along the last axis, in float32 or wider; see :func:`_fourier` for its size."""
     return _fourier(widened(x))
 
 
 def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
-    """The ``n`` numbers along the last axis of which :func:`fourier_transform` is ``x``, in a dtype.
+    """Inverts :func:`fourier_transform`: returns the ``n`` numbers whose transform is ``x``, in the given dtype.
 
     A real dtype means that ``x`` is only the first half of the transform.
     """
@@ -480,7 +491,7 @@ def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
 
 
 def fourier_cost(n: int) -> float:
-    """The number of operations of a Fourier transform of ``n`` real numbers, as usually estimated: 2.5 n log2(n)."""
+    """Returns the usual estimate of the operations of a Fourier transform of ``n`` real numbers, 2.5 n log2(n)."""
     return 2.5 * n * math.log2(max(n, 2))
 
 
@@ -510,28 +521,29 @@ class Segments:
 
     @property
     def size(self) -> int:
-        """How many numbers are stored, rather than how many entries the matrices have."""
+        """The number of stored numbers, not the number of entries of the matrices."""
         return self.sizes.size
 
     def astype(self, dtype: Any) -> "Segments":
         return replace(self, dtype=dtype)
 
     def group_of_row(self) -> Any:
-        """The index of the group of each row, of shape ``(..., rows)``; the number of groups for a row of no group.
+        """Returns the index of the group of each row, of shape ``(..., rows)``.
 
-        A row is in the group whose index is the number of groups that end at or before it.
+        A row of no group gets the number of groups. A row is in the group whose index is the number of groups that end
+        at or before the row.
         """
         ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
         rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
         return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
 
     def todense(self) -> Any:
-        """The matrices as an array of shape ``shape``."""
+        """Expands the matrices to an array of shape ``shape``."""
         groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
         return (self.group_of_row()[..., None] == groups).astype(self.dtype)
 
     def row_mask(self) -> Any:
-        """Ones for rows that are in a group and zeros for the others, of shape ``(..., rows)``."""
+        """Returns ones for rows that are in a group and zeros for other rows, of shape ``(..., rows)``."""
         return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
 
 
@@ -539,20 +551,23 @@ class Segments:
 
 
 def has_range(dtype: Any) -> bool:
-    """Whether a dtype has the range of float32. With less, factors may overflow although their product does not."""
+    """Returns whether a dtype has the range of float32.
+
+    In a dtype with less range, factors may overflow although their product does not.
+    """
     return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
 
 
 def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
-    """Whether a weight of this dtype may be kept as a product of ``arrays``, its factors.
+    """Returns whether a weight of this dtype may be kept as a product of ``arrays``, its factors.
 
-    The dtype must have the range of float32 and of each array, so that none overflows when cast to it.
+    The dtype must have the range of float32 and of each array, so that no array overflows when it is cast to the dtype.
     """
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
 def covers(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype has the range of another floating dtype, or holds each number of an integer dtype.
+    """Returns whether a floating dtype has the range of another floating dtype, or holds all numbers of an integer one.
 
     Digits may get lost: bfloat16 has the range of float16, but float16 does not have that of bfloat16.
     """
@@ -566,7 +581,10 @@ def covers(dtype: Any, other_dtype: Any) -> bool:
 
 
 def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
-    """Whether a floating dtype holds each number of another dtype exactly: float32 those of int16, but not of int32."""
+    """Returns whether a floating dtype holds each number of another dtype exactly.
+
+    For example, float32 holds the numbers of int16, but not those of int32.
+    """
     digits = jnp.finfo(dtype).nmant + 1
     if jnp.issubdtype(other_dtype, jnp.inexact):
         return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
@@ -576,36 +594,37 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
 
 
 def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
-    """Whether a cast from one floating dtype to another keeps the range and adds no digits, as float32 to bfloat16."""
+    """Returns whether a cast between floating dtypes keeps the range and adds no digits, like float32 to bfloat16."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
 
 def product_dtype(dtype: Any, result: Any) -> Any:
-    """The dtype in which to multiply operands of ``dtype`` for a result of dtype ``result``: it holds both exactly.
+    """Returns the dtype in which to multiply operands of ``dtype`` for a result of dtype ``result``.
 
-    For operands in bfloat16 and a result in float16, it is float32.
+    It holds both dtypes exactly. For operands in bfloat16 and a result in float16, it is float32.
     """
     candidates = (result, dtype, jnp.float32, jnp.complex64)
     return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
-    """The array of a factor, cast to the dtype of its weight.
+    """Casts the array of a factor to the dtype of its weight.
 
-    Integers that this dtype holds exactly stay integers, which may take fewer bytes, until they are multiplied.
+    Integers that this dtype holds exactly stay integers until they are multiplied, because they may take fewer bytes.
     """
     is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:
-    """Whether products at this precision keep the range of float32: all but those by some dot algorithms do.
+    """Returns whether products at this precision keep the range of float32, as all but some dot algorithms do.
 
-    An algorithm keeps it if it casts its operands to dtypes with this range. One whose dtypes are not known does not.
+    An algorithm keeps it if it casts its operands to dtypes with this range. If its dtypes are not known, it counts as
+    not keeping it.
     """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True
-    types = getattr(precision, "supported_lhs_types", None)  # the types of both operands
+    types = getattr(precision, "supported_lhs_types", None)  # These are the types of both operands.
     return types is not None and all(map(has_range, types))
