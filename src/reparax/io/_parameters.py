@@ -161,9 +161,9 @@ class Entry:
         return self if torch_shape(self.shape, "kernel") in other_shapes else self.confirm_kernel(tensors)
 
     def confirm_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has all axes of our array.
+        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has as many axes as our array.
 
-        It must be clear that the array is not the kernel of a transposed convolution.
+        Call this only if our array cannot be the kernel of a transposed convolution.
         """
         is_convolution = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
         return replace(self, is_known=self.is_known or is_convolution)
@@ -174,7 +174,7 @@ class Entry:
         return replace(self, shape=self.shape[::-1], layout=layout)
 
     def slice_of(self, x: Any) -> Any:
-        """Returns the slice of a stacked array that belongs to this tensor. Converts an array's type likewise."""
+        """Returns the layer of a stacked array that this tensor holds. Given a type, returns the layer's type."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape[len(self.index) :], x.dtype)
         if any(place >= size for place, size in zip(self.index, x.shape, strict=False)):
