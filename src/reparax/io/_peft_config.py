@@ -253,7 +253,7 @@ def is_adapted(config: Mapping[str, Any], module: str) -> bool:
 
 
 def matches_names(names: Any, module: str) -> bool:
-    """Returns whether a regular expression matches a module's name, or one of several names is its last part."""
+    """Returns whether a regular expression matches a module's name, or the name ends with one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return f".{module}".endswith(tuple(f".{name}" for name in names))
