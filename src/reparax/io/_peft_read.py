@@ -385,7 +385,10 @@ def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) ->
 def _bias_ties_and_gains(
     targets: Mapping[str, Target], layers: Mapping[str, Adapter], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
-    """For IA3, returns a stage that ties the gains of biases to those of the outputs, and the stages of biases' gains."""
+    """Returns stages for the biases of IA3: a tie of their gains to the gains of the outputs, and these gains.
+
+    The tie is a list of one stage, or empty. There is one gain stage for each number of stacked axes.
+    """
     ties: dict[str, str] = {}
     stacks: dict[int, set[str]] = {}
     for target in targets.values():
