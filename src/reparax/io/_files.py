@@ -36,7 +36,7 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
       who: The name of the public function that was called, for errors.
       tensors: A dict from names to tensors.
       what: A word or two for what the public function takes, such as "state dict".
-      advice: How to obtain it, as a sentence for errors.
+      advice: A sentence for errors that says how to obtain it.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")

@@ -88,7 +88,7 @@ def _require_choices(choices: Iterable[str], what: str, known: Sequence[str]) ->
 
 
 def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
-    """Maps each path that a rule matches to the value of its first such rule, the match and the rule's number."""
+    """Maps each path to the value, the match and the number of the first rule that matches it, if there is one."""
     rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
         raise ValueError(f"`{what}` takes a dict from regular expressions to strings, but got {rules!r}.")
@@ -151,7 +151,7 @@ class Entry:
         return axis_order(self.layout, len(self.shape)) != tuple(range(len(self.shape)))
 
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with a layout marked as known if one of its tensors in torch shows a convolution.
+        """Returns the entry, with its layout marked as known if one of ``tensors`` shows that it is a convolution.
 
         The number of axes of a tensor shows this, unless a transposed convolution or a stack of experts would have a
         tensor of the same shape. For a transposed convolution, this happens if there are as many inputs as outputs.
@@ -187,7 +187,7 @@ class Entry:
 
 
 def stack_parts(parts: Mapping[Index, Array]) -> Array:
-    """Stacks the layers of an array by their indices. A part with an empty index is the whole array, returned as is."""
+    """Stacks the layers of an array by their indices. If the only index is empty, returns its array unchanged."""
     if () in parts:
         return parts[()]
     in_order = [parts[index] for index in sorted(parts)]
@@ -270,7 +270,10 @@ def _fill_counters(name: str, index: Index) -> str:
 
 
 def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
-    """Raises an error if two parameters have the same name in torch. Takes pairs of a name and a parameter's path."""
+    """Raises an error if two parameters have the same name in torch.
+
+    ``paths_by_name`` are pairs of a name in torch and the path of its parameter.
+    """
     owners: dict[str, str] = {}
     for name, path in paths_by_name:
         owner = owners.setdefault(name, path)

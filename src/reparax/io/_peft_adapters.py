@@ -34,13 +34,13 @@ _NO_DORA = "PEFT has no DoRA of experts"
 
 
 class Conversion(NamedTuple):
-    """How one tensor of PEFT is converted to a raw value, and back.
+    """The conversion of one PEFT tensor to a raw value, and back.
 
     Attributes:
       place: The place of the raw value below the parameter: ``@lora/a``.
       shape: The shape of the tensor.
       read: Converts the tensor to the raw value.
-      write: Converts the raw value to the tensor, up to a reshape to ``shape``.
+      write: Converts the raw value to the tensor. The caller reshapes the result to ``shape``.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Conversion(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The stages on one array, in chain order, and their stored raw values, by their places such as ``@lora/a``."""
+    """The stages on one array, in chain order, and the raw values from the file, by places such as ``@lora/a``."""
 
     stages: tuple[Parametrization, ...]
     values: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """What PEFT stores for one adapted array.
+    """The tensors and the configuration that PEFT stores for one adapted array.
 
     Attributes:
       target: The array that is adapted.
@@ -81,7 +81,7 @@ class AdaptedArray:
     """An array of the model, or a value of one of its stages, as a chain produces it.
 
     Attributes:
-      plan: Which stage of the chain produces which array.
+      plan: The plan of the chain, which records which stage produces which array.
       place: The key path of the array or value.
       target: The parameter. It may be one layer of a stack, whereas a raw value holds the whole stack.
     """
@@ -143,13 +143,13 @@ class AdaptedArray:
 
 @dataclass(frozen=True)
 class PeftForm:
-    """What PEFT stores for one adapted array of a chain.
+    """The tensors and settings that PEFT stores for one adapted array of a chain.
 
     Attributes:
       tensors: The tensors of the adapter, by the suffixes of their names.
       settings: The settings of the configuration for this array. Those of LoRA must be equal for all modules.
-      rank: The rank; 1 if the method has none.
-      factor: The number that multiplies the update; 1 if the method has none.
+      rank: The rank of LoRA; 1 for anything else.
+      factor: The number that multiplies the update; 1 if there is none.
     """
 
     tensors: Mapping[str, Array]
@@ -279,7 +279,7 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
 
 
 def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
-    """Raises an error for experts, and for norms that are not along the outputs: DoRA has a length for each output."""
+    """Raises an error if PEFT has no equivalent: for experts, and if the norms do not lie along the outputs."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
     axis, (_, outputs) = last_to_number(stage.axis), target.input_and_output_axes
@@ -355,7 +355,7 @@ def _read_gains(stored: StoredAdapter) -> Adapter:
 
 
 def _write_gains(array: AdaptedArray) -> PeftForm:
-    """Converts a gain to the factors of IA3, and tells whether they multiply the inputs."""
+    """Converts a gain to the factors of IA3. The setting ``inputs`` records whether they multiply the inputs."""
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
     if axis not in (target.input_channel_axis, target.output_axis):

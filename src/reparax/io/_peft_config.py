@@ -203,7 +203,7 @@ def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -
 
 
 def number_for(module: str, config: Mapping[str, Any], patterns: str, common: str) -> Any:
-    """Returns the number that the first matching pattern gives a module, or else the common number of all modules."""
+    """Returns the number of the first pattern that matches a module's name, or the common number if none matches."""
     numbers = config.get(patterns) or {}
     return next((x for pattern, x in numbers.items() if re.fullmatch(at_end_of_name(pattern), module)), config[common])
 

@@ -220,7 +220,7 @@ def _live_name_pattern(method: Method) -> str:
 def _sort_tensors(
     config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Tensors, plain_names: Mapping[str, str]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
-    """Sorts the tensors of a file by what they hold.
+    """Sorts the tensors of a file into tensors of adapters and whole parameters.
 
     Returns:
       The tensors of each adapted parameter, by suffix; the parameters that are saved whole; and an error for each

@@ -299,7 +299,7 @@ def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
 
 
 def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> None:
-    """Raises an error if the stage makes other matrices orthogonal than torch does."""
+    """Raises an error if the stage and torch do not orthogonalize the same matrices."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))

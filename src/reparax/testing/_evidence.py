@@ -184,7 +184,7 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
-    """Sums up how the draws of one stage deviate from the mean that it claims.
+    """Accumulates the deviations of a stage's draws from the mean that the stage claims.
 
     The stage at ``index`` is applied to the output of the earlier stages without noise, so its result still contains
     the markers of later stages.
@@ -251,12 +251,12 @@ class Case:
 
     @functools.cached_property
     def raw(self) -> PyTree:
-        """The initial raw tree of the parameters."""
+        """The raw tree that ``init`` returns for the parameters."""
         return compiled_init(self.chain, self.params, self.key)
 
     @functools.cached_property
     def moved(self) -> PyTree:
-        """The initial raw tree with random changes to its trainable values."""
+        """The raw tree with random changes to its trainable values."""
         return move_randomly(self.raw, self.key)
 
     def of_stage(self, stage: Parametrization) -> "Case":
@@ -452,7 +452,7 @@ def picklable(p: Parametrization) -> bool:
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Returns whether ``p`` holds anything that JSON cannot: a predicate, or a function that is not from jax."""
+    """Returns whether ``p`` cannot be written as JSON: it holds a predicate, or a function that is not from jax."""
     try:
         p.to_json()
     except ValueError:

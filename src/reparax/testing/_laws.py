@@ -81,15 +81,15 @@ def check_laws(
 def right_inverse(case: Case) -> None:
     """Requires ``fold(init(w)) == w``, up to rounding, if each stage can represent the values that it gets from ``w``.
 
-    First, each stage must return every array in its own image unchanged from ``apply(init(...))``. A point of the image
-    is found by changing raw values at random. If a stage has fixed values, they belong to the point that they were
-    initialized from, so ``apply(init(...))`` must be a projection: if it is applied twice, the result is the same.
+    First, ``apply(init(...))`` of each stage must return every array in the stage's image unchanged. A point of the
+    image is found by changing raw values at random. If a stage has fixed values, they belong to the point that they
+    were initialized from, so ``apply(init(...))`` must be a projection: if it is applied twice, the result is the same.
 
     Then the chain must return a weight unchanged if each of its stages does so with the tree that it gets, from the
-    last stage, which gets the weight, to the first. If a stage does not, the initial weight may be another one: most
-    weights in ``Symmetric() >> WeightNorm()`` are an example, because of ``Symmetric``. Random stages whose mean is not
-    the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean. A chain that contains a stage
-    with ``starts_elsewhere = True`` is not checked.
+    last stage, which gets the weight, to the first. If a stage does not, as ``Symmetric`` in
+    ``Symmetric() >> WeightNorm()`` for most weights, the initial weight may differ from the given one. Random stages
+    whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean. A chain that
+    contains a stage with ``starts_elsewhere = True`` is not checked.
     """
     if any(stage.starts_elsewhere for stage in case.chain):
         return
@@ -177,7 +177,7 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 
 @law
 def value_semantics(case: Case) -> None:
-    """Requires copies to be equal, to have equal hashes and to be traced only once, and that there are no leaves."""
+    """Requires that copies are equal, hash equally and are traced only once, and that there are no pytree leaves."""
     p = case.chain
     copies = [copy.deepcopy(p)]
     if evidence.picklable(p):
@@ -321,7 +321,7 @@ def purity(case: Case) -> None:
 
 @law
 def gradients(case: Case) -> None:
-    """Requires gradients to agree with finite differences, to be finite even for zeros, and to vanish for no array.
+    """Requires that gradients agree with finite differences, are finite even for zeros, and vanish for no array.
 
     Whether they vanish is tested at a generic point, because an initial gradient may be zero if another factor is zero.
     Finite differences use double precision, or single precision if the stage does not take double. They are skipped for
