@@ -14,29 +14,29 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def is_number(x: object) -> bool:
-    """Whether a setting is a number, and finite in float32."""
+    """Returns whether a setting is a number that is finite in float32."""
     return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
 
 
 def is_positive_integer(x: Any) -> TypeGuard[int]:
-    """Whether a value from a file is an integer of at least 1."""
+    """Returns whether a value from a file is an integer of at least 1."""
     return type(x) is int and x >= 1
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether all numbers are finite in float32."""
+    """Returns whether all numbers of an array are finite in float32."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(x.astype(np.float32)).all())
 
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
-    """Converts the tensors, or arrays, of a file to numpy arrays.
+    """Converts the tensors of a file, which may also be arrays, to numpy arrays.
 
     Args:
-      who: The public function that was called, for errors.
+      who: The name of the public function that was called, for errors.
       tensors: A dict from names to tensors.
-      what: What the public function takes, in a word or two.
-      advice: How a user obtains that, for errors.
+      what: A word or two for what the public function takes, such as "state dict".
+      advice: A sentence for errors that says how to obtain it.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
@@ -44,7 +44,7 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
 
 
 def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
-    """Converts a tensor or array to numpy. Raises an error if it does not store its numbers as a plain array."""
+    """Converts a tensor or array to numpy. Raises an error if it has no numbers, or is quantized or sparse."""
     if not isinstance(name, str):
         raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
     if not is_array(x):
@@ -65,9 +65,9 @@ def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
 
 
 def _to_numpy(x: Any) -> np.ndarray:
-    """Converts a tensor of torch to a numpy array."""
+    """Converts a torch tensor to a numpy array."""
     dtype = str(x.dtype).removeprefix("torch.")
-    if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks these dtypes; float32 holds all their numbers
+    if dtype == "bfloat16" or dtype.startswith("float8"):  # NumPy lacks these dtypes, so convert through float32.
         return x.float().numpy(force=True).astype(getattr(jnp, dtype))
     return x.numpy(force=True)
 
@@ -88,5 +88,5 @@ class _ShortRepr(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """A short ``repr`` of a value. Python's own may be as long as the file, or fail for deeply nested lists."""
+    """Returns a short ``repr`` of a value. Python's own may be as long as the file, or fail for deeply nested lists."""
     return _ShortRepr().repr(value)

@@ -1,9 +1,9 @@
 """Layouts: how the axes of a weight in JAX relate to its axes in torch, and how the layout of an array is found.
 
 A layout is a word such as ``"kernel"``, which means ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` in torch.
-A rule of the user determines it, or the class of the array's module, the array's name, or the roles of its axes. The
-shape is not enough: a matrix ``(in, out)`` may have the same shape as one ``(out, in)``, and a square one loads into
-torch either way. An array whose layout remains unknown is neither read nor written.
+It is determined by a rule of the user, by the class of the array's module, by the array's name or by the roles of its
+axes. The shape is not enough: a square matrix loads into torch even if it should have been transposed. An array whose
+layout remains unknown is neither read nor written.
 """
 
 import math
@@ -19,7 +19,7 @@ from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
 # For each layout: which of our axes are torch's first two (None if all axes are in the same order), and whether the
-# spatial axes are reversed. Torch's transposed convolution, a gradient of a convolution, uses a flipped kernel.
+# spatial axes are reversed, as in torch's transposed convolutions: as gradients of convolutions, they flip the kernel.
 _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "same": (None, False),
     "kernel": ((-1, -2), False),
@@ -32,17 +32,17 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
 HEADS = {"to_heads": 1, "from_heads": 2}
 """The number of input axes of attention kernels: ``(in, heads, dim)`` has one, ``(heads, dim, out)`` has two."""
 EXPERTS = "experts:"
-"""The prefix of the layout of a stack of matrices that is one tensor in torch too, before the layout of each matrix."""
+"""The prefix of layouts of stacks of matrices that are one tensor in torch too; the layout of each matrix follows."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
 def layout_of_matrix(layout: str) -> str:
-    """The layout of each matrix in a stack of experts; any other layout as it is."""
+    """Returns the layout of each matrix in a stack of experts. Returns any other layout unchanged."""
     return layout.removeprefix(EXPERTS)
 
 
 def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
-    """Our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
+    """Returns our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
     if layout.startswith(EXPERTS):
         return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
@@ -53,7 +53,7 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
 
 
 def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """The shape of an array in torch, which merges the axes of vectors and of attention heads."""
+    """Returns the shape that an array of ours has in torch, which merges the axes of vectors and attention heads."""
     if layout == "vector":
         return (math.prod(shape),)
     if layout in HEADS:
@@ -62,13 +62,13 @@ def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """The numbers of inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
+    """Counts the inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
     return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 
 def to_layout(x: Array, layout: str) -> Array:
-    """Converts our array to its form in torch."""
-    if layout == "vector":  # (out, 1, ..., 1) here, or (heads, dim)
+    """Transposes, flips or reshapes an array of ours to its form in torch."""
+    if layout == "vector":  # The shape here is (out, 1, ..., 1) or (heads, dim).
         return x.reshape(-1)
     if layout in HEADS:
         return x.reshape(merged_shape(x.shape, layout)).T
@@ -76,7 +76,7 @@ def to_layout(x: Array, layout: str) -> Array:
 
 
 def from_layout(x: Array, layout: str) -> Array:
-    """Converts torch's array to our order of axes. Axes that torch merges remain merged."""
+    """Converts an array of torch to our order of axes. Axes that torch merges remain merged."""
     if layout in HEADS:
         return x.T
     return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
@@ -88,18 +88,21 @@ def _flip_kernel(x: Array, layout: str) -> Array:
 
 
 Layout = tuple[str | None, int]
-"""The layout of an array, or None if it could be any, and the largest number of axes for which it is certain."""
+"""A layout, or None if it is unknown, and the largest number of axes of an array for which the layout is certain."""
 
 _LAYOUTS_BY_NAME: Mapping[str, Layout] = {
     "kernel": ("kernel", 2),
     "embedding": ("embedding", 2),
-    "weight_ih": ("same", 2),  # torch's own names, which equinox has too
+    "weight_ih": ("same", 2),  # These names are torch's own, and equinox uses them too.
     "weight_hh": ("same", 2),
 }
 
 
 def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_module: Layout | None) -> tuple[str, bool]:
-    """The layout of an array by a rule, by its module or by its name, and whether it is certain.
+    """Finds the layout of an array by a rule, by its module or by its name.
+
+    Returns:
+      The layout, and whether it is certain.
 
     Raises:
       ValueError: If the rule's layout does not suit the shape of the array.
@@ -115,7 +118,7 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
     if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
         what = "attention kernels" if by_rule in HEADS else "stacks of matrices"
         raise ValueError(f"the layout {by_rule!r} is for {what} with three axes, but {name!r} has shape {shape}.")
-    if by_rule is not None:  # a `kernel` with the same axes in torch has its inputs first there too
+    if by_rule is not None:  # With 'same', a matrix named `kernel` has its inputs first in torch too, as in Conv1D.
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
     layout, axes = of_module or _LAYOUTS_BY_NAME.get(name, (None, 0))
     if len(shape) < 2 or layout is None:
@@ -128,23 +131,23 @@ _LayoutsOfModule = Callable[[Any], dict[str, Layout]]
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _LayoutsOfModule:
-    """A function that returns the layout of a flax convolution's kernel."""
+    """Returns a function that finds the layout of a flax convolution's kernel."""
     return lambda module: {"kernel": (layout(module), np.size(module.kernel_size) + 2)}
 
 
 def _equinox_convolution(layout: str) -> _LayoutsOfModule:
-    """A function that returns the layouts of an equinox convolution's weight and bias."""
+    """Returns a function that finds the layouts of an equinox convolution's weight and bias."""
     return lambda module: {
         "weight": (layout, module.num_spatial_dims + 2),
         "bias": ("vector", module.num_spatial_dims + 1),
     }
 
 
-# The layouts of the arrays of a module, by the package and the name of its class.
+# Maps the package and name of a module's class to the layouts of the module's arrays.
 _LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
     ("flax", "Conv"): _flax_convolution(lambda module: "kernel"),
     ("flax", "ConvTranspose"): _flax_convolution(lambda m: "kernel" if m.transpose_kernel else "conv_transpose"),
-    ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # the order of its axes is an argument
+    ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # An argument of the module sets the order of the axes.
     ("equinox", "Conv"): _equinox_convolution("same"),
     ("equinox", "ConvTranspose"): _equinox_convolution("swapped"),
     ("equinox", "Linear"): lambda module: {"weight": ("same", 2)},
@@ -153,7 +156,7 @@ _LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
 
 
 def module_layouts(tree: PyTree) -> dict[str, Layout]:
-    """The layouts that follow from the class of an array's module, or else from Haiku's names, by path.
+    """Maps paths of arrays to the layouts that follow from the class of their module, or else from Haiku's names.
 
     The layout is None for each array of a module whose computation is unknown, whatever the array's name.
     """
@@ -166,16 +169,16 @@ def module_layouts(tree: PyTree) -> dict[str, Layout]:
 
 
 def _known_class(node: object) -> tuple[str, str] | None:
-    """The package and name of the first class of a node that has a row above; None if there is none."""
+    """Returns the package and name of a node's first class that is in ``_LAYOUTS_BY_CLASS``, or None."""
     names = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(node).__mro__)
     return next((name for name in names if name in _LAYOUTS_BY_CLASS), None)
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
-    """The layouts that follow from Haiku's names, by path; empty if the tree is not one of Haiku's.
+    """Maps paths to the layouts that follow from Haiku's names. Returns an empty dict for trees of other libraries.
 
     Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a ``w`` may have
-    its axes in either order. A ``w`` of more than two axes may be the kernel of a transposed convolution.
+    its axes in either order. A ``w`` with more than two axes may be the kernel of a transposed convolution.
     """
     if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
         return {}
@@ -190,14 +193,15 @@ _LAYOUTS_BY_USE: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1, 2)): "to_heads",
     (PRODUCT, (0, 1), (2,)): "from_heads",
 }
-"""The layout of an array by how the network uses it, and by its input axes and output axes."""
+"""Maps how the network uses an array, its input axes and its output axes to the array's layout."""
 
 
 def layout_by_role(role: Role, count: int) -> str | None:
-    """The layout that a role determines for an array without its first ``count`` axes, along which layers are stacked.
+    """Returns the layout that a role determines for one layer of an array, whose first ``count`` axes stack the layers.
 
-    It is None if the role does not determine a layout. In particular, arrays that are stacked along further axes may be
-    unnamed layers or experts in one tensor. A table that is also the output layer has the layout of an embedding.
+    Returns None if the role does not determine a layout. For example, if an array is stacked along further axes, these
+    could be unnamed layers or experts in one tensor. A table that is also the output layer has the layout of an
+    embedding.
     """
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):

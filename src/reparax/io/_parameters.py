@@ -3,9 +3,9 @@
 An :class:`Entry` is one tensor of torch. A parameter has one entry, unless it is a stack of layers that are separate
 tensors in torch. Then its name has a counter, ``layers.{i}.weight``, and there is an entry for each index.
 
-The shape of an array does not show whether it is a stack, an attention kernel or a convolution, nor whether a matrix is
-transposed. So an array of two axes or more is refused unless its layout (``_layouts.py``) is known. When a state dict
-is read, its tensors may show the layout too: each holds one layer, with merged heads, so a tensor has as many axes as
+The shape of an array does not show whether it is a stack, an attention kernel or a convolution, or whether a matrix is
+transposed. So an array with two or more axes is refused unless its layout (``_layouts.py``) is known. When a state dict
+is read, its tensors may show the layout too. Each tensor holds one layer, with merged heads, so it has as many axes as
 the array only if it is a convolution.
 """
 
@@ -35,17 +35,17 @@ _TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 ORTHOGONAL_MAPS = {"matrix_exp": "expm", "cayley": "cayley", "householder": "householder"}
 """Our names for the maps of torch's ``orthogonal``."""
 _COUNTERS = ("i", "j")
-"""The counters in a name, for the index along the first axis of a stack and along the second."""
+"""The counters that a name may contain: ``i`` for the first axis of a stack, and ``j`` for the second."""
 
 
 def default_name(path: str) -> str:
-    """The torch name of a parameter that no rule matches: ``dense/kernel -> dense.weight``."""
+    """Returns the torch name of a parameter that no rule matches: ``dense/kernel -> dense.weight``."""
     *modules, name = path.split("/")
     return ".".join([*modules, _TORCH_NAMES.get(name, name)])
 
 
 def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: str) -> tuple[str, int]:
-    """The name that a rule gives a parameter, and the number of counters in it.
+    """Returns the torch name that a rule gives a parameter, and the number of counters in this name.
 
     Raises:
       ValueError: If the name has unknown counters, more counters than the array has axes, or a reference to a group
@@ -60,7 +60,7 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
     if len(counters) > len(shape):
         raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has too few axes.")
     try:
-        return match.expand(name).replace("/", "."), len(counters)  # a group may contain several parts of the path
+        return match.expand(name).replace("/", "."), len(counters)  # A group may match several parts of the path.
     except (re.error, IndexError) as error:
         raise ValueError(f"`names` cannot expand {name!r} for {path!r}: {error}.") from error
 
@@ -68,9 +68,10 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
 def choices_by_path(
     paths: Sequence[str], choices: str | Rules, argument: str, what: str, known: Sequence[str]
 ) -> dict[str, str]:
-    """The choice of an argument for each parameter: one choice for all, or that of the first rule that matches.
+    """Maps the path of each parameter to its choice for an argument such as ``style``.
 
-    Parameters that no rule matches are left out.
+    ``choices`` is one choice for all parameters, or rules, of which the first that matches a path determines its
+    choice. Parameters that no rule matches are left out.
     """
     if isinstance(choices, str):
         choice_of = dict.fromkeys(paths, choices)
@@ -81,13 +82,13 @@ def choices_by_path(
 
 
 def _require_choices(choices: Iterable[str], what: str, known: Sequence[str]) -> None:
-    """Raises an error if a choice is not a known one."""
+    """Raises an error if one of the choices is not among the known ones."""
     if wrong := [choice for choice in choices if choice not in known]:
         raise ValueError(f"got {wrong[0]!r} as a {what}, but expected one of {', '.join(map(repr, known))}.")
 
 
 def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
-    """The value of the first rule that matches a path, the match, and the number of the rule, by path."""
+    """Maps each path to the value, the match and the number of the first rule that matches it, if there is one."""
     rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
         raise ValueError(f"`{what}` takes a dict from regular expressions to strings, but got {rules!r}.")
@@ -120,14 +121,14 @@ class Entry:
       path: The path of the parameter.
       tensor: The name of the tensor in torch.
       shape: The shape of our array, without the axes along which layers are stacked.
-      dtype: Its dtype.
-      layout: Its layout, which relates its axes to torch's. It is only a guess if ``is_known`` is False.
+      dtype: The dtype of our array.
+      layout: The layout of our array, which relates its axes to torch's. It is only a guess if ``is_known`` is False.
       is_known: Whether the layout is certain.
       by_class: Whether the class of the array's module determines the layout.
       in_unknown_module: Whether the array belongs to a module whose computation is unknown.
       index: The index of the layer, if the parameter is a stack.
       rule: The number of the rule in ``names`` that gave the name; None for a default name.
-      orthogonal_map: The map that torch's ``orthogonal`` was called with, if the user specifies it.
+      orthogonal_map: The map that torch's ``orthogonal`` was called with, or None if the user does not specify it.
       style: How torch names the values of stages: one of the styles of ``to_torch``.
     """
 
@@ -146,31 +147,34 @@ class Entry:
 
     @property
     def has_other_order(self) -> bool:
-        """Whether the axes are in another order in torch; for a matrix, this means that it is transposed."""
+        """Whether the axes are in another order in torch. For a matrix, this means that it is transposed."""
         return axis_order(self.layout, len(self.shape)) != tuple(range(len(self.shape)))
 
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
-        """This entry, with a known layout if one of its tensors in torch shows that it is a convolution.
+        """Returns the entry, with its layout marked as known if one of ``tensors`` shows that it is a convolution.
 
-        A tensor shows this by its number of axes, unless it would have the same shape for a transposed convolution,
-        which is so if there are as many inputs as outputs, or for a stack of experts.
+        The number of axes of a tensor shows this, unless a transposed convolution or a stack of experts would have a
+        tensor of the same shape. For a transposed convolution, this happens if there are as many inputs as outputs.
         """
         other_layouts = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
         other_shapes = [torch_shape(self.shape, layout) for layout in other_layouts]
         return self if torch_shape(self.shape, "kernel") in other_shapes else self.confirm_kernel(tensors)
 
     def confirm_kernel(self, tensors: Iterable[Any]) -> Self:
-        """This entry, with a known layout if a tensor has all its axes and no transposed convolution is possible."""
+        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has as many axes as our array.
+
+        Call this only if our array cannot be the kernel of a transposed convolution.
+        """
         is_convolution = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
         return replace(self, is_known=self.is_known or is_convolution)
 
     def transposed(self) -> Self:
-        """The entry of the transposed matrix, for the same tensor."""
+        """Returns the entry of the transposed matrix, for the same tensor."""
         layout = "same" if self.has_other_order else "kernel"
         return replace(self, shape=self.shape[::-1], layout=layout)
 
     def slice_of(self, x: Any) -> Any:
-        """The slice of a stacked array, or of its type, that belongs to this tensor."""
+        """Returns the layer of a stacked array that this tensor holds. Given a type, returns the layer's type."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape[len(self.index) :], x.dtype)
         if any(place >= size for place, size in zip(self.index, x.shape, strict=False)):
@@ -179,11 +183,11 @@ class Entry:
             )
         if not self.index or isinstance(x, Tracer):
             return x[self.index] if self.index else jnp.asarray(x)
-        return jnp.asarray(np.asarray(x)[self.index])  # numpy does not compile a program for each index
+        return jnp.asarray(np.asarray(x)[self.index])  # Unlike JAX, NumPy does not compile a program for each index.
 
 
 def stack_parts(parts: Mapping[Index, Array]) -> Array:
-    """Stacks parts by their indices. A part with an empty index is the whole array, and is returned as it is."""
+    """Stacks the layers of an array by their indices. If the only index is empty, returns its array unchanged."""
     if () in parts:
         return parts[()]
     in_order = [parts[index] for index in sorted(parts)]
@@ -192,7 +196,7 @@ def stack_parts(parts: Mapping[Index, Array]) -> Array:
 
 
 def unstack_stage(stage: Stage, count: int) -> Stage:
-    """The stage as it acts on one array of a stack along ``count`` axes."""
+    """Returns the stage as it acts on one array of a stack, where arrays are stacked along the first ``count`` axes."""
     if count == 0:
         return stage
     axes = tuple(sorted(list_axes(getattr(stage, "stacked", ()))))
@@ -208,10 +212,10 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
 def list_entries(
     tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None, by_stage: Mapping[str, str] | None = None
 ) -> list[Entry]:
-    """The entries of the parameters in ``tree``, one for each index of a parameter whose name has counters.
+    """Lists the entries of the parameters in ``tree``, one for each index of a parameter whose name has counters.
 
     The layout of a parameter is determined by the first of these that applies: a rule of ``layouts``, the class of its
-    module, its role, the stage that produces it (``by_stage``, by path), its name.
+    module, its role, the stage that produces it (``by_stage`` maps paths to such layouts), its name.
     """
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     names_of_tensors = _names_of_tensors(arrays, names)
@@ -240,7 +244,7 @@ def list_entries(
 
 
 def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, with the layout ``"vector"`` for the biases of attention kernels, whose heads torch merges too."""
+    """Returns the entries, with the layout ``"vector"`` for biases of attention kernels: torch merges their heads."""
     heads = {x.path.rpartition("/")[0]: x.shape[1:] for x in entries if x.layout == "to_heads"}
     return [
         replace(x, layout="vector", is_known=True)
@@ -251,7 +255,7 @@ def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _names_of_tensors(arrays: Mapping[str, Any], names: Rules) -> dict[str, tuple[str, int, int | None]]:
-    """For each path: the torch name, the number of counters in it, and the number of the rule that gave it or None."""
+    """Maps each path to its torch name, the number of counters in this name, and the number of the rule, or None."""
     tensors: dict[str, tuple[str, int, int | None]] = {path: (default_name(path), 0, None) for path in arrays}
     for path, (name, match, rule) in _match_rules([*arrays], names, "names").items():
         tensors[path] = *_expand_name(path, tuple(arrays[path].shape), match, name), rule
@@ -266,7 +270,10 @@ def _fill_counters(name: str, index: Index) -> str:
 
 
 def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
-    """Raises an error if a name in torch occurs for two parameters. Each name comes with the path of its parameter."""
+    """Raises an error if two parameters have the same name in torch.
+
+    ``paths_by_name`` are pairs of a name in torch and the path of its parameter.
+    """
     owners: dict[str, str] = {}
     for name, path in paths_by_name:
         owner = owners.setdefault(name, path)
@@ -301,13 +308,13 @@ def require_layouts(entries: Iterable[Entry]) -> None:
 
 
 def per_layer_names(path: str) -> str:
-    """The ``names`` argument that gives each layer of a stack a name, as text."""
+    """Returns the ``names`` argument that gives each layer of a stack a name, as text for an error."""
     head, *tail = default_name(path).split(".")
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
 
 def group_keys(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
-    """The keys that have each value: ``{"a": 1, "b": 1} -> {1: ["a", "b"]}``."""
+    """Groups the keys of a dict by their values: ``{"a": 1, "b": 1} -> {1: ["a", "b"]}``."""
     keys_of: dict[Value, list[Key]] = {}
     for key, value in values.items():
         keys_of.setdefault(value, []).append(key)
@@ -318,13 +325,13 @@ _ANY_NAME = "[^/]+"
 
 
 def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
-    """A regular expression for ``where`` that selects exactly these paths among the known ones."""
+    """Returns a regular expression for ``where`` that selects exactly the given paths among the known ones."""
     paths_by_length = group_keys({path: path.count("/") for path in sorted(paths)})
     return "|".join(_pattern_of_one_depth(paths_of_length, known_paths) for paths_of_length in paths_by_length.values())
 
 
 def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str:
-    """A regular expression for paths of equal depth, with wildcards where they select no other path."""
+    """Returns a regular expression for paths of equal depth, with wildcards where they select no other path."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
@@ -339,5 +346,6 @@ def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str
         names = wider if len(column) > 1 and is_exact("/".join(wider)) else names
     pattern = "/".join(names)
     short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", pattern)
-    selects_values = any(re.fullmatch(short, f"{path}/g") for path in paths)  # values of a stage, such as norms
+    # The short pattern must not select values of stages either, such as the norms `g`.
+    selects_values = any(re.fullmatch(short, f"{path}/g") for path in paths)
     return short if is_exact(short) and not selects_values else pattern

@@ -1,11 +1,11 @@
 """Converts the adapter of one array from PEFT's tensors to stages with raw values, and back.
 
 There are four kinds of adapters: LoRA, with the lengths of DoRA; the trained difference of a bias, which accompanies
-the LoRA of its weight; trained tokens; and the gains of IA3. For each kind, a function returns a dict of conversions
-(:class:`Conversion`), one for each of its tensors, by which it is read and written.
+the LoRA of its weight; trained tokens; and the gains of IA3. For each kind, there is one :class:`Conversion` for each
+of its tensors, which both the reader and the writer use.
 
-What a file stores (:class:`StoredAdapter`) becomes stages and values (:class:`Adapter`). In the other direction, the
-stage that produces an array of a chain (:class:`AdaptedArray`) becomes tensors and settings (:class:`PeftForm`).
+The reader converts what a file stores (:class:`StoredAdapter`) to stages and values (:class:`Adapter`). The writer
+converts an array and the stage that produces it (:class:`AdaptedArray`) to tensors and settings (:class:`PeftForm`).
 """
 
 import math
@@ -34,13 +34,13 @@ _NO_DORA = "PEFT has no DoRA of experts"
 
 
 class Conversion(NamedTuple):
-    """How one tensor of PEFT is converted to a raw value, and back.
+    """The conversion of one PEFT tensor to a raw value, and back.
 
     Attributes:
       place: The place of the raw value below the parameter: ``@lora/a``.
       shape: The shape of the tensor.
       read: Converts the tensor to the raw value.
-      write: Converts the raw value to the tensor, which is then reshaped to ``shape``.
+      write: Converts the raw value to the tensor. The caller reshapes the result to ``shape``.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Conversion(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The stages on one array, in chain order, and the raw values that PEFT stores, by their places below the array."""
+    """The stages on one array, in chain order, and the raw values from the file, by places such as ``@lora/a``."""
 
     stages: tuple[Parametrization, ...]
     values: Mapping[str, Any]
@@ -58,10 +58,10 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """What PEFT stores for one adapted array.
+    """The tensors and the configuration that PEFT stores for one adapted array.
 
     Attributes:
-      target: The array.
+      target: The array that is adapted.
       tensors: The tensors of the adapter, by the suffixes of their names.
       config: The configuration of all adapters.
     """
@@ -71,7 +71,7 @@ class StoredAdapter:
     config: Mapping[str, Any]
 
     def values(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """The raw values, by place. Raises an error if a tensor is missing, unexpected or has another shape."""
+        """Returns the raw values by place. Raises an error if a tensor is missing, unexpected or of another shape."""
         require_shapes(self.tensors, {name: x.shape for name, x in conversions.items()})
         return {x.place: x.read(jnp.asarray(self.tensors[name])) for name, x in conversions.items()}
 
@@ -81,7 +81,7 @@ class AdaptedArray:
     """An array of the model, or a value of one of its stages, as a chain produces it.
 
     Attributes:
-      plan: Which stage of the chain produces which array.
+      plan: The plan of the chain, which records which stage produces which array.
       place: The key path of the array or value.
       target: The parameter. It may be one layer of a stack, whereas a raw value holds the whole stack.
     """
@@ -92,15 +92,15 @@ class AdaptedArray:
 
     @property
     def producer(self) -> Any:
-        """The stage that produces it; None for an array of the raw tree."""
+        """The stage that produces the array; None for an array of the raw tree."""
         return self.plan.producers.get(self.place, (None,))[0]
 
     @property
     def stage(self) -> Any:
-        """The stage that produces it, as it acts on one layer and on one expert.
+        """The stage that produces the array, as it acts on one layer and on one expert.
 
         Raises:
-          ValueError: If it acts on all experts together, or on a stack of layers that are one tensor in torch.
+          ValueError: If the stage acts on all experts together, or on a stack of layers that is one tensor in torch.
         """
         stage = unstack_stage(self.producer, len(self.target.index))
         stacked = list_axes(getattr(stage, "stacked", ()))
@@ -117,15 +117,19 @@ class AdaptedArray:
         return unstack_stage(stage, len(stacked))
 
     def value(self, name: str) -> "AdaptedArray":
-        """A value of the stage that produces this array, such as the ``v`` of a WeightNorm."""
+        """Returns a value of the stage that produces this array, such as the ``v`` of a WeightNorm."""
         return replace(self, place=self.plan.producers[self.place][1][name])
 
     def error_of_other_stage(self, name: str) -> ValueError:
-        """The error to raise if a value is produced by a stage that does not belong to an adapter."""
+        """Returns the error to raise if a value is produced by a stage that does not belong to an adapter."""
         return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
 
     def raw_array(self, place: str) -> Array:
-        """The raw array at a place below, such as ``@gain/g``. Raises an error if another stage produces it."""
+        """Returns the raw array at a place such as ``@gain/g``, for this layer.
+
+        Raises:
+          ValueError: If the place does not name the stages that produce the value.
+        """
         _, name, *below = place.split("/", 2)
         value = self.value(name)
         if (value.producer and f"@{value.producer.kind}") != (below[0].partition("/")[0] if below else None):
@@ -133,19 +137,19 @@ class AdaptedArray:
         return value.raw_array(below[0]) if below else self.target.slice_of(self.plan.raw.arrays[value.place])
 
     def tensors(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """The tensors that PEFT stores for the raw values, by the suffixes of their names."""
+        """Converts the raw values to the tensors that PEFT stores, by the suffixes of their names."""
         return {name: x.write(self.raw_array(x.place)).reshape(x.shape) for name, x in conversions.items()}
 
 
 @dataclass(frozen=True)
 class PeftForm:
-    """What PEFT stores for one adapted array of a chain.
+    """The tensors and settings that PEFT stores for one adapted array of a chain.
 
     Attributes:
       tensors: The tensors of the adapter, by the suffixes of their names.
       settings: The settings of the configuration for this array. Those of LoRA must be equal for all modules.
-      rank: The rank; 1 if the method has none.
-      factor: The number that multiplies the update; 1 if the method has none.
+      rank: The rank of LoRA; 1 for anything else.
+      factor: The number that multiplies the update; 1 if there is none.
     """
 
     tensors: Mapping[str, Array]
@@ -155,7 +159,7 @@ class PeftForm:
 
 
 def read_adapter(stored: StoredAdapter) -> Adapter:
-    """Converts what PEFT stores for an array to stages and raw values."""
+    """Converts the stored adapter of an array to stages and raw values."""
     method = stored.config["peft_type"]
     _require_supported_layout(method, stored.target)
     if method == "IA3":
@@ -168,7 +172,7 @@ def read_adapter(stored: StoredAdapter) -> Adapter:
 
 
 def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
-    """The method that adapts an array, and what PEFT stores for it."""
+    """Returns the name of the PEFT method that adapts an array, and the tensors and settings that PEFT stores."""
     match array.stage:
         case LoRA():
             method, write = "LORA", _write_lora
@@ -187,7 +191,7 @@ def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
 
 
 def _require_supported_layout(method: str, target: Target) -> None:
-    """Raises an error if the layout of a weight is unknown, or if its adapters of this method are not supported."""
+    """Raises an error if the layout of an array is unknown, or if the method is not supported for arrays like it."""
     require_layouts([target])
     layouts = METHODS[method].layouts
     if target.layout not in layouts:
@@ -203,7 +207,7 @@ def _require_supported_layout(method: str, target: Target) -> None:
 
 
 def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
-    """The conversions of the factors A and B, and of DoRA's lengths.
+    """Returns the conversions of the factors A and B, and of DoRA's lengths.
 
     For experts, the rows of A are stored expert by expert, whereas adjacent columns of B belong to different experts.
     """
@@ -229,7 +233,7 @@ def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> di
 
 
 def _read_lora(stored: StoredAdapter) -> Adapter:
-    """Reads LoRA, or DoRA."""
+    """Converts a stored LoRA or DoRA to stages and raw values."""
     target, (rank, alpha) = stored.target, _rank_and_alpha(stored)
     is_dora = bool(stored.config.get("use_dora"))
     if is_dora and target.n_experts:
@@ -252,13 +256,13 @@ def _read_lora(stored: StoredAdapter) -> Adapter:
 
 
 def _rank_and_alpha(stored: StoredAdapter) -> tuple[int, float]:
-    """The rank and the alpha of LoRA for one array."""
+    """Looks up LoRA's rank and alpha for one array."""
     config, name = stored.config, stored.target.adapted_name
     return number_for(name, config, "rank_pattern", "r"), float(number_for(name, config, "alpha_pattern", "lora_alpha"))
 
 
 def _write_lora(array: AdaptedArray) -> PeftForm:
-    """Writes LoRA, or DoRA."""
+    """Converts LoRA or DoRA to tensors and settings."""
     target, is_dora = array.target, isinstance(array.producer, WeightNorm)
     lora = (array.value("v") if is_dora else array).stage
     target.one_expert().require_rows_are_inputs(lora)
@@ -275,7 +279,7 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
 
 
 def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
-    """Raises an error for other lengths than PEFT's: DoRA has one for each output, and none for experts."""
+    """Raises an error if PEFT has no equivalent: for experts, and if the norms do not lie along the outputs."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
     axis, (_, outputs) = last_to_number(stage.axis), target.input_and_output_axes
@@ -287,7 +291,7 @@ def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
 
 
 def _read_bias(stored: StoredAdapter) -> Adapter:
-    """Reads the trained difference of a bias, which has the same factor as the LoRA of its weight."""
+    """Converts a stored difference of a bias to stages and values. It has the same factor as the LoRA of its weight."""
     if not stored.config.get("lora_bias"):
         raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
     values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})
@@ -297,27 +301,27 @@ def _read_bias(stored: StoredAdapter) -> Adapter:
 
 
 def _write_bias(array: AdaptedArray) -> PeftForm:
-    """Writes the trained difference of a bias."""
+    """Converts the trained difference of a bias to a tensor and its factor."""
     factor = concrete_number(array.value("x").stage.factor)
     return PeftForm({BIAS: array.raw_array("@delta/x/@scale/x")}, factor=factor)
 
 
 def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conversion]:
-    """The conversion of trained tokens, which are rows in PEFT and slices along the token axis here."""
+    """Returns the conversion of trained tokens, which are rows in PEFT and slices along the token axis here."""
     axis = _token_axis(target)
     as_rows = jnp.asarray if axis == 0 else jnp.transpose
     return {name: Conversion("@trainable_slices/x", (count, target.shape[1 - axis]), as_rows, as_rows)}
 
 
 def _token_axis(target: Target) -> int:
-    """The token axis: that of the inputs of an embedding table, or of the outputs of a head."""
+    """Returns the axis of the tokens: the inputs of an embedding table, or the outputs of a head."""
     if len(target.shape) != 2:
         raise ValueError(f"trained tokens are supported for matrices, but this has shape {target.shape}")
     return target.input_axes[0] if target.is_table else target.output_axis
 
 
 def _read_tokens(stored: StoredAdapter, name: str, indices: Sequence[int]) -> Adapter:
-    """Reads trained tokens of an embedding table, or of a head."""
+    """Converts stored tokens of an embedding table or a head to a stage and its raw value."""
     axis = _token_axis(stored.target)
     values = stored.values(_token_conversions(stored.target, name, len(indices)))
     if max(indices, default=0) >= stored.target.shape[axis]:
@@ -326,7 +330,7 @@ def _read_tokens(stored: StoredAdapter, name: str, indices: Sequence[int]) -> Ad
 
 
 def _write_tokens(array: AdaptedArray) -> PeftForm:
-    """Writes trained tokens."""
+    """Converts trained tokens to a tensor and their indices."""
     target, stage, axis = array.target, array.stage, _token_axis(array.target)
     if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
         raise ValueError(f"PEFT has tokens along axis {axis}, so it has no equivalent of {stage!r}")
@@ -335,20 +339,23 @@ def _write_tokens(array: AdaptedArray) -> PeftForm:
 
 
 def _gain_conversions(target: Target, axis: int, *, inputs: bool) -> dict[str, Conversion]:
-    """The conversion of IA3's factors. PEFT stores a column for outputs, but a row for inputs and in convolutions."""
+    """Returns the conversion of IA3's factors.
+
+    PEFT stores a column for the outputs of a matrix, but a row for the inputs and in convolutions.
+    """
     size, ones = target.shape[axis], target.unit_axes
     return {"ia3_l": Conversion("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
 
 
 def _read_gains(stored: StoredAdapter) -> Adapter:
-    """Reads the factors of IA3, on the inputs or on the outputs (which include the bias)."""
+    """Converts the stored factors of IA3, which multiply the inputs or the outputs (with the bias), to a gain."""
     inputs = is_feedforward(stored.config, stored.target.module)
     axis = stored.target.input_channel_axis if inputs else stored.target.output_axis
     return Adapter((Gain(axis=axis),), stored.values(_gain_conversions(stored.target, axis, inputs=inputs)))
 
 
 def _write_gains(array: AdaptedArray) -> PeftForm:
-    """Writes the factors of IA3."""
+    """Converts a gain to the factors of IA3. The setting ``inputs`` records whether they multiply the inputs."""
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
     if axis not in (target.input_channel_axis, target.output_axis):
@@ -358,7 +365,7 @@ def _write_gains(array: AdaptedArray) -> PeftForm:
 
 
 def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises an error if tensors are missing, unexpected or of another shape."""
+    """Raises an error if tensors are missing or unexpected, or if their shapes differ from the expected ones."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in shapes]
     lines += [
@@ -371,7 +378,7 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 
 
 def concrete_number(x: Any) -> float:
-    """A hyperparameter as a number. Raises an error if it is traced."""
+    """Converts a hyperparameter to a float. Raises an error if it is traced."""
     if isinstance(x, Tracer):
         raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
     return float(x)

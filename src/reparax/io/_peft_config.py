@@ -1,8 +1,8 @@
 """Interprets ``adapter_config.json``: which methods and settings are supported, and which modules they name.
 
 Each method is a row of ``METHODS``. It groups its settings by kind, such as "flag" or "names"; a kind is a row of
-``_KINDS``, which checks a value. The functions below :func:`read_config` tell what the settings mean for a module or a
-tensor, by PEFT's own rules. Most of these rules match names in the configuration with the ends of module names.
+``_KINDS``, which checks a value. The functions below :func:`read_config` apply the settings to a module or a tensor, by
+PEFT's own rules. Most of these rules compare names in the configuration with the ends of module names.
 """
 
 import re
@@ -23,10 +23,11 @@ class Method:
     """A method of PEFT.
 
     Attributes:
-      suffixes: The names of its tensors below the name of their module, including those that train beside it.
-      layouts: The layouts of the weights for which it is supported.
-      settings: The settings that are supported, besides those of all methods. For each kind of setting, it holds their
-        names, separated by spaces.
+      suffixes: The names of the method's tensors below the name of their module, including tensors of biases and tokens
+        that train beside it.
+      layouts: The layouts of the weights for which the method is supported.
+      settings: The settings that are supported, in addition to those of all methods. Maps each kind of setting to the
+        names of its settings, separated by spaces.
     """
 
     suffixes: tuple[str, ...]
@@ -34,7 +35,7 @@ class Method:
     settings: Mapping[str, str]
 
     def suffix_of(self, name: str) -> str | None:
-        """The suffix with which a name ends, or None."""
+        """Returns the method's suffix that a tensor's name ends with, or None."""
         return next((suffix for suffix in self.suffixes if name.endswith(f".{suffix}")), None)
 
 
@@ -86,17 +87,17 @@ _INITIALIZATIONS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
 
 
 def at_end_of_name(pattern: str) -> str:
-    """The regular expression with which PEFT looks for a pattern at the end of a module's name."""
+    """Returns the regular expression that PEFT uses to find a pattern at the end of a module's name."""
     return rf"(.*\.)?({pattern})"
 
 
 def _before_layer_number(pattern: str) -> str:
-    """The regular expression with which PEFT looks for the number of a layer after a pattern."""
+    """Returns the regular expression that PEFT uses to find the number of a layer after a pattern."""
     return rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\."
 
 
 def _is_pattern(text: Any, placed: Callable[[str], str] = str) -> bool:
-    """Whether a value is a regular expression that compiles, both alone and inside PEFT's own expression."""
+    """Returns whether a value is a regular expression that compiles, both alone and inside PEFT's own expression."""
     try:
         return isinstance(text, str) and all(map(re.compile, (text, placed(text))))
     except (re.error, RecursionError, OverflowError):
@@ -104,27 +105,27 @@ def _is_pattern(text: Any, placed: Callable[[str], str] = str) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a value is a list of names."""
+    """Returns whether a value is a list of names."""
     return isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value)
 
 
 def _are_indices(value: Any) -> bool:
-    """Whether a value is a list of integers from 0 to 2^31 - 1."""
+    """Returns whether a value is a list of integers from 0 to 2^31 - 1."""
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 
 def _are_names_or_pattern(value: Any) -> bool:
-    """Whether a value is a list of names, or a regular expression."""
+    """Returns whether a value is a list of names or a regular expression."""
     return _are_names(value) or _is_pattern(value)
 
 
 def _as_list(value: Any) -> Sequence[Any]:
-    """A list as it is; any other value as a list of one."""
+    """Returns a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A function that checks whether a value is a dict from regular expressions to values that fit."""
+    """Returns a function that checks whether a value is a dict from regular expressions to values that fit."""
     return lambda x: isinstance(x, Mapping) and all(_is_pattern(key, at_end_of_name) and fits(x[key]) for key in x)
 
 
@@ -136,7 +137,8 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "biases": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
     "names": (_are_names, "a list of names"),
     "names or pattern": (_are_names_or_pattern, "a list of names or a regular expression"),
-    # PEFT saves names in place of this shorthand. Only PEFT knows the classes of the layers, and which one is the head.
+    # PEFT replaces the shorthand 'all-linear' by names when it saves a file. We cannot expand it: only PEFT knows the
+    # classes of the layers, and which one is the head.
     "modules": (
         lambda value: _are_names_or_pattern(value) and str(value).lower() != "all-linear",
         "a list of names or a regular expression, and not 'all-linear',",
@@ -157,15 +159,15 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "numbers by pattern": (_is_dict_of(is_number), "a dict from regular expressions to finite numbers"),
 }
-"""For each kind of setting, a check of a value, and the values that PEFT accepts in words."""
+"""Maps each kind of setting to a check of a value, and to a description of the values that PEFT accepts."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The settings that are not None, with PEFT's defaults; ``peft_type`` becomes the name of a method.
+    """Returns the settings that are not None, with some of PEFT's defaults and the method's name as ``peft_type``.
 
     Raises:
-      ValueError: If the method is not supported; if an unsupported setting has a value, such as True, that is not
-        neutral; or if PEFT itself does not accept the value of a setting.
+      ValueError: If the method is not supported, if an unsupported setting has a value that is not neutral, such as
+        True, or if PEFT itself does not accept the value of a setting.
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
@@ -188,9 +190,9 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:
-    """Whether a setting is supported, or neutral. Raises an error for a value that PEFT itself does not accept."""
+    """Returns whether a setting is supported or neutral. Raises an error for a value that PEFT does not accept."""
     if (method, key) == ("LORA", "init_lora_weights"):
-        return short_repr(value).lower() in _INITIALIZATIONS  # PEFT ignores the case of letters here
+        return short_repr(value).lower() in _INITIALIZATIONS  # PEFT ignores the case of letters in this setting.
     if key not in kinds:
         return not value
     fits, expected = _KINDS[kinds[key]]
@@ -201,22 +203,26 @@ def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -
 
 
 def number_for(module: str, config: Mapping[str, Any], patterns: str, common: str) -> Any:
-    """The number for a module: that of the first pattern that matches its name, or else the common one."""
+    """Returns the number of the first pattern that matches a module's name, or the common number if none matches."""
     numbers = config.get(patterns) or {}
     return next((x for pattern, x in numbers.items() if re.fullmatch(at_end_of_name(pattern), module)), config[common])
 
 
 def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
-    """The indices of the tokens of a table that train beside LoRA; the setting has one list, or one for each table."""
+    """Returns the indices of the tokens of a table that train beside LoRA.
+
+    The setting ``trainable_token_indices`` is one list, or a dict with a list for each table.
+    """
     indices = config.get("trainable_token_indices") or {}
     by_table = indices if isinstance(indices, Mapping) else {module: indices}
     return next((by_table[table] for table in by_table if matches_names([table], module)), [])
 
 
 def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
-    """The settings that name a parameter, each with suffixes. A file must have a tensor with at least one of these.
+    """Returns the settings that name a parameter, each with suffixes of tensors.
 
-    The suffix ``""`` stands for the parameter itself.
+    A file must have a tensor of the parameter with at least one of these suffixes. The suffix ``""`` means that the
+    parameter itself is saved.
     """
     module, _, name = tensor.rpartition(".")
     if is_saved(config, module):
@@ -238,7 +244,7 @@ def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple
 
 
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:
-    """Whether ``target_modules`` names a module, by PEFT's rules."""
+    """Returns whether ``target_modules`` names a module, by PEFT's rules."""
     names = config.get("target_modules") or ()
     excluded = config.get("exclude_modules") or ()
     if matches_names(excluded, module) or is_saved(config, module) or not matches_names(names, module):
@@ -247,14 +253,14 @@ def is_adapted(config: Mapping[str, Any], module: str) -> bool:
 
 
 def matches_names(names: Any, module: str) -> bool:
-    """Whether a regular expression matches a module's name, or one of several names is that name or its end."""
+    """Returns whether a regular expression matches a module's name, or the name ends with one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return f".{module}".endswith(tuple(f".{name}" for name in names))
 
 
 def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
-    """Whether the number of a layer in a module's name is one of ``layers_to_transform``, or that setting is absent."""
+    """Returns whether ``layers_to_transform`` is absent or lists the layer number in a module's name."""
     layers = _as_list(config.get("layers_to_transform", []))
     patterns = _as_list(config.get("layers_pattern") or r"[^.]+\.[^.]*")
     found = (re.match(_before_layer_number(pattern), module) for pattern in patterns)
@@ -262,13 +268,13 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
 
 
 def is_saved(config: Mapping[str, Any], module: str) -> bool:
-    """Whether ``modules_to_save`` names a module or one that contains it, by PEFT's rules."""
+    """Returns whether ``modules_to_save`` names a module or one that contains it, by PEFT's rules."""
     parts, names = module.split("."), tuple(config.get("modules_to_save") or ())
     return any(".".join(parts[: i + 1]).endswith(names) for i in range(len(parts)))
 
 
 def is_feedforward(config: Mapping[str, Any], module: str) -> bool:
-    """Whether IA3 multiplies the inputs of a module, by PEFT's rules."""
+    """Returns whether IA3 multiplies the inputs of a module, by PEFT's rules."""
     names = config.get("feedforward_modules") or []
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None

@@ -1,9 +1,10 @@
 """Reads PEFT adapters: converts tensors and a configuration to a chain and a raw tree.
 
 The tensors come from a file, or from the ``state_dict()`` of a model in memory, which also holds the base and has the
-name of an adapter in the name of each tensor. They are grouped by :class:`Target`: an array of the model, or one layer
-of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Finally, the layers of a stack are
-joined into one stage, and so are equal stages on different arrays. One error reports all targets that fail.
+name of the adapter in the names of its tensors. They are grouped by :class:`Target`: an array of the model, or one
+layer of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Finally, the stages of a
+stack's layers are joined into one stage, and so are equal stages on different arrays. One error reports all targets
+that fail.
 """
 
 from __future__ import annotations
@@ -50,41 +51,41 @@ def from_peft(
     layouts: Rules = None,
     roles: PyTree = None,
 ) -> tuple[Parametrization, PyTree]:
-    r"""Reads an adapter that PEFT has saved, or one of a model's ``state_dict()``, as a chain and its raw tree.
+    r"""Converts an adapter from a PEFT file, or from a model's ``state_dict()``, to a chain and its raw tree.
 
     ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT is needed. The chain begins with ``Freeze()``, so the
-    same values train as in PEFT. Dropout is ignored: it does not change the saved tensors.
+    same values train as in PEFT. Dropout is ignored, because it does not change the saved tensors.
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
-    ``nn.MultiheadAttention``, where PEFT adds an update twice; trainable tokens for matrices. LoRA is also read for
-    stacks of experts that are one parameter of torch (``target_parameters``), with ``stacked`` axes. Patterns of ranks
-    and alphas are read, and so are biases, tokens and whole modules that train beside the adapters. All other types are
-    refused by name.
+    ``nn.MultiheadAttention``, where PEFT adds an update twice. Trainable tokens are read for matrices. LoRA is also
+    read for stacks of experts that are one parameter in torch (``target_parameters``), as a stage with ``stacked``
+    axes. Patterns of ranks and alphas are supported, and so are biases, tokens and whole modules that train beside the
+    adapters. An adapter of any other type raises an error that names the type.
 
     Args:
-      state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of
-        a model in memory, whose base is ignored.
+      state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors, or the ``state_dict()`` of a
+        model in memory, whose base is ignored.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
-      like: The model's parameters; they become the base.
-      adapter: The name of the adapter in a ``state_dict()`` that holds several.
-      names: As for :func:`from_torch`: the torch name of a parameter of the base model. PEFT does not record which
-        of several stacks of experts in a module is which, so each needs its own rule, in the module's order: in
-        transformers, ``gate_up_proj`` before ``down_proj``.
-      layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
+      like: The model's parameters. They become the base.
+      adapter: The name of the adapter to read if ``state_dict`` holds several.
+      names: As for :func:`from_torch`; the names are those of the base model in torch. If a module has several stacks
+        of experts, give each its own rule, in the module's order, because PEFT does not record which stack is which:
+        in transformers, ``gate_up_proj`` comes before ``down_proj``.
+      layouts: As for :func:`from_torch`. Use ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` is equivalent. ``fan_in_fan_out`` in
-        the file does not identify them, as PEFT finds them by their class. A factor with all axes of a ``kernel``
-        identifies a convolution. ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; the
-        inputs are the axis along which ``lora_A`` lies.
-      roles: As for :func:`from_torch`: they decide the layouts that you leave out.
+        the file does not identify these weights, because PEFT finds them by their class. No layout is needed for a
+        convolution with a factor that has as many axes as its ``kernel``. Use ``"experts:..."`` for
+        ``target_parameters``; the inputs are the axis along which ``lora_A`` lies.
+      roles: As for :func:`from_torch`. They decide the layouts that you leave out.
 
     Returns:
-      The chain, and its raw tree.
+      The chain and its raw tree.
 
     Raises:
-      ValueError: If a tensor is unexpected, missing or has another shape, or holds anything but finite
-        floating-point numbers; if the configuration names a module, tokens or biases without a tensor in the file; or
-        if a setting is not supported. The error names each of them.
+      ValueError: If a tensor is unexpected, is missing, has another shape or holds anything but finite floating-point
+        numbers; if the configuration names a module, tokens or biases for which the file has no tensor; or if a setting
+        is not supported. The error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
@@ -128,7 +129,7 @@ def from_peft(
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
-    free = whole_arrays.keys() - layers.keys()  # the others are bases of adapters
+    free = whole_arrays.keys() - layers.keys()  # An array with an adapter stays frozen, as the adapter's base.
     frozen = Freeze(where=all_but(pattern_of(free, counts))) if free else Freeze()
     ties, gains = _bias_ties_and_gains(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
@@ -137,8 +138,8 @@ def from_peft(
 
 
 def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
-    """The tensors of one adapter, by their names in a file. The tensors of a file are returned as they are."""
-    # This is the unused original of a module that PEFT saves whole. Its copy is the one that trains.
+    """Returns the tensors of one adapter, under the names that they have in a file. Tensors from a file keep theirs."""
+    # If PEFT saves a module whole, it trains a copy. The original is unused.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
     method = METHODS[config["peft_type"]]
     pattern = _live_name_pattern(method)
@@ -154,7 +155,7 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
             f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
-    # In memory, DoRA's lengths are the `.weight` of a module; in a file, their name has no such suffix.
+    # In memory, DoRA's lengths are the `.weight` of a module. In a file, their name lacks this suffix.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
     file_names = {name: x if method.suffix_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
     modules = {name.removesuffix(f".{method.suffix_of(name)}") for name in file_names.values()}
@@ -164,7 +165,7 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
 
 
 def _require_unique(names: Mapping[str, str]) -> None:
-    """Raises an error if two tensors stand for the same one. ``names`` maps each name to the one that it stands for."""
+    """Raises an error if two tensors have the same plain name. ``names`` maps the tensors' names to plain names."""
     owners: dict[str, str] = {}
     for name, plain in names.items():
         if (other := owners.setdefault(plain, name)) != name:
@@ -175,7 +176,7 @@ def _require_unique(names: Mapping[str, str]) -> None:
 
 
 def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
-    """The name of the adapter to read: the given one, or the only one there is."""
+    """Returns the name of the adapter to read: the given one, or else the only one there is."""
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
@@ -190,7 +191,10 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
 def _names_of_other_trained(
     names: Collection[str], adapter: str, biases: str, adapted_modules: Collection[str]
 ) -> dict[str, str]:
-    """The names in a file of what trains beside an adapter: modules that are saved whole, and all or some biases."""
+    """Maps names of tensors that train beside an adapter to their names in a file.
+
+    These are the tensors of modules that PEFT saves whole, and all or some biases.
+    """
     file_names: dict[str, str] = {}
     for name in names:
         is_adapted = name.removesuffix(f"{WRAPPED}.bias") in adapted_modules
@@ -200,12 +204,15 @@ def _names_of_other_trained(
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             file_names[name] = name
         elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
-            file_names[name] = name  # an unsupported kind of adapter, which causes an error later
+            file_names[name] = name  # This kind of adapter is not supported, and causes an error later.
     return file_names
 
 
 def _live_name_pattern(method: Method) -> str:
-    """The regular expression for the names of adapters' tensors in a model. Its second group is the adapter's name."""
+    """Returns a regular expression for the names of adapters' tensors in a model in memory.
+
+    Its first group is the name up to the adapter, its second the adapter's name, and its third the suffix after it.
+    """
     heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", suffix)) for suffix in method.suffixes}))
     return rf"(.*\.(?:{heads}))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?"
 
@@ -213,7 +220,12 @@ def _live_name_pattern(method: Method) -> str:
 def _sort_tensors(
     config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Tensors, plain_names: Mapping[str, str]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
-    """The tensors of each adapted parameter, by suffix; the parameters saved whole; an error for each other tensor."""
+    """Sorts the tensors of a file into tensors of adapters and whole parameters.
+
+    Returns:
+      The tensors of each adapted parameter, by suffix; the parameters that are saved whole; and an error for each
+      tensor that is neither.
+    """
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
     lines = list[str]()
@@ -237,7 +249,7 @@ def _sort_tensors(
 
 
 def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) -> str:
-    """The torch name of the parameter that a tensor adapts: a stack of experts, or the weight or bias of a module."""
+    """Returns the torch name of the parameter that a tensor adapts: a stack of experts, or a weight or bias."""
     owner = name.removesuffix(f".{suffix}")
     if owner in targets and targets[owner].n_experts:
         return owner
@@ -245,7 +257,7 @@ def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) ->
 
 
 def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
-    """Why the tensor of a parameter is not read: the model lacks the parameter, or the tensor is of another kind."""
+    """Explains why a tensor is not read: the model lacks its parameter, or the method has no tensor of this name."""
     owners = (target.module for target in targets.values() if parameter.startswith(f"{target.module}."))
     module = next(owners, None)
     if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
@@ -257,7 +269,7 @@ def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> s
 def _missing_tensor_errors(
     config: Mapping[str, Any], targets: Collection[str], tensors_of: Mapping[str, Tensors], whole: Tensors
 ) -> list[str]:
-    """An error for each setting that names a parameter to train for which the file has no tensor."""
+    """Returns an error for each setting that names parameters for which the file has no tensor."""
     missing: dict[str, list[str]] = {}
     for tensor in targets:
         suffixes = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
@@ -277,7 +289,11 @@ def _missing_tensor_errors(
 def _read_by_path(
     read: Callable[[Target, Any], Any], targets: Mapping[str, Target], stored: Mapping[str, Any]
 ) -> tuple[dict[str, dict[Index, Any]], list[str]]:
-    """What ``read`` returns for each target and its tensors, by path and index, and an error for each that fails."""
+    """Calls ``read`` with each target and its tensors.
+
+    Returns:
+      The results by path and index, and an error for each target that failed.
+    """
     values: dict[str, dict[Index, Any]] = {}
     lines: list[str] = []
     for name, tensors in stored.items():
@@ -290,7 +306,7 @@ def _read_by_path(
 
 
 def _read_whole(target: Target, x: np.ndarray) -> Array:
-    """Converts a parameter that PEFT saved whole to our layout."""
+    """Converts a parameter that PEFT has saved whole to our layout."""
     target = target.confirm_unambiguous_kernel([x])
     require_layouts([target])
     require_shapes({target.tensor: x}, {target.tensor: torch_shape(target.shape, target.layout)})
@@ -298,7 +314,10 @@ def _read_whole(target: Target, x: np.ndarray) -> Array:
 
 
 def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], like: PyTree) -> list[str]:
-    """An error for each table with trained tokens that equals another array: if they are tied, PEFT trains both."""
+    """Returns an error for each table with trained tokens that equals another array.
+
+    The two may be tied in torch, where PEFT would train the tokens of both.
+    """
     arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
     tables = [
         path
@@ -315,7 +334,7 @@ def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], li
 
 
 def _missing_layer_errors(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
-    """An error for each stack with missing layers."""
+    """Returns an error for each stack that has fewer layers in the file than in the model."""
     return [
         f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Unstack the layers"
         for path, parts in layers_of_path.items()
@@ -346,18 +365,18 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
 
 
 def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapter:
-    """Reads the adapter of one target."""
-    target = target.confirm_kernel(tensors.values())  # PEFT does not adapt transposed convolutions
+    """Converts the stored adapter of one target to stages and raw values."""
+    target = target.confirm_kernel(tensors.values())  # PEFT does not adapt transposed convolutions.
     return read_adapter(StoredAdapter(target, tensors, config))
 
 
 def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
-    """The stages of all arrays, with equal stages joined into one."""
+    """Collects the stages of all arrays, and joins equal ones into a stage whose ``where`` selects all their arrays."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
     for stages, paths in group_keys(stages_of).items():
         arrays = pattern_of(paths, known_paths)
-        # A value's place is longer than all known paths, so its pattern cannot be shortened with their help.
+        # The places of values are not among the known paths, so a pattern for them must list the paths literally.
         literal = f"({'|'.join(map(re.escape, sorted(paths)))})"
         joined += [replace(x, where=arrays if x.where is None else literal + x.where) for x in stages]
     return joined
@@ -366,7 +385,10 @@ def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) ->
 def _bias_ties_and_gains(
     targets: Mapping[str, Target], layers: Mapping[str, Adapter], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
-    """For IA3: the ties of the gains of biases to the gains of the outputs, and the stages of these gains."""
+    """Returns stages for the biases of IA3: a tie of their gains to the gains of the outputs, and these gains.
+
+    The tie is a list of one stage, or empty. There is one gain stage for each number of stacked axes.
+    """
     ties: dict[str, str] = {}
     stacks: dict[int, set[str]] = {}
     for target in targets.values():
@@ -383,7 +405,10 @@ def _bias_ties_and_gains(
 
 
 def _replace_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """The tree with new values at their paths, in its own dtypes and shapes, where heads are not merged."""
+    """Replaces the values at some paths of a tree, and converts them to the tree's shapes and dtypes.
+
+    This also splits the heads of attention kernels, which are merged in torch.
+    """
     paths, leaves, treedef = flatten_with_names(tree)
     places = zip(map(path_text, paths), leaves, strict=True)
     return treedef.unflatten(

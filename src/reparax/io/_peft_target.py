@@ -1,8 +1,8 @@
 """Targets: the arrays that PEFT can adapt, with their names in PEFT and their axes of inputs and outputs.
 
-PEFT wraps a module that it adapts. If a configuration names parameters rather than modules, such as fused experts, PEFT
-wraps their module once for each of them, in the module's order, so the wrapper of the last one is the outermost. A file
-shows how deep a wrapper lies, but not which parameter it belongs to. That follows from the order of ``names``.
+PEFT wraps each module that it adapts. If a configuration names parameters rather than modules, such as fused experts,
+PEFT wraps their module once for each parameter, in the module's order, so the wrapper of the last one is the outermost.
+A file shows how deep a wrapper lies, but not which parameter it belongs to. The order of ``names`` determines this.
 """
 
 import math
@@ -32,12 +32,12 @@ from reparax.io._peft_config import TOKENS, expected_suffixes, is_adapted, is_sa
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer"
-"""What PEFT appends to the name of a module that it has wrapped."""
+"""The suffix that PEFT appends to the name of a module that it has wrapped."""
 
 ATTENTION = (
     "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
 )
-"""Why adapters of torch's attention are neither read nor written; this is so in PEFT 0.21."""
+"""The reason, as of PEFT 0.21, why adapters of torch's attention are neither read nor written."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Target(Entry):
     heads: tuple[int, ...] = ()
     """The shape of an attention kernel before its heads are merged; empty for other arrays."""
     n_inputs: int = 1
-    """The number of axes of that shape that are inputs."""
+    """The number of axes in ``heads`` that are inputs."""
 
     @property
     def is_table(self) -> bool:
-        """Whether it is an embedding table. Its inputs are its rows, and PEFT adapts the transposed matrix."""
+        """Whether the array is an embedding table. Its inputs are its rows, and PEFT adapts the transposed matrix."""
         return self.layout == "embedding"
 
     @property
     def module(self) -> str:
-        """The torch name of the module that holds it."""
+        """The torch name of the module that holds the array."""
         return self.tensor.rpartition(".")[0]
 
     @property
@@ -66,16 +66,16 @@ class Target(Entry):
 
     @property
     def adapted_name(self) -> str:
-        """The torch name of what PEFT wraps: the stack of experts itself, or else the module."""
+        """The name in torch under which PEFT adapts the array: that of a stack of experts, or else of the module."""
         return self.tensor if self.n_experts else self.module
 
     def one_expert(self) -> "Target":
-        """One matrix of a stack of experts; any other target as it is."""
+        """Returns the target of one matrix of a stack of experts. Returns any other target as it is."""
         return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property
     def adapter_layout(self) -> str:
-        """The layout of its adapter, which has the outputs first even for tables and transformers' ``Conv1D``."""
+        """The layout of the adapter, which has the outputs first even for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
@@ -85,7 +85,7 @@ class Target(Entry):
 
     @property
     def input_axes(self) -> tuple[int, ...]:
-        """All other axes of our array."""
+        """The axes of the inputs in our array: all axes except the output axis."""
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
@@ -108,12 +108,12 @@ class Target(Entry):
 
     @property
     def unit_axes(self) -> tuple[int, ...]:
-        """The axes of size 1 that PEFT adds to vectors of a convolution."""
+        """The sizes, all 1, of the axes that PEFT adds to a vector of a convolution; empty for a matrix."""
         return (1,) * (len(self.shape) - 2)
 
     @property
     def axis_arguments(self) -> dict[str, Any]:
-        """The arguments for a stage whose rows are the inputs; none if the array's name implies ``(in, out)``."""
+        """The arguments of a stage whose rows are the inputs; empty if the array's name implies ``(in, out)``."""
         inputs, outputs = self.input_and_output_axes
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
         if is_named and not self.in_unknown_module and (inputs, outputs) == ((0,), (1,)):
@@ -121,7 +121,7 @@ class Target(Entry):
         return {"rows": one_or_tuple(inputs), "columns": one_or_tuple(outputs)}
 
     def require_rows_are_inputs(self, stage: Any) -> None:
-        """Raises an error if the rows of a stage are not the inputs."""
+        """Raises an error if the rows of a stage are not the inputs of the array."""
         ndim, (inputs, outputs) = len(self.heads or self.shape), self.input_and_output_axes
         if stage.rows is not None:
             rows = tuple(axis % ndim for axis in list_axes(stage.rows))
@@ -140,24 +140,24 @@ class Target(Entry):
         return jnp.moveaxis(from_layout(factor, self.adapter_layout), self.output_axis, -1)
 
     def write_factor(self, factor: Array) -> Array:
-        """Converts our factor on the inputs to PEFT's."""
+        """Converts our factor on the inputs to PEFT's shape ``(rank, in, *spatial)``."""
         factor = factor.reshape(*(self.shape[axis] for axis in self.input_axes), factor.shape[-1])
         return to_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
 
     def input_factor_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of PEFT's factor on the inputs."""
+        """Returns the shape of PEFT's factor on the inputs."""
         return (rank, *torch_shape(self.shape, self.adapter_layout)[1:])
 
 
 def targets_by_name(
     params: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_stage: Mapping[str, str] | None = None
 ) -> dict[str, Target]:
-    """The targets of a model's parameters, by their names in torch."""
+    """Maps the names of a model's parameters in torch to their targets."""
     return {entry.tensor: _target_of(entry) for entry in list_entries(params, names, layouts, roles, by_stage)}
 
 
 def _target_of(entry: Entry) -> Target:
-    """The target of an entry: a matrix for an attention kernel, and a vector for an array that is one in torch."""
+    """Converts an entry to a target. An attention kernel becomes a matrix; the layout ``"vector"`` becomes a vector."""
     target = Target(**vars(entry))
     if entry.layout in HEADS:
         shape = merged_shape(entry.shape, entry.layout)
@@ -166,7 +166,7 @@ def _target_of(entry: Entry) -> Target:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without PEFT's prefix and without the names of its wrappers."""
+    """Removes PEFT's prefix and the names of its wrappers from the name of a tensor."""
     parts = name.removeprefix(PREFIX).split(".")
     return ".".join(
         part
@@ -176,7 +176,7 @@ def plain_name(name: str) -> str:
 
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
-    """PEFT's name of the wrapper of each given parameter, by the parameter's name in torch."""
+    """Maps the torch name of each given parameter to PEFT's name for the parameter's wrapper."""
     names: dict[str, str] = {}
     for module, siblings in group_keys({target: target.module for target in targets}).items():
         rules_given = {target.rule for target in siblings} - {None}
@@ -195,7 +195,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
 def plain_names_of(
     names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
-    """The plain name of each tensor in a file, with the name of a stack of experts in place of its wrapper."""
+    """Maps each tensor name in a file to its plain name, which has a stack of experts in place of its wrapper."""
     parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
@@ -207,7 +207,7 @@ def plain_names_of(
 
 
 def _plain_wrapper(wrapper: str) -> str:
-    """The name of a wrapper, where the name of its module is the plain one."""
+    """Replaces the name of the module in the name of a wrapper with the plain one, and keeps the wrapper's depth."""
     module = wrapper
     while module.endswith(WRAPPED):
         module = module.removesuffix(WRAPPED)
@@ -215,7 +215,11 @@ def _plain_wrapper(wrapper: str) -> str:
 
 
 def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
-    """The parameters that ``target_parameters`` lists: matrices, and stacks of experts."""
+    """Returns the parameters that ``target_parameters`` names.
+
+    Raises:
+      ValueError: If one of them is neither the weight matrix of a module nor a stack of experts.
+    """
     names = config.get("target_parameters", ())
     parameters = [target for target in targets.values() if matches_names(names, target.tensor)]
     for target in parameters:
@@ -230,11 +234,11 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
 
 
 def is_loaded(config: Mapping[str, Any], tensor: str, suffix: str, name: str) -> bool:
-    """Whether PEFT's model has a tensor with a name from a file.
+    """Returns whether PEFT's model has the tensor that a file stores under ``name``, and so loads it.
 
-    ``tensor`` is the parameter that the name stands for. ``suffix`` identifies the tensor of its adapter; it is empty
-    for the parameter itself. Only PEFT knows which modules a configuration without names adapts, and to which table a
-    list of tokens belongs, so these are assumed to fit.
+    ``tensor`` is the torch name of the parameter. ``suffix`` identifies a tensor of its adapter; it is empty for the
+    parameter itself. Only PEFT knows which modules are adapted if the configuration names none, and to which table a
+    list of tokens belongs, so such tensors are assumed to be loaded.
     """
     if config.get("target_modules") is None and config.get("target_parameters") is None:
         return True

@@ -1,8 +1,9 @@
 """Writes PEFT adapters: converts a raw tree to tensors and a configuration.
 
-The arrays of the model are divided into those with an adapter (:class:`AdaptedArray`) and those that train whole. Each
-adapter is converted separately to what PEFT stores for it (:class:`PeftForm`). Then these are collected by module, and
-one configuration is found that describes them all. One error reports all arrays that have no equivalent in PEFT.
+The arrays of the model are divided into arrays with an adapter (:class:`AdaptedArray`) and arrays that train whole.
+Each adapter is converted separately to the tensors and settings that PEFT stores for it (:class:`PeftForm`). These are
+collected by module, and one configuration is found that describes all modules. One error reports all arrays that have
+no equivalent in PEFT.
 """
 
 from __future__ import annotations
@@ -47,24 +48,25 @@ def to_peft(
     """Converts a raw tree of ``p`` to an adapter that PEFT can load: its tensors and its configuration.
 
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
-    the configuration with ``json.dump`` as ``adapter_config.json``; add ``base_model_name_or_path`` and ``task_type``
-    if you need them. Biases and whole modules that train beside the adapters are included. Perturbations, the rounding
-    of :class:`FakeQuantized` and the base are left out.
+    the configuration with ``json.dump`` as ``adapter_config.json``. Add ``base_model_name_or_path`` and ``task_type``
+    to it if you need them. Biases and whole modules that train beside the adapters are included. Perturbations, the
+    rounding of :class:`FakeQuantized` and the base are left out.
 
     Args:
-      p: The chain, for one of the methods that :func:`from_peft` reads.
+      p: The chain. Its adapters must belong to one of the methods that :func:`from_peft` reads.
       raw: A raw tree of ``p``.
       names: As for :func:`from_peft`.
       layouts: As for :func:`from_peft`.
       roles: As for :func:`from_peft`.
 
     Returns:
-      The tensors under PEFT's names, and the contents of ``adapter_config.json``.
+      A dict of the tensors under PEFT's names, and the contents of ``adapter_config.json``.
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. Also for
-        LoRA with ``init_weights="pissa"`` or ``"olora"``, as it has changed the base, but PEFT adds it to the original.
+      ValueError: If PEFT has no equivalent of the stages of a parameter; the error names each such parameter. Also for
+        LoRA with ``init_weights="pissa"`` or ``"olora"``, which changes the base, whereas PEFT adds the factors to the
+        original base.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -106,7 +108,11 @@ def to_peft(
 
 
 def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tuple[dict[str, Forms], list[str]]:
-    """What PEFT stores for each adapted tensor, by method, and an error for each that has no equivalent."""
+    """Converts each adapted array to its form in PEFT.
+
+    Returns:
+      The forms by method and torch name, and an error for each array that has no equivalent in PEFT.
+    """
     lines: list[str] = []
     written_by_method: dict[str, Forms] = {}
     for tensor, array in adapted.items():
@@ -115,7 +121,7 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
             if isinstance(array.producer, Gain):
                 _require_ia3_gain(array, adapted, targets)
                 if len(array.target.shape) == 1:
-                    continue  # the gain of a bias is tied to that of the outputs, so IA3 does not store it
+                    continue  # The gain of a bias is tied to the gain of the outputs, so IA3 does not store it.
             method, written = write_adapter(array)
             _require_findable_name(written, array.target)
             written_by_method.setdefault(method, {})[tensor] = written
@@ -125,7 +131,7 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
-    """The one method of all adapters. Raises an error if there is none or several, or if there are lines of errors."""
+    """Returns the one method in ``names``. Raises an error if there is none or several, or if ``lines`` has errors."""
     if not names and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters with "
@@ -142,7 +148,7 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
 def _configure(
     method: str, modules: Forms, wrappers: Mapping[str, str], known_modules: Collection[str]
 ) -> dict[str, Any]:
-    """The configuration for adapted modules, and for stacks of experts, which have wrappers of their own."""
+    """Returns the configuration for adapted modules, and for stacks of experts, which have wrappers of their own."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= _names_setting("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
@@ -156,7 +162,10 @@ def _configure(
 
 
 def _configure_lora(modules: Forms) -> dict[str, Any]:
-    """The ranks, alphas and flags of LoRA. PEFT divides an alpha by the rank, or by its root with ``use_rslora``."""
+    """Returns LoRA's ranks, alphas and flags.
+
+    PEFT divides an alpha by the rank, or by the square root of the rank with ``use_rslora``.
+    """
     by_root = all(written.settings["use_rslora"] for written in modules.values())
     ranks = {module: written.rank for module, written in modules.items()}
     divisors = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
@@ -166,7 +175,7 @@ def _configure_lora(modules: Forms) -> dict[str, Any]:
 
 
 def _equal_setting(modules: Forms, name: str) -> Any:
-    """The value of a setting that PEFT has only once. Raises an error if it differs between modules."""
+    """Returns the value of a setting that must be equal for all modules. Raises an error if it differs between them."""
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
@@ -175,11 +184,11 @@ def _equal_setting(modules: Forms, name: str) -> Any:
 
 
 def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """The setting of a number that may differ: the most common one, and patterns with those of the other modules."""
+    """Returns the settings for a number of each module: the most common number, and patterns for all other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    # PEFT would also find a plain name at the end of longer names.
+    # A plain name would also match longer names of modules that end with it.
     exceptions = {
         f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
         for module, x in number_of_module.items()
@@ -191,14 +200,17 @@ def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> d
 def _names_setting(
     setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    """The setting that names these modules: a list, or a regular expression if PEFT would find more by a list."""
+    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match others too.
+
+    ``names`` decides by PEFT's rules whether a configuration names a module.
+    """
     config: dict[str, Any] = {setting: sorted(modules)}
     is_clear = {module for module in known if names(config, module)} <= set(modules)
     return config if is_clear else {setting: "|".join(map(re.escape, sorted(modules)))}
 
 
 def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
-    """What PEFT stores for each module. The difference of a bias is rescaled to have the factor of the weight."""
+    """Merges the forms of a module's weight and bias. The difference of the bias is rescaled to the weight's factor."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
@@ -213,7 +225,7 @@ def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
 
 
 def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
-    """The tensors of all modules, by their full names."""
+    """Collects the tensors of all modules under their full names."""
     return {
         f"{PREFIX}{module}.{suffix}": np.asarray(x)
         for module, written in modules.items()
@@ -222,7 +234,11 @@ def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
 
 
 def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray], dict[str, Array], list[str]]:
-    """The adapted arrays, the arrays that train whole, and an error for each of these whose layout is unknown."""
+    """Sorts the arrays of the model by how they train.
+
+    Returns:
+      The adapted arrays, the arrays that train whole, and an error for each of the latter whose layout is unknown.
+    """
     adapted: dict[str, AdaptedArray] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
@@ -232,7 +248,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
             if array.producer:
                 adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
             elif array.place in plan.raw.frame.state:
-                continue  # state, which no optimizer changes
+                continue  # No optimizer changes state, so it is not written.
             elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
                 require_layouts([target])
                 free[tensor] = target.slice_of(x).reshape(target.shape)
@@ -242,7 +258,10 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
 
 
 def _layouts_by_stage(plan: Plan) -> dict[str, str]:
-    """The layouts that the axes of LoRA determine: only an attention kernel has one input axis and two output axes."""
+    """Maps paths to the layouts that the axes of LoRA determine.
+
+    Only an attention kernel has one input axis and two output axes.
+    """
     layouts: dict[str, str] = {}
     for path, place in plan.places.items():
         stage, values = plan.producers.get(place, (None, {}))
@@ -288,7 +307,7 @@ def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], 
 
 
 def _require_findable_name(written: PeftForm, target: Target) -> None:
-    """Raises an error if PEFT would not find the adapted array by its name."""
+    """Raises an error if PEFT would not find the adapted array by its name in torch."""
     module, _, name = target.tensor.rpartition(".")
     expected = "bias" if BIAS in written.tensors else "weight"
     if not target.n_experts and (name != expected or not module):
@@ -299,14 +318,14 @@ def _require_findable_name(written: PeftForm, target: Target) -> None:
 
 
 def _is_bias(tensor: str) -> bool:
-    """Whether PEFT considers a tensor a bias."""
+    """Returns whether PEFT considers a tensor a bias."""
     return tensor.rpartition(".")[2] == "bias"
 
 
 def _write_other_trained(
     method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors that train beside the adapters, and the settings for them."""
+    """Returns the tensors that train beside the adapters, under PEFT's names, and the settings for them."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_savable_modules(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
@@ -323,7 +342,7 @@ def _write_other_trained(
 def _require_savable_modules(
     saved_modules: Collection[str], adapted_modules: Collection[str], free: Collection[str], targets: Targets
 ) -> None:
-    """Raises an error if a module to save whole is adapted or partly frozen, or if its name is ambiguous for PEFT."""
+    """Raises an error if a module to save whole is adapted or partly frozen, or if its name is ambiguous in PEFT."""
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:
@@ -342,7 +361,7 @@ def _require_savable_modules(
 
 
 def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str:
-    """The setting ``bias``: which biases of the targets train. PEFT has none, all, and those of adapted modules."""
+    """Returns the setting ``bias``: "none", "all" or "lora_only". Raises an error if other sets of biases train."""
     all_biases = {tensor for tensor in targets if _is_bias(tensor)}
     adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
     paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))

@@ -1,7 +1,8 @@
 """Converts state dicts of torch to raw trees, and back.
 
-Both directions make the same plan (:class:`TorchPlan`): which tensor of torch holds which raw value. It lists the raw
-values in groups (:class:`StageValues` of ``_torch_stages.py``), one for each stage on each tensor of the model.
+Both directions make the same plan (:class:`TorchPlan`), which records which tensor of torch holds which raw value. It
+lists the raw values in groups (:class:`StageValues` of ``_torch_stages.py``), one for each stage on each tensor of the
+model.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ def from_torch(
     roles: PyTree = None,
     orthogonal_map: str | Rules = None,
 ) -> PyTree:
-    r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
+    r"""Converts the state dict of a torch module that is parametrized in the same way as ``p`` to a raw tree of ``p``.
 
-    Raw values are converted one by one, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the
-    vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning, from torch's
-    parametrizations or hooks. Torch is not needed: tensors may be arrays, such as those of a safetensors file.
+    Raw values are converted one by one, so training can continue. They are the ``g`` and ``v`` of :class:`WeightNorm`,
+    the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning. Both torch's
+    parametrizations and its hooks are read. Torch is not needed: tensors may be arrays, such as those of a safetensors
+    file.
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
-    matrices have other coordinates: gradient descent takes equal steps only with ``map="householder"``, and even then a
+    matrices have other coordinates. Gradient descent takes equal steps only with ``map="householder"``, and even then a
     square matrix that torch stores transposed restarts from its weight, which becomes its base. So does every matrix
     whose map in torch is not that of ``p``. The hook of spectral norm updates ``v`` before ``u``.
 
-    A layout says how the axes of an array here relate to those in torch:
+    A layout describes how the axes of an array here relate to its axes in torch:
 
     * ``"kernel"``: ``(*spatial, in, out)`` here, ``(out, in, *spatial)`` in torch. The default for matrices named
       ``kernel``.
     * ``"same"``: ``(out, in, *spatial)`` in both.
     * ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch, and flipped along the
       spatial axes. For flax's transposed convolutions without ``transpose_kernel=True``.
-    * ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch, and flipped too. For equinox's
-      transposed convolutions.
+    * ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch, and flipped along the spatial axes.
+      For equinox's transposed convolutions.
     * ``"conv1d"``: ``(in, out)`` in both. For the weights of ``Conv1D`` in transformers.
     * ``"embedding"``: ``(num, features)`` in both. The default for matrices named ``embedding``.
     * ``"vector"``: ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch. For the biases of equinox's
@@ -83,33 +85,34 @@ def from_torch(
     * ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in GPT-OSS.
     * ``"experts:same"``: ``(experts, out, in)`` in both.
 
-    No layout is needed for arrays of one axis; for linear layers, convolutions and tables of nnx and equinox, whose
-    classes decide it if the layer computes as its class does; for ``w`` and ``embeddings`` of two axes in Haiku's
-    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names,
-    and those of modules of your own need a layout, or ``{i}`` in their names: the shape of a square matrix does not
-    show whether it is transposed. A ``kernel`` of more axes can be read without a layout if its tensor has as many
-    axes, which only a convolution has; with as many inputs as outputs, it may be a transposed convolution, so it needs
-    a layout. For recurrent cells, use :func:`convert`.
+    No layout is needed for arrays with one axis; for linear layers, convolutions and tables of nnx and equinox, whose
+    classes determine it if the layer computes as its class does; for ``w`` and ``embeddings`` with two axes in Haiku's
+    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays with two or more axes, whatever their
+    names, and the arrays of your own modules need a layout, or ``{i}`` in their names: the shape of a square matrix
+    does not show whether it is transposed. A ``kernel`` with more axes can be read without a layout if its tensor has
+    the same number of axes, because then it is a convolution. If it has as many inputs as outputs, it needs a layout,
+    because it may be a transposed convolution. For recurrent cells, use :func:`convert`.
 
     Args:
-      p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
-      state_dict: A dict of names and tensors, or arrays.
+      p: The chain. For a plain state dict, use ``Chain()`` or a chain of perturbations.
+      state_dict: A dict from names to tensors or arrays.
       like: The model's parameters, or their shapes and dtypes.
-      names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
-        in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
-        ``torch.nn.Sequential`` and flax's. The first match counts, and each ``/`` becomes a ``.``. Default: the path,
-        with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
-        array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
-        along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
-      layouts: The layouts of parameters, as a dict from regular expressions to the names above.
-      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions, tables
-        and attention kernels for which neither ``layouts`` nor a class gives one, by how the network multiplies
-        them. It does not identify ``"conv1d"``, transposed convolutions or experts.
-      orthogonal_map: The ``orthogonal_map`` that torch's ``orthogonal`` was called with, which a state dict does not
-        hold: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"`` if it was called without one, which
-        means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. One word for all
-        matrices, or a dict from regular expressions to words. Not needed where :class:`Orthogonal` has torch's
-        default, or where the matrix is still at its base.
+      names: The torch names of parameters, as a dict from regular expressions, which must match whole paths here, to
+        whole names in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` is for a
+        ``Sequential`` of flax and of torch. The first match counts, and each ``/`` becomes a ``.``. By default,
+        the name is the path, with ``weight`` in place of ``kernel``, ``scale`` and ``embedding``. If layers are stacked
+        along the first axis of an array, write ``{i}`` for their index:
+        ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``. For a stack along the first two axes, write ``{i}``
+        and ``{j}``. Stages on the stack need the same axes as ``stacked``.
+      layouts: The layouts of parameters, as a dict from regular expressions to the layouts above.
+      roles: The result of ``rpx.roles(loss, params, batch)``, which records how the network multiplies its arrays. It
+        determines the layouts of matrices, convolutions, tables and attention kernels for which neither ``layouts`` nor
+        a class gives one. It does not identify ``"conv1d"``, transposed convolutions or experts.
+      orthogonal_map: The ``orthogonal_map`` that torch's ``orthogonal`` was called with, because a state dict does not
+        record it: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``. Pass ``"default"`` if it was called without one,
+        which means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for all others. This is one
+        word for all matrices, or a dict from regular expressions to words. It is not needed where :class:`Orthogonal`
+        has torch's default map, or where the matrix is still at its base.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -117,7 +120,7 @@ def from_torch(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
+      ValueError: If entries of the state dict are missing or unexpected, or have another shape or dtype; the error
         names each of them. Also if a mask holds numbers other than 0 and 1, or if it is not known which map produces an
         orthogonal matrix.
 
@@ -165,8 +168,8 @@ def to_torch(
     """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
 
     The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}`` with
-    ``strict=True``, and safetensors takes the arrays directly. Each has the dtype of its weight. Torch cannot read
-    bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
+    ``strict=True``, and safetensors takes the arrays directly. Each array has the dtype of its weight. Torch cannot
+    read bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
 
     If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(Chain(), p.fold(raw))``.
 
@@ -174,20 +177,22 @@ def to_torch(
       p: The chain.
       raw: A raw tree of ``p``.
       names: As for :func:`from_torch`.
-      layouts: As for :func:`from_torch`; but there is no tensor to show the number of axes, so name all convolutions of
-        linen, or give ``roles``.
+      layouts: As for :func:`from_torch`, except that there is no tensor to show the number of axes, so all convolutions
+        of linen need a layout, or ``roles``.
       roles: As for :func:`from_torch`.
-      orthogonal_map: As for :func:`from_torch`. An orthogonal matrix for which torch takes another map than ``p`` is
-        written with its weight as the base.
-      style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
-        same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
-        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style. One word for
-        all, or a dict from regular expressions for paths to words: the first match decides, or else the default.
-      like: Instead of ``style``, a state dict of the module, or the names in it, which show the style of each tensor.
+      orthogonal_map: As for :func:`from_torch`. If torch uses another map than ``p`` for an orthogonal matrix, the
+        matrix is written with its weight as the base.
+      style: How torch names the raw values: ``"parametrizations"`` for ``torch.nn.utils.parametrizations``;
+        ``"no_trivialization"`` for the same without bases, as in ``orthogonal(..., use_trivialization=False)``; or
+        ``"hooks"`` for ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has only one style.
+        This is one word for all parameters, or a dict from regular expressions for paths to words, of which the first
+        match counts. Parameters that none matches have the default.
+      like: A replacement for ``style``: a state dict of the module, or the names in it, which show the style of each
+        tensor.
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If torch has no equivalent of a stage of ``p``, or if ``p`` did not make the raw tree.
+      ValueError: If torch has no equivalent of a stage of ``p``, or if ``p`` did not create the raw tree.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -212,10 +217,10 @@ def to_torch(
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """Which tensor of torch holds which raw value, for the raw trees of one chain.
+    """The tensors of torch that hold the raw values of a chain's raw trees.
 
     Attributes:
-      weights: The chain without perturbations; its effective weights are those of torch.
+      weights: The chain without perturbations. Its effective weights are the weights in torch.
       groups: The raw values, grouped by stage and tensor.
       tied: The tensors of tied parameters, which have no raw values of their own.
     """
@@ -226,14 +231,17 @@ class TorchPlan:
 
     @property
     def names(self) -> dict[Entry, list[str]]:
-        """The names of all tensors in torch that hold a parameter, for each entry."""
+        """The names of the tensors in torch that hold the values of each entry."""
         names = {entry: [entry.tensor] for entry in self.tied}
         for group in self.groups:
             names.setdefault(group.entry, []).extend(group.names.values())
         return names
 
     def state_dict(self, raw: PyTree, has_base: Callable[[StageValues], bool] = lambda group: True) -> dict[str, Array]:
-        """The state dict of a raw tree, concrete or traced. ``has_base`` tells whether torch stores a group's base."""
+        """Converts a raw tree, concrete or traced, to a state dict.
+
+        ``has_base`` returns whether torch stores the base of a group of values.
+        """
         arrays = dict(items(raw))
         state = dict[str, Array]()
         for group in self.groups:
@@ -244,12 +252,12 @@ class TorchPlan:
         return state | self.tied_tensors(raw)
 
     def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
-        """The tied weights, which torch stores under both names."""
+        """Computes the tied weights of a raw tree, which torch stores under both names."""
         effective = {path_text(names): x for names, x in items(self.weights.fold(raw))} if self.tied else {}
         return {entry.tensor: to_layout(entry.slice_of(effective[entry.path]), entry.layout) for entry in self.tied}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
-        """The raw tree of a state dict, with the structure of ``like``."""
+        """Converts a state dict to a raw tree with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
         type_at = dict(zip(paths, leaves, strict=True))
         parts = dict[Names, dict[Index, Array]]()
@@ -273,10 +281,10 @@ def _make_plan(
     names_in_torch: Collection[str] | None,
     style: str | Rules = None,
 ) -> TorchPlan:
-    """The plan for a raw tree of ``p``, concrete or abstract.
+    """Makes the plan for a raw tree of ``p``, which may be concrete or abstract.
 
-    ``names_in_torch`` are the names in a state dict, which show where torch uses hooks. If they are None, ``style``
-    determines this. The other arguments are those of :func:`from_torch`.
+    ``names_in_torch`` are the names in a state dict, which show where torch uses hooks. If it is None, ``style``
+    determines this. The other arguments are the same as for :func:`from_torch`.
     """
 
     def is_hooked(entry: Entry, tensor: str, name_map: NameMap) -> bool:
@@ -333,7 +341,10 @@ def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, A
 
 
 def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
-    """A text with the axis or layout for which a tensor's shape would fit; empty if there is none, or for a matrix."""
+    """Suggests an axis or layouts for which a tensor's shape would fit, as text.
+
+    The text is empty if nothing fits, and for arrays with at most two axes.
+    """
     group = next((group for group in plan.groups if name in group.names.values()), None)
     if group is None or len(group.entry.shape) <= 2:
         return ""
@@ -356,7 +367,7 @@ def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _norm_shape(entry: Entry, axis: int) -> tuple[int, ...]:
-    """The shape of an array's norms along an axis."""
+    """Returns the shape of an array's norms along an axis."""
     return tuple(size if i == axis % len(entry.shape) else 1 for i, size in enumerate(entry.shape))
 
 

@@ -1,12 +1,12 @@
 """The stages that torch has too: torch's names for their raw values, and the conversion of each value.
 
 To add a stage, add a row to ``NAME_MAPS``, and a case to the functions that write and read one value. Torch has stages
-in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``; the weight that it replaces is
-called its original. A hook keeps its values beside the weight, with suffixes: ``weight_g``.
+in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``, and calls the weight that it
+replaces its original. A hook keeps its values beside the weight, with suffixes: ``weight_g``.
 
-Torch stores a tall orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which only the
-first columns count. Ours is the same f of :math:`X = B L`, with the first columns of B as the base. For reflections,
-torch stores signs in the diagonal of L, which are initially -1; ours are always -1.
+Torch stores a tall orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, and uses only the
+first columns. We apply the same f to :math:`X = B L`, with the first columns of B as the base. For reflections, torch
+stores signs in the diagonal of L, which are initially -1; ours are always -1.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ class StageValues:
 
     Attributes:
       stage: The stage as it acts on one array of a stack; None for an array of the raw tree that no stage produces.
-      entry: The tensor.
+      entry: The tensor of the model.
       keys: The path of each value in the raw tree.
       names: The torch name of each value.
     """
@@ -88,22 +88,22 @@ class Naming:
     """Finds torch's names for the raw values of a chain.
 
     Attributes:
-      producers: The stage that produces an array, and the places of the values that it uses, by the array's place.
-      is_hooked: Whether torch uses a hook for a tensor, if its stage exists as a hook and as a parametrization.
+      producers: Maps the place of an array to the stage that produces it and to the places of the stage's values.
+      is_hooked: Returns whether torch uses a hook for a tensor whose stage exists as a hook.
     """
 
     producers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
     is_hooked: Callable[[Entry, str, NameMap], bool]
 
     def groups_of(self, place: Names, entry: Entry) -> list[StageValues]:
-        """The raw values for a tensor of the model, grouped by stage."""
+        """Returns the raw values for a tensor of the model, grouped by stage."""
         return self._visit(place, entry, entry.tensor)[1]
 
     def _visit(self, place: Names, entry: Entry, tensor: str, outer: str = "") -> tuple[int, list[StageValues]]:
-        """The number of parametrizations that produce the array at a place, and all their groups of values.
+        """Counts the parametrizations that produce the array at a place, and lists all their groups of values.
 
         ``tensor`` is the array's name in torch. If the array is the original of a parametrization, ``outer`` is the
-        name of the list that holds this parametrization.
+        name of the list that holds this parametrization; otherwise, it is empty.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
@@ -118,7 +118,7 @@ class Naming:
         names = {value: tensor + suffix for value, suffix in name_map.hooked.items()}
         if is_listed:
             parametrizations = outer or _parametrizations_of(tensor)
-            # If another stage produces the original, torch keeps both in one list, with the other stage first.
+            # If another stage produces the original, torch keeps both stages in one list, with the other stage first.
             original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
             if original is not None:
                 number, inner = self._visit(places[original], entry, f"{parametrizations}.original", parametrizations)
@@ -140,13 +140,13 @@ class Naming:
 
 
 def _parametrizations_of(tensor: str) -> str:
-    """The name of the list of a tensor's parametrizations: ``a.weight -> a.parametrizations.weight``."""
+    """Returns the name of the list of a tensor's parametrizations: ``a.weight -> a.parametrizations.weight``."""
     module, dot, name = tensor.rpartition(".")
     return f"{module}{dot}parametrizations.{name}"
 
 
 def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
-    """Raises an error if a field of the stage has a value for which torch has no equivalent."""
+    """Raises an error if a field of the stage has a value that torch has no equivalent of."""
     for field in fields(stage):
         is_foreign = name_map.fields is not None and field.name not in name_map.fields
         if is_foreign and getattr(stage, field.name) != field.default:
@@ -155,7 +155,7 @@ def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
 
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
-    """Converts raw values to those that torch stores, which have the dtype of the weight."""
+    """Converts the raw values of a stage to the values that torch stores, which have the dtype of the weight."""
     _require_plain_heads(stage, entry)
     if stage is None:
         return {name: to_layout(x, entry.layout) for name, x in values.items()}
@@ -168,7 +168,7 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
 
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
-    """Converts torch's values to raw values, in the shapes and dtypes of ``like``."""
+    """Converts torch's values to the raw values of a stage, in the shapes and dtypes of ``like``."""
     _require_plain_heads(stage, entry)
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
@@ -180,7 +180,7 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
 
 
 def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
-    """Converts one raw value to what torch stores."""
+    """Converts one raw value to the value that torch stores."""
     match stage, name:
         case WeightNorm(axis=axis), "g":
             if isinstance(axis, tuple) or axis == EACH:
@@ -197,7 +197,7 @@ def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> A
 
 
 def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
-    """Converts one of torch's values to our raw value, which has the given shape."""
+    """Converts one of torch's values to our raw value of the given shape."""
     match stage, name:
         case WeightNorm(axis=None), "g":
             return x.reshape(shape)
@@ -213,13 +213,16 @@ def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry
 
 
 def _require_plain_heads(stage: Parametrization | None, entry: Entry) -> None:
-    """Raises an error for a stage on an attention kernel, whose heads torch merges."""
+    """Raises an error if a stage other than ``Freeze`` acts on an attention kernel, because torch merges the heads."""
     if entry.layout in HEADS and not isinstance(stage, Freeze | None):
         raise ValueError(f"torch merges attention heads, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one column of an array, which has size 1 along the column axis. Torch has one such axis."""
+    """Returns the shape of an array's column, with size 1 along the column axis.
+
+    Raises an error if there are several column axes, because torch has only one.
+    """
     _, columns = stage.axes_of(len(shape))
     if len(columns) > 1:
         raise ValueError(f"torch has one column axis, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
@@ -227,7 +230,7 @@ def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _require_binary(mask: Array) -> Array:
-    """Returns a mask if it is binary. Raises an error for other numbers, whose gradients would differ from torch's."""
+    """Returns a mask if it is binary, and raises an error otherwise, because gradients would differ from torch's."""
     if not jnp.all((mask == 0) | (mask == 1)):
         raise ValueError(
             "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
@@ -237,7 +240,7 @@ def _require_binary(mask: Array) -> Array:
 
 
 def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Reduces a mask of single weights to a mask of slices, if the raw value has such a shape."""
+    """Reduces a mask of single weights to the shape of the raw value, which may have one number for each slice."""
     axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
     slice_mask = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(slice_mask == mask):
@@ -246,9 +249,9 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
-    """The stage and entry of the matrix ``(rows, columns)``, if the array has one axis of rows and one of columns.
+    """Returns the stage and entry of the matrix ``(rows, columns)`` that the raw values belong to.
 
-    The raw values belong to this matrix. For other arrays, the stage and entry are returned as they are.
+    If the array does not have exactly one row axis and one column axis, returns the stage and entry as they are.
     """
     axes = stage.axes_of(2) if len(entry.shape) == 2 else None
     if axes not in (((0,), (1,)), ((1,), (0,))):
@@ -257,7 +260,7 @@ def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry
 
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
-    """Converts raw values of Orthogonal to torch's; without a base unless ``with_base``."""
+    """Converts raw values of Orthogonal to torch's values, which include a base only if ``with_base`` is True."""
     _require_same_matrices(stage, values, entry)
     shares_coordinates = _shares_coordinates(stage, entry)
     in_layout = {name: to_layout(x, entry.layout) for name, x in values.items()}
@@ -276,7 +279,7 @@ def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, wit
 
 
 def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> Values:
-    """Converts torch's values to raw values of Orthogonal."""
+    """Converts torch's values of an orthogonal matrix to raw values of Orthogonal."""
     _require_same_matrices(stage, values, entry)
     _require_known_map(stage, values["x"], entry)
     torch_stage = replace(stage, map=_torch_map(entry))
@@ -287,13 +290,16 @@ def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> V
 
 
 def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
-    """Whether torch's coordinates are ours: the map is the same, and it is not a reflection of a transposed square."""
+    """Returns whether torch's coordinates are ours.
+
+    They are if the map is the same, except for reflections of a square matrix that torch stores transposed.
+    """
     is_transposed_square = entry.has_other_order and entry.shape[-2] == entry.shape[-1]
     return _torch_map(entry) == stage.map and not (stage.map == "householder" and is_transposed_square)
 
 
 def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> None:
-    """Raises an error if the matrices of torch are not those of the stage."""
+    """Raises an error if the stage and torch do not orthogonalize the same matrices."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
@@ -306,14 +312,14 @@ def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> N
 
 
 def _torch_map(entry: Entry) -> str:
-    """Our name for the map that torch uses for a weight: the user's ``orthogonal_map``, or else torch's default."""
+    """Returns our name for the map that torch uses for a weight: the user's ``orthogonal_map``, or torch's default."""
     is_square = entry.shape[-2] == entry.shape[-1]
     default = "expm" if is_square or jnp.issubdtype(entry.dtype, jnp.complexfloating) else "householder"
     return ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", default)
 
 
 def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
-    """Raises an error if the map that produces a matrix is unknown, unless the matrix is at its base."""
+    """Raises an error if it is unknown which map produces a matrix, unless the matrix is at its base."""
     default_map = _torch_map(entry)
     is_known = entry.orthogonal_map is not None or default_map == stage.map
     if is_known or not jnp.any(jnp.tril(_as_tall(original), -1)):
@@ -328,13 +334,13 @@ def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None
 
 
 def _with_base_at_weight(w: Array) -> Values:
-    """The raw values with the weight as the base, for which all maps give the weight."""
+    """Returns raw values with the weight as the base and zeros as x. With these, each map gives the weight."""
     w = widened(w)
     return {"x": jnp.zeros_like(w), "base": w}
 
 
 def _write_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Converts our values to torch's original and square base, for the same weight."""
+    """Converts our values to torch's original and square base, which give the same weight."""
     x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
     original = _as_lower(stage, product(adjoint(square), x)) - identity(x)
@@ -342,13 +348,13 @@ def _write_orthogonal(stage: Orthogonal, values: Values) -> Values:
 
 
 def _has_identity_base(values: Values) -> bool:
-    """Whether the base is the identity, as without torch's trivialization."""
+    """Returns whether the base is the identity, as it is without torch's trivialization."""
     base = _as_tall(values["base"])
     return bool(jnp.array_equal(base, identity(base)))
 
 
 def _write_reflections(w: Array) -> Array:
-    """Torch's original of reflections without a base, for a weight. As in torch, it holds the factors of LAPACK."""
+    """Converts a weight to torch's original for reflections without a base. As in torch, it holds LAPACK's factors."""
     reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
@@ -357,7 +363,7 @@ def _write_reflections(w: Array) -> Array:
 
 
 def _read_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
+    """Converts torch's values to our matrix and base, which give the same weight. A missing base is the identity."""
     original = _as_tall(widened(values["x"]))
     base, x = identity(original), jnp.tril(original, -1)
     if "base" in values:
@@ -373,7 +379,7 @@ def _read_orthogonal(stage: Orthogonal, values: Values) -> Values:
 
 
 def _signs_in_torch(diagonal: Array) -> Array:
-    """The signs of reflections as torch reads them: the integer parts of the numbers on the diagonal."""
+    """Returns the signs of reflections as torch reads them: the integer parts of the numbers on the diagonal."""
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
         raise ValueError(
@@ -384,7 +390,7 @@ def _signs_in_torch(diagonal: Array) -> Array:
 
 
 def _as_lower(stage: Orthogonal, x: Array) -> Array:
-    """The lower triangular matrix that gives the same rotation as ``x``, with the identity as the base."""
+    """Returns the lower triangular matrix that gives the same rotation as ``x`` if the identity is the base."""
     if stage.map == "householder":
         return jnp.tril(x, -1)
     columns = x.shape[-1]
@@ -397,10 +403,10 @@ def _as_lower(stage: Orthogonal, x: Array) -> Array:
 
 
 def _as_tall(x: Array) -> Array:
-    """``x``, transposed if it is wide."""
+    """Returns ``x``, transposed if it is wide."""
     return x.mT if x.shape[-2] < x.shape[-1] else x
 
 
 def _transpose_like(x: Array, like: Array) -> Array:
-    """``x``, transposed if ``like`` is wide."""
+    """Returns ``x``, transposed if ``like`` is wide."""
     return x.mT if like.shape[-2] < like.shape[-1] else x

@@ -1,6 +1,6 @@
-"""Tests of yours: ``check_laws`` checks the laws of a stage, and ``check_step`` a training step.
+"""Checks for your own tests: ``check_laws`` checks the laws of a stage, and ``check_step`` a training step.
 
-Imports core, numerics and training; nothing imports it.
+It imports core, numerics and training; nothing imports it.
 """
 
 from reparax.testing._laws import check_laws as check_laws

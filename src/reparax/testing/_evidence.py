@@ -1,4 +1,4 @@
-"""Tools of the laws: programs compiled once for all laws, comparisons, errors, and files of all formats."""
+"""Tools of the laws: programs that are compiled once for all laws, comparisons, errors, and file formats."""
 
 import functools
 import importlib.util
@@ -30,40 +30,41 @@ from reparax.training import combine, partition, transfer
 
 
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
-    """The effective tree of a raw one, after these stages; without a key, their means."""
+    """Applies stages to a raw tree. Without a key, random stages are replaced by their means."""
     chain = Chain(tuple(stages))
     planned = plan_stages("apply", tuple(chain.deterministic if key is None else chain), flatten(raw))
     return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, key)))
 
 
 def init_stage(stage: Parametrization, tree: PyTree, key: Array) -> PyTree:
-    """The raw tree of one stage."""
+    """Initializes a raw tree of one stage."""
     return nest(initialize((stage,), flatten(tree), key))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
+    """Updates ``raw`` once. If the chain reads gradients, the effective weights are passed as gradients."""
     reads = any("grad" in stage.update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
 compiled = partial(jax.jit, static_argnums=0)
-"""A function of a chain as one program for equal chains and types."""
+"""Compiles a function of a chain. Equal chains share one program if the types of the other arguments are equal."""
 compiled_init = compiled(lambda p, params, key: p.init(params, key))
 compiled_apply = compiled(lambda p, raw, key: p.apply(raw, key))
 compiled_update = compiled(update_raw)
 compiled_update_base = compiled(lambda p, raw: p.update_base(raw))
-# A tuple is no state, and the law compares every bit.
+# With `like`, a raw tree that is a tuple is not mistaken for an optimizer state. With `nearest`, weights are not
+# compared here, because the law itself compares every bit.
 compiled_transfer = compiled(lambda p, raw: transfer(p, p, raw, raw, nearest=True))
 
 
 def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
-    """``p.fold(raw)``, with the program that applies the deterministic chain."""
+    """Computes ``p.fold(raw)`` with the program that applies the deterministic chain."""
     return compiled_apply(p.deterministic, raw, None)
 
 
 class RoundTrip(NamedTuple):
-    """A tree, and what ``init`` and then ``apply`` of a stage make of it."""
+    """A tree, and the result of a stage's ``init`` followed by its ``apply``."""
 
     tree: PyTree
     result: PyTree
@@ -71,7 +72,12 @@ class RoundTrip(NamedTuple):
 
 @compiled
 def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[RoundTrip], list[RoundTrip]]:
-    """The round trips of each stage alone, the last one first: of its start for ``params``, and of its own image."""
+    """Computes two round trips for each stage alone, starting with the last stage.
+
+    Returns:
+      The round trips of the trees that the stages get when ``params`` are initialized, and the round trips of points
+      in the stages' own images.
+    """
     starts = list[RoundTrip]()
     images = list[RoundTrip]()
     tree = params
@@ -79,7 +85,7 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
         raw = init_stage(stage, tree, key)
         starts.append(RoundTrip(tree, apply_raw([stage], raw)))
         point = apply_raw([stage], _move_traced(raw))
-        if jax.tree.leaves(partition(raw)[1]):  # fixed values belong to the point from which they were made
+        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to the point that they were initialized from.
             point = apply_raw([stage], init_stage(stage, point, key))
         images.append(RoundTrip(point, apply_raw([stage], init_stage(stage, point, key))))
         tree = raw
@@ -87,7 +93,7 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
 
 
 def _move_traced(raw: PyTree) -> PyTree:
-    """The raw tree, traced, with changes to free values that look random."""
+    """Adds pseudorandom numbers to the trainable values of a raw tree, which may be traced."""
     rng = np.random.default_rng(0)
     free, rest = trainable(raw)
     moved = jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), free)
@@ -96,7 +102,7 @@ def _move_traced(raw: PyTree) -> PyTree:
 
 @compiled
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
-    """A generic linear function of the effective tree, and its gradient with respect to the free values."""
+    """Computes a generic linear function of the effective tree, and its gradient with respect to trainable values."""
     free, rest = trainable(raw)
 
     def objective(free: PyTree) -> Array:
@@ -110,9 +116,9 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
 @compiled
 def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, keys: Array) -> dict[str, PyTree]:
-    """What transformations give of a raw tree, of a batch of two, and of the starts for two sets of parameters.
+    """Returns the results of JAX's transformations by name, computed from one raw tree or from batches of two.
 
-    All in one program, because compilation takes most of the time.
+    All are computed in one program, because compilation takes most of the time.
     """
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -130,7 +136,7 @@ def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, k
 
 @compiled
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
-    """What the methods give, and the gradient of ``apply``."""
+    """Returns the results of a chain's methods, and the gradient of ``apply``, by name."""
     raw = p.init(params, key)
     return {
         "init": raw,
@@ -142,9 +148,9 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
 
 
 class Doubled(Reparametrization):
-    """Another stage, beside which a law puts each one: twice a raw value, which is exact, of arrays of all dtypes."""
+    """A stage that a law puts beside each stage. It doubles its raw value, which is exact, and takes all dtypes."""
 
-    kind: ClassVar[str] = "doubled_in_a_law"  # an unlikely name, so that importing the laws changes no other kind
+    kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no stage has the same kind.
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
     dtypes: ClassVar[type] = np.generic
 
@@ -157,9 +163,9 @@ class Doubled(Reparametrization):
 
 @compiled
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
-    """What ``p`` gives behind and before another stage, each with what it should give."""
+    """Returns the effective trees of ``p`` behind and before another stage, each with the expected tree."""
     doubled = Doubled()
-    # Weights that an earlier stage computes cannot be moved.
+    # A stage that moves weights cannot move weights that an earlier stage computes, so it is not updated.
     moves_weights = any(stage.moves_weights for stage in stages_of(p))
 
     def after_update(chain: Parametrization, params: PyTree) -> PyTree:
@@ -178,10 +184,13 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
-    """Deviations of draws from the mean that a stage claims: the claim, and their sum and sum of squares over ``keys``.
+    """Accumulates the deviations of a stage's draws from the mean that the stage claims.
 
-    The stage is that of an index in a chain, on the output of earlier stages without noise; what it makes still holds
-    later markers. The deviations are those of ``_deviations_of_draw``.
+    The stage at ``index`` is applied to the output of the earlier stages without noise, so its result still contains
+    the markers of later stages.
+
+    Returns:
+      The claimed mean, and the sums over ``keys`` of the deviations (see ``_deviations_of_draw``) and of their squares.
     """
     stage = stages_of(p)[index]
     tree = apply_raw(stages_of(p)[:index], raw)
@@ -198,7 +207,7 @@ def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tupl
 
 
 def _deviations_of_draw(draw: Array, mean: Array) -> Array:
-    """The deviation of each entry, the average of all, and their average in units of the mean."""
+    """Returns the deviation of each entry of a draw, then their average, then their average weighted by the mean."""
     entries = jnp.ravel(comparable(draw) - mean)
     largest = jnp.maximum(jnp.max(jnp.abs(mean), initial=0.0), jnp.finfo(mean.dtype).tiny)
     units = jnp.ravel(jnp.conj(mean)) / largest.astype(mean.dtype)
@@ -207,9 +216,9 @@ def _deviations_of_draw(draw: Array, mean: Array) -> Array:
 
 
 def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of ``n`` deviations and its standard error, from their sum and the sum of their squares.
+    """Computes the mean of ``n`` deviations and its standard error from their sum and the sum of their squares.
 
-    Rare events may be missing in the draws of one entry, so its variance is at least the average variance.
+    The draws of one entry may miss rare events, so its variance is taken to be at least the average variance.
     """
     mean = total / n
     variance = np.real(squares) / n - np.square(np.abs(mean))
@@ -220,17 +229,17 @@ def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarra
 
 
 def comparable(w: Array) -> Array:
-    """``w`` in single precision or wider, so that sums are accurate."""
+    """Converts ``w`` to single precision or wider, so that sums are accurate."""
     return widened(w) if is_inexact(w) else w.astype(jnp.float32)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A law of a parametrization: what it says of one chain, one tree and one key.
+    """A law to check for one chain, one tree of parameters and one key.
 
     Attributes:
-      law: The name of the law, as errors say it.
-      chain: The chain, or a stage.
+      law: The name of the law, as errors write it.
+      chain: The chain, or a single stage.
       params: The model's parameters.
       key: The key of all draws.
     """
@@ -242,16 +251,16 @@ class Case:
 
     @functools.cached_property
     def raw(self) -> PyTree:
-        """The raw tree of the parameters."""
+        """The raw tree that ``init`` returns for the parameters."""
         return compiled_init(self.chain, self.params, self.key)
 
     @functools.cached_property
     def moved(self) -> PyTree:
-        """A generic raw tree."""
+        """The raw tree with random changes to its trainable values."""
         return move_randomly(self.raw, self.key)
 
     def of_stage(self, stage: Parametrization) -> "Case":
-        """The same of one stage of the chain, which errors name."""
+        """Returns the case for one stage of the chain, which errors then name."""
         return replace(self, chain=stage)
 
     def require(self, holds: object, message: str) -> None:
@@ -260,11 +269,11 @@ class Case:
             raise self.error(message)
 
     def error(self, message: str) -> AssertionError:
-        """The error for a law that does not hold."""
+        """Returns the error that says that the law does not hold."""
         return AssertionError(f"{self.chain!r} breaks the law of {self.law}: {message}.")
 
     def require_raises(self, call: Callable[[], object], message: str) -> None:
-        """Requires that a call raises a ValueError or a TypeError; any other error breaks the law too."""
+        """Requires that a call raises a ValueError or a TypeError. Any other error breaks the law too."""
         try:
             call()
         except (ValueError, TypeError):
@@ -274,12 +283,12 @@ class Case:
         raise self.error(message)
 
     def require_close(self, actual: PyTree, expected: PyTree, bound: float, message: str) -> None:
-        """Requires arrays that differ by at most ``bound``, in units of the largest entry of each expected one."""
+        """Requires that arrays differ by at most ``bound``, relative to the largest entry of each expected array."""
         for path, error in errors(actual, expected):
             self.require(error <= bound, f"{message} at {path!r}, by {error:.1e} of the largest entry")
 
     def require_same_types(self, actual: PyTree, expected: PyTree, who: str) -> None:
-        """Requires the same structure, and for each array the same shape, dtype and weak type."""
+        """Requires that two trees have the same structure, and that arrays have the same shape, dtype and weak type."""
         structure, expected_structure = jax.tree.structure(actual), jax.tree.structure(expected)
         self.require(structure == expected_structure, f"{who} gives {structure}, not {expected_structure}")
         for path, *arrays in paired(actual, expected):
@@ -288,12 +297,12 @@ class Case:
 
 
 def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:
-    """Whether arrays differ by at most ``bound``, in units of the largest entry of each expected one."""
+    """Returns whether arrays differ by at most ``bound``, relative to the largest entry of each expected array."""
     return all(error <= bound for _, error in errors(actual, expected))
 
 
 def errors(actual: PyTree, expected: PyTree) -> Iterator[tuple[str, float]]:
-    """The path of each expected array, and the largest difference from it in units of its largest entry."""
+    """Yields the path of each expected array, and the largest difference from it relative to its largest entry."""
     for path, *arrays in paired(actual, expected):
         x, y = (np.asarray(w).astype(complex) for w in arrays)
         if x.shape == y.shape:
@@ -303,65 +312,65 @@ def errors(actual: PyTree, expected: PyTree) -> Iterator[tuple[str, float]]:
 
 
 def largest_entry(x: np.ndarray) -> float:
-    """The largest magnitude in an array; 0 if it is empty."""
+    """Returns the largest magnitude in an array, or 0 if it is empty."""
     return float(np.max(np.abs(x), initial=0.0))
 
 
 def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:
-    """The path and the array of each leaf."""
+    """Lists the leaves of a tree with their paths."""
     return [(path_text(path), leaf) for path, leaf in items(tree)]
 
 
 def paired(tree: PyTree, other: PyTree) -> Iterator[tuple[str, Any, Any]]:
-    """The path of each leaf of a tree, the leaf, and the leaf of another tree in its place."""
+    """Pairs the leaves of two trees, with the path of each leaf in the first tree."""
     leaves = zip(named_arrays(tree), named_arrays(other), strict=True)
     return ((path, x, y) for (path, x), (_, y) in leaves)
 
 
 def rounding(*trees: PyTree) -> float:
-    """64 units in the last place of the coarsest dtype in the trees."""
+    """Returns 64 times the machine epsilon of the coarsest dtype in the trees, or 0 if all are integers."""
     dtypes = [w.dtype for tree in trees for _, w in named_arrays(tree) if jnp.issubdtype(w.dtype, jnp.inexact)]
     return 64 * max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
 
 
 def equal(a: PyTree, b: PyTree) -> bool:
-    """Whether two trees hold the same bits at the same paths."""
+    """Returns whether two trees hold the same bits at the same paths."""
     return _bits(a) == _bits(b)
 
 
 def _bits(tree: PyTree) -> list[tuple[str, Any, tuple[int, ...], bytes]]:
-    """The path, the dtype, the shape and the bits of each array."""
+    """Lists the path, dtype, shape and bits of each array in a tree."""
     arrays = [(path, np.asarray(w)) for path, w in named_arrays(tree)]
     return [(path, x.dtype, x.shape, x.tobytes()) for path, x in arrays]
 
 
 def array_paths(tree: PyTree) -> list[str]:
-    """The path of each leaf."""
+    """Lists the paths of a tree's leaves."""
     return [path for path, _ in named_arrays(tree)]
 
 
 def _describe_type(w: Array) -> str:
-    """The dtype and the shape of an array, and whether its type is weak, as text."""
+    """Describes the dtype and shape of an array, and whether its type is weak, as text."""
     weak = "weakly typed " if jax.typeof(w).weak_type else ""
     return f"{weak}{w.dtype}{list(w.shape)}"
 
 
-# These use numpy, because JAX would compile a program for each operation and shape.
+# The functions below use NumPy, because JAX would compile a program for each operation and shape.
 def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
-    """The values that an optimizer moves, and the rest: fixed values and integers."""
+    """Splits a raw tree into the values that an optimizer trains, and the rest: fixed values and integers."""
     free = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
     rest = jax.tree.map(lambda w, x: x if w is None else None, free, raw, is_leaf=lambda x: x is None)
     return free, rest
 
 
 def move_randomly(raw: PyTree, key: Array) -> PyTree:
-    """The raw tree with random changes to free values: a generic point, unlike many a start."""
+    """Adds random numbers to the trainable values of a raw tree, because initial values are often special points."""
     free, rest = trainable(raw)
     return combine(move_along(free, normal(free, key), 0.1), rest)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:
-    """A tree like ``tree`` with standard normal numbers."""
+    """Returns a tree of standard normal numbers with the structure, shapes and dtypes of ``tree``."""
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
 
     def draw(w: Array) -> Array:
@@ -372,7 +381,7 @@ def normal(tree: PyTree, key: Array) -> PyTree:
 
 
 def move_along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
-    """``tree + by * direction``, computed in float32 or wider and cast back."""
+    """Computes ``tree + by * direction`` in float32 or wider, and casts the result back."""
 
     def step(w: Array, d: Array) -> Array:
         wide = np.promote_types(w.dtype, np.float32)
@@ -382,7 +391,10 @@ def move_along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
 
 
 def wrong_trees(raw: PyTree) -> Iterator[PyTree]:
-    """The raw tree with one wrong leaf: each leaf is wrong once, and each kind of error occurs."""
+    """Yields copies of a raw tree with one wrong leaf each: a missing leaf, a wrong shape or a wrong dtype.
+
+    Each leaf is wrong at least once, and each kind of error occurs, unless the tree has no leaves.
+    """
     leaves, treedef = jax.tree.flatten(raw)
     for count in range(max(3, len(leaves)) if leaves else 0):
         i = count % len(leaves)
@@ -393,12 +405,12 @@ def wrong_trees(raw: PyTree) -> Iterator[PyTree]:
 
 
 def batch_of_two(tree: PyTree) -> PyTree:
-    """A batch of two equal copies."""
+    """Stacks two equal copies of each array in a tree."""
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
 
 
 def clear_first_row(w: Array) -> np.ndarray:
-    """``w`` with zeros in its first row."""
+    """Returns a copy of ``w`` with zeros in its first row. A scalar does not change."""
     with_zeros = np.array(w)
     if with_zeros.size and with_zeros.ndim:
         with_zeros[0] = 0
@@ -406,7 +418,7 @@ def clear_first_row(w: Array) -> np.ndarray:
 
 
 def large(w: Array) -> Array:
-    """``w`` in float16, with 300 as its largest entry; complex numbers and integers do not change."""
+    """Converts ``w`` to float16, with 300 as its largest magnitude. Complex numbers and integers do not change."""
     if not jnp.issubdtype(w.dtype, jnp.floating):
         return w
     wide = np.asarray(w).astype(np.float32)
@@ -414,17 +426,17 @@ def large(w: Array) -> Array:
 
 
 def widened_if_inexact(w: Array) -> Array:
-    """``w`` in float32 or wider; integers do not change."""
+    """Converts ``w`` to float32 or wider. Integers do not change."""
     return jnp.asarray(np.asarray(w).astype(np.promote_types(w.dtype, np.float32))) if is_inexact(w) else w
 
 
 def in_double_precision(w: Array) -> Array:
-    """``w`` in double precision; integers do not change."""
+    """Converts ``w`` to double precision. Integers do not change."""
     return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if is_inexact(w) else w
 
 
 def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
-    """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
+    """Returns whether ``p`` takes the precision of ``params``, and all its values have at least ``bits`` bits."""
     try:
         trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
     except (ValueError, TypeError):
@@ -433,14 +445,14 @@ def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -
 
 
 def picklable(p: Parametrization) -> bool:
-    """Whether pickle finds the classes and functions in ``p`` by name."""
+    """Returns whether pickle finds the classes and functions in ``p`` by name."""
     classes = [type(stage) for stage in stages_of(p)]
     classes_by_name = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
     return not has_functions(p) and classes_by_name == classes
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Whether ``p`` holds something without a form in JSON: a predicate, or a function that is not from jax."""
+    """Returns whether ``p`` cannot be written as JSON: it holds a predicate, or a function that is not from jax."""
     try:
         p.to_json()
     except ValueError:
@@ -449,12 +461,12 @@ def has_functions(p: Parametrization) -> bool:
 
 
 def stages_of(p: Parametrization) -> tuple[Parametrization, ...]:
-    """The stages of a chain; of a stage, itself."""
+    """Returns the stages of a chain. A single stage is returned in a tuple."""
     return p.stages if isinstance(p, Chain) else (p,)
 
 
 def without_means(p: Parametrization) -> Parametrization:
-    """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
+    """Removes the random stages whose mean is not the array itself, because ``init`` ignores their mean."""
 
     def has_other_mean(stage: Parametrization) -> bool:
         mean = stage.deterministic
@@ -465,19 +477,19 @@ def without_means(p: Parametrization) -> Parametrization:
 
 
 def by_pickle(raw: PyTree) -> PyTree:
-    """Pickle of numpy arrays."""
+    """Writes and reads a raw tree with pickle, as NumPy arrays."""
     return pickle.loads(pickle.dumps(jax.tree.map(np.asarray, raw)))
 
 
 def by_flax(raw: PyTree) -> PyTree:
-    """Flax's msgpack bytes, with a target."""
+    """Writes and reads a raw tree as flax's msgpack bytes, with a target."""
     from flax import serialization
 
     return serialization.from_bytes(jax.tree.map(jnp.zeros_like, raw), serialization.to_bytes(raw))
 
 
 def by_orbax(raw: PyTree, *, alone: bool = False) -> PyTree:
-    """Orbax, with a template of shapes and dtypes, or without."""
+    """Writes and reads a raw tree with orbax, with a template of shapes and dtypes unless ``alone`` is True."""
     import orbax.checkpoint as ocp
 
     like = () if alone else (jax.tree.map(ocp.utils.to_shape_dtype_struct, raw),)
@@ -488,7 +500,7 @@ def by_orbax(raw: PyTree, *, alone: bool = False) -> PyTree:
 
 
 def by_safetensors(raw: PyTree) -> PyTree:
-    """Safetensors, flat, under the paths of the raw tree."""
+    """Writes and reads a raw tree with safetensors, as a flat dict from paths to arrays."""
     from safetensors import numpy
 
     paths, leaves, treedef = flatten_with_names(raw)
@@ -498,7 +510,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
 
 def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-    """The formats whose library is installed and takes the dtypes of ``raw``."""
+    """Returns the functions of all formats whose library is installed and can store ``raw``, by the format's name."""
     dtypes = [np.asarray(w).dtype.type for w in jax.tree.leaves(raw)]
     is_plain = all(issubclass(dtype, np.floating | np.integer) for dtype in dtypes)
     formats: list[tuple[str, Callable[[PyTree], PyTree], str, bool]] = [
@@ -512,5 +524,5 @@ def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
 
 
 def _is_of_dicts(raw: PyTree) -> bool:
-    """Whether a file that knows no classes can hold the tree: boxes and modules come back as dicts."""
+    """Returns whether a tree consists of dicts and leaves, because orbax without a template restores only dicts."""
     return all(map(_is_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])

@@ -1,6 +1,6 @@
 """The laws of parametrizations: run ``check_laws`` on your own stage.
 
-A law that is broken raises an ``AssertionError`` with the stage, the path and the size of the deviation.
+A broken law raises an ``AssertionError`` that names the stage, the path and the size of the deviation.
 """
 
 import copy
@@ -31,11 +31,11 @@ from reparax.testing._evidence import Case
 from reparax.training import combine, partition
 
 LAWS: dict[str, Callable[[Case], None]] = {}
-"""The laws by their names, in the order in which they are checked."""
+"""Maps the names of the laws to their checks, in the order in which they run."""
 
 
 def law(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Adds a law to :data:`LAWS`."""
+    """Adds a law to :data:`LAWS`; use it as a decorator."""
     LAWS[check.__name__] = check
     return check
 
@@ -45,22 +45,23 @@ def check_laws(
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    If the gradient of your stage is not that of its formula, as for rounding, set ``straight_through = True``. If the
-    mean of a random stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not
-    zero, because its draws must differ.
+    If the gradient of your stage is not the gradient of its formula, as for rounding, set ``straight_through = True``.
+    If the mean of a random stage is not the array itself, define ``mean_leaf``. Give a random stage a nonzero strength,
+    because its draws must differ.
 
     Args:
       p: A stage or a chain.
-      params: A tree of arrays that ``p`` takes, with generic values: not zero, not symmetric. Use small arrays: the
-        laws draw a thousand times, and compile about ten programs.
-      key: The key of all draws. Default: ``jax.random.key(0)``.
-      laws: The names of some laws, such as ``("gradients",)``. Default: all, which are ``right_inverse``, ``types``,
-        ``half_precision``, ``value_semantics``, ``transformations``, ``keys``, ``mean``, ``purity``, ``gradients``,
-        ``update``, ``update_base``, ``transfer``, ``chains``, ``selection``, ``checkpoints`` and ``plain_trees``.
+      params: A tree of arrays that ``p`` takes, with generic values, such as normal random numbers, rather than zeros
+        or symmetric matrices. Use small arrays: the laws draw a thousand times, and compile about ten programs.
+      key: The key of all draws. The default is ``jax.random.key(0)``.
+      laws: The names of the laws to check, such as ``("gradients",)``. By default, all laws are checked:
+        ``right_inverse``, ``types``, ``half_precision``, ``value_semantics``, ``transformations``, ``keys``, ``mean``,
+        ``purity``, ``gradients``, ``update``, ``update_base``, ``transfer``, ``chains``, ``selection``,
+        ``checkpoints`` and ``plain_trees``.
 
     Raises:
-      AssertionError: If a law is broken; the error says which, where and by how much.
-      ValueError: If there is no law of a name.
+      AssertionError: If a law is broken. The error says which law, where and by how much.
+      ValueError: If ``laws`` contains a name that no law has.
 
     Example:
       >>> import jax, reparax as rpx
@@ -78,15 +79,17 @@ def check_laws(
 
 @law
 def right_inverse(case: Case) -> None:
-    """``fold(init(w)) == w``, up to rounding, where the start of each stage lies in the image of the stages before it.
+    """Requires ``fold(init(w)) == w``, up to rounding, if each stage can represent the values that it gets from ``w``.
 
-    First, each stage must give back every array in its own image. A point of the image is found by changing the values
-    at random. Fixed values belong to the point from which they were made; with these, ``apply(init(...))`` must be a
-    projection: applied twice, it gives the same. Then the chain must give back a weight if each of its stages gives
-    back what it gets there, from the last one, which gets the weight, to the first. Where a stage does not, as
-    ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
-    mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean. A chain with a stage
-    of ``starts_elsewhere = True`` is not checked.
+    First, ``apply(init(...))`` of each stage must return every array in the stage's image unchanged. A point of the
+    image is found by changing raw values at random. If a stage has fixed values, they belong to the point that they
+    were initialized from, so ``apply(init(...))`` must be a projection: if it is applied twice, the result is the same.
+
+    Then the chain must return a weight unchanged if each of its stages does so with the tree that it gets, from the
+    last stage, which gets the weight, to the first. If a stage does not, as ``Symmetric`` in
+    ``Symmetric() >> WeightNorm()`` for most weights, the initial weight may differ from the given one. Random stages
+    whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean. A chain that
+    contains a stage with ``starts_elsewhere = True`` is not checked.
     """
     if any(stage.starts_elsewhere for stage in case.chain):
         return
@@ -110,9 +113,9 @@ def right_inverse(case: Case) -> None:
 
 @law
 def types(case: Case) -> None:
-    """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
+    """Requires the structure, shapes, dtypes and shardings of the model, unless the stage has ``changes_type``."""
     p, params = case.chain, case.params
-    key = case.key if p.stochastic else None  # a deterministic chain shares its program with fold
+    key = case.key if p.stochastic else None  # If the chain is deterministic, reuse the program compiled for fold.
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
         same_paths = evidence.array_paths(effective) == evidence.array_paths(params)
         case.require(same_paths, "the effective tree has different paths")
@@ -123,7 +126,7 @@ def types(case: Case) -> None:
 
 
 def _require_shardings(case: Case, key: Array | None) -> None:
-    """An effective array keeps its sharding if a raw value of its path and shape has it."""
+    """Requires an effective array to keep its sharding if a raw value of the same path and shape has this sharding."""
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
 
@@ -143,11 +146,11 @@ def _require_shardings(case: Case, key: Array | None) -> None:
 
 @law
 def half_precision(case: Case) -> None:
-    """Entries of some hundreds in float16, whose squares overflow, give the same results as in float32.
+    """Requires equal results in float16 and float32 for entries of a few hundred, whose squares overflow in float16.
 
-    The tolerance is a quarter of the largest entry, because a rounded number may move by a step of a grid. Numbers that
-    float16 cannot hold are left out, and so are stages that do not take it; a stage that takes it and returns another
-    type breaks the law.
+    The tolerance is a quarter of the largest entry, because a rounded number may move by one step of its grid. Results
+    that float16 cannot hold are left out, and so are stages that do not take float16. A stage that takes float16 and
+    returns another type breaks the law.
     """
     half = jax.tree.map(evidence.large, case.params)
     try:
@@ -168,13 +171,13 @@ def half_precision(case: Case) -> None:
 
 
 def _is_wrong_type(error: BaseException | None) -> bool:
-    """Whether an error is a WrongType, or was raised because of one."""
+    """Returns whether an error is a WrongType, or was raised because of one."""
     return error is not None and (isinstance(error, WrongType) or _is_wrong_type(error.__cause__))
 
 
 @law
 def value_semantics(case: Case) -> None:
-    """Copies are equal, have equal hashes and are traced only once; a parametrization has no leaves."""
+    """Requires that copies are equal, hash equally and are traced only once, and that there are no pytree leaves."""
     p = case.chain
     copies = [copy.deepcopy(p)]
     if evidence.picklable(p):
@@ -190,7 +193,7 @@ def value_semantics(case: Case) -> None:
 
 @law
 def transformations(case: Case) -> None:
-    """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
+    """Requires ``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint`` and ``shard_map`` to agree with eager results."""
     p, params, key = case.chain, case.params, case.key
     raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     results = {
@@ -218,7 +221,10 @@ def transformations(case: Case) -> None:
 
 @law
 def keys(case: Case) -> None:
-    """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
+    """Requires that equal keys give equal values, and that deterministic chains need no key.
+
+    The noise on an array must not correlate with the noise on other arrays, and new parameters must not change it.
+    """
     p, raw, key = case.chain, case.raw, case.key
     draw, mean_draw = (evidence.compiled_apply(chain, raw, key) for chain in (p, p.deterministic))
     is_fixed = not p.deterministic.stochastic and evidence.equal(evidence.compiled_fold(p, raw), mean_draw)
@@ -235,7 +241,7 @@ def keys(case: Case) -> None:
 
 
 def _require_draws_beside_new_parameter(case: Case, params: dict[str, PyTree]) -> None:
-    """The draws of parameters do not change with a new one beside them."""
+    """Requires that the draws of parameters do not change if a new parameter is added to the model."""
     p, key = case.chain, case.key
     raw = p.init(params, key)
     larger_raw = p.init({**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}, key)
@@ -243,14 +249,14 @@ def _require_draws_beside_new_parameter(case: Case, params: dict[str, PyTree]) -
     def are_equal(a: PyTree, b: PyTree) -> bool:
         return all(evidence.equal(a[name], b[name]) for name in params)
 
-    # Where arrays are parametrized together, a new one may change what the others are without noise.
+    # If arrays are parametrized together, a new one may change the others even without noise, so it is not checked.
     if are_equal(p.fold(larger_raw), p.fold(raw)):
         same_draws = are_equal(p.apply(larger_raw, key), p.apply(raw, key))
         case.require(same_draws, "the draws of old parameters change with a new one")
 
 
 def _require_independent(case: Case) -> None:
-    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated up to sampling error.
+    """Requires the noise on arrays of equal shape to be uncorrelated, up to sampling error. Tied arrays are left out.
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
@@ -273,11 +279,12 @@ def _require_independent(case: Case) -> None:
 
 @law
 def mean(case: Case) -> None:
-    """The mean of each random stage equals its replacement in ``deterministic``.
+    """Requires the mean of each random stage to equal the result of its replacement in ``deterministic``.
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
-    stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
-    draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
+    stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, which are estimated
+    from the draws. This is tested for each entry, for the average of an array, and for its average weighted by the
+    claimed mean.
     """
     for index, stage in enumerate(evidence.stages_of(case.chain)):
         if stage.stochastic:
@@ -285,7 +292,7 @@ def mean(case: Case) -> None:
 
 
 def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
-    """The mean of 1024 draws of the stage of an index is the one that it claims."""
+    """Requires the mean of 1024 draws of the stage at ``index`` to be the mean that the stage claims."""
     claimed_mean, sums, squares = evidence.deviations(case.chain, index, case.raw, jax.random.split(case.key, 1024))
     rounding = evidence.rounding(claimed_mean)
     triples = zip(evidence.paired(claimed_mean, sums), evidence.named_arrays(squares), strict=True)
@@ -300,7 +307,7 @@ def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
 
 @law
 def purity(case: Case) -> None:
-    """Inputs do not change, and random stages leave the raw tree unchanged."""
+    """Requires that inputs do not change, and that random stages do not change the raw tree."""
     p, key = case.chain, case.key
     copies = jax.tree.map(np.array, case.params), jax.tree.map(np.array, case.raw)
     originals = jax.tree.map(np.array, copies)
@@ -314,11 +321,11 @@ def purity(case: Case) -> None:
 
 @law
 def gradients(case: Case) -> None:
-    """Gradients agree with finite differences, are finite even for zeros, and are not all zero for any array.
+    """Requires that gradients agree with finite differences, are finite even for zeros, and vanish for no array.
 
-    The last is tested at a generic point: at the start, a gradient may be zero because another factor is zero. Finite
-    differences use double precision, or single if the stage takes no other. They are skipped for stages with
-    ``straight_through = True``.
+    Whether they vanish is tested at a generic point, because an initial gradient may be zero if another factor is zero.
+    Finite differences use double precision, or single precision if the stage does not take double. They are skipped for
+    stages with ``straight_through = True``.
     """
     p, params, key = case.chain, case.params, case.key
     for where, point in {
@@ -342,7 +349,7 @@ def gradients(case: Case) -> None:
 
 
 def _require_slope(case: Case, step: float, bound: float) -> None:
-    """Requires that the gradient in a random direction is a central difference with this step."""
+    """Requires the gradient in a random direction to agree with a central difference of the given step."""
     free, rest = evidence.trainable(case.moved)
     direction = evidence.normal(free, jax.random.fold_in(case.key, 1))
 
@@ -359,9 +366,9 @@ def _require_slope(case: Case, step: float, bound: float) -> None:
 
 
 def _advice_on_slope(case: Case) -> str:
-    """What to do about a gradient that is not the slope."""
+    """Suggests what to do about a gradient that differs from the slope."""
     has_doubles = any(x.dtype == np.float64 for _, x in evidence.named_arrays(evidence.trainable(case.moved)[0]))
-    # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
+    # Numbers that are rounded to float32 move in steps, which the gradient does not show.
     if has_doubles and "new_dtype=float32" in str(jax.make_jaxpr(case.chain.apply)(case.moved, case.key)):
         return "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
     return "if that is intended, set `straight_through = True`"
@@ -369,7 +376,10 @@ def _advice_on_slope(case: Case) -> str:
 
 @law
 def update(case: Case) -> None:
-    """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
+    """Requires ``update`` to change only the numbers of fixed values, and to be deterministic for a tree and a key.
+
+    Stages with ``moves_weights = True`` may also change trainable values.
+    """
     p, key, raw = case.chain, case.key, case.moved
     first_result, second_result = evidence.update_raw(p, raw, key), evidence.update_raw(p, raw, key)
     case.require(evidence.equal(first_result, second_result), "the same raw tree and key give different results")
@@ -379,7 +389,7 @@ def update(case: Case) -> None:
         "under jit it": lambda: compiled_step(raw),
         "a second one": lambda: compiled_step(compiled_step(raw)),
     }
-    for who, step in ways.items():  # in order, because a stage cannot read the result of a wrong update
+    for who, step in ways.items():  # The order matters: a second update would fail on the result of a wrong first one.
         actual = step()
         case.require_same_types(actual, raw, who)
         if not any(stage.moves_weights for stage in evidence.stages_of(p)):
@@ -389,7 +399,7 @@ def update(case: Case) -> None:
 
 @law
 def update_base(case: Case) -> None:
-    """``update_base`` keeps the effective tree, up to rounding, and the types of the raw tree."""
+    """Requires ``update_base`` to keep the effective tree, up to rounding, and the types of the raw tree."""
     rebased, effective = (
         evidence.compiled_update_base(case.chain, case.moved),
         evidence.compiled_fold(case.chain, case.moved),
@@ -401,7 +411,7 @@ def update_base(case: Case) -> None:
 
 @law
 def transfer(case: Case) -> None:
-    """``transfer(p, p, raw)`` changes no bit."""
+    """Requires that ``transfer(p, p, raw)`` does not change a single bit."""
     actual = evidence.compiled_transfer(case.chain, case.moved)
     same_paths = evidence.array_paths(actual) == evidence.array_paths(case.moved)
     case.require(same_paths, "`transfer(p, p, raw)` has different paths")
@@ -411,10 +421,10 @@ def transfer(case: Case) -> None:
 
 @law
 def chains(case: Case) -> None:
-    """Before and after another stage, it gives the same results as alone, even after an update.
+    """Requires the same results before and behind another stage as alone, even after an update.
 
-    The other stage is twice its raw value. Behind it, the stage has raw values that the other one computes; before it,
-    the stage sees raw values of the other in place of arrays. Its draws are the same.
+    The other stage doubles its raw value. Behind it, the tested stage has raw values that the other stage computes.
+    Before it, the tested stage acts on raw values of the other stage in place of arrays. Its draws must be the same.
     """
     try:
         results = evidence.beside_another(case.chain, case.params, case.key)
@@ -430,7 +440,7 @@ def chains(case: Case) -> None:
 
 @law
 def selection(case: Case) -> None:
-    """A selection that matches nothing is an error, in every form of ``where``."""
+    """Requires an error if a selection matches nothing, for every form of ``where``."""
     name = "no such path"
 
     def none(path: str, array: Any) -> bool:
@@ -449,7 +459,7 @@ def selection(case: Case) -> None:
 
 @law
 def checkpoints(case: Case) -> None:
-    """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
+    """Requires raw trees and configurations to survive every installed file format, and wrong trees to raise errors."""
     p, params, raw = case.chain, case.params, case.raw
     for way, there_and_back in evidence.installed_formats(raw).items():
         raw_again = there_and_back(raw)
@@ -467,7 +477,7 @@ def checkpoints(case: Case) -> None:
 
 @law
 def plain_trees(case: Case) -> None:
-    """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
+    """Requires ``p.fold(raw)`` to be a tree of plain arrays with the structure of the model's parameters."""
     effective = case.chain.fold(case.raw)
     structure = jax.tree.structure(effective)
     expected = jax.tree.structure(case.params)

@@ -1,4 +1,4 @@
-"""What a training step must have done to fixed values."""
+"""Checks that a training step moved fixed values as the chain's ``update`` does."""
 
 from typing import Any
 
@@ -14,21 +14,25 @@ from reparax.training import combine, partition
 
 
 def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
-    """Checks that one training step moved fixed values as ``p.update`` does, and no others; use it in a test.
+    """Checks that one training step moved fixed values as ``p.update`` does, and in no other way; use it in a test.
 
-    It finds an optimizer that moves what is frozen, as weight decay does, and a step that calls ``p.update`` never, or
-    twice. Pass two raw trees of your own training, one step apart, and before training has converged.
+    This catches an optimizer that changes frozen weights (for example, through weight decay) and a training step that
+    calls ``p.update`` zero times or twice. Pass two raw trees of your own training that are one step apart, from before
+    training has converged.
 
-    What reads a key or gradients in ``update``, such as the masks of :class:`SET` and :class:`RigL`, is not checked.
+    Values that need a key or gradients in ``update``, such as the masks of :class:`SET` and :class:`RigL`, are not
+    checked.
 
     Args:
       p: The chain.
       before: The raw tree before the step.
-      after: The raw tree after it.
+      after: The raw tree after the step.
 
     Raises:
-      AssertionError: If a fixed value is not what ``p.update`` makes of the old fixed and the new free ones.
-      ValueError: If a fixed value moved that ``p.update`` does not advance, or if the trees are none of the chain.
+      AssertionError: If a fixed value differs from the result of ``p.update`` for the old fixed values and the new
+        trainable values.
+      ValueError: If the step moved a fixed value that ``p.update`` does not change, or if the trees do not belong to
+        the chain.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -49,7 +53,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     old_values, new_values = partition(before)[1], partition(after)[1]
     expected_values = partition(p.update(combine(partition(after)[0], old_values)))[1]
     rows = zip(items(new_values), jax.tree.leaves(old_values), jax.tree.leaves(expected_values), strict=True)
-    # `update` leaves what it does not advance as the same object.
+    # If `update` does not advance a value, it returns the same object.
     advanced = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
     if lines := [f"\n  {path}: got {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
         raise AssertionError(
@@ -59,7 +63,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
-    """What a value is instead of the expected one; empty if they differ by rounding alone."""
+    """Describes how a value differs from the expected one. The text is empty if the difference is only rounding."""
     eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
     ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
