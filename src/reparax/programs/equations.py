@@ -223,13 +223,13 @@ class Gather(View, names=("gather",)):
         ``row``, it is None if the indices have more columns.
         """
         numbers = self.dimension_numbers
-        if self.row is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
+        if self.entry_axis_and_column is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
             return None
-        axis, _ = self.row
+        axis, _ = self.entry_axis_and_column
         return axis if tuple(numbers.start_index_map) == (axis,) else None
 
     @property
-    def row(self) -> tuple[int, int] | None:
+    def entry_axis_and_column(self) -> tuple[int, int] | None:
         """The axis of the operand along which slices have one entry, and the column of the indices that chooses it.
 
         For the look-up of the matrices ``w[experts]`` of shape (tokens, i, o), it is (0, 0). It is None if slices are

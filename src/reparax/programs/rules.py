@@ -231,13 +231,13 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     Args:
       view: The look-up.
       x: The weight.
-      operands: The indices, as the only element. They select along the axis ``view.row``.
+      operands: The indices, as the only element. They select along the axis ``view.entry_axis_and_column``.
       nearest: Whether an index outside of the axis gives the nearest entry, whatever the mode of the equation.
     """
     (indices,) = operands
-    if view.row is None or isinstance(indices, Sum) or not (nearest or _can_fill_factors(view)):
+    if view.entry_axis_and_column is None or isinstance(indices, Sum) or not (nearest or _can_fill_factors(view)):
         return None
-    axis, column = view.row
+    axis, column = view.entry_axis_and_column
     offset = view.dimension_numbers.offset_dims
     rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
     kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
