@@ -210,13 +210,13 @@ def test_another_gather_has_no_axis(function):
 
 
 def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
-    assert the(Gather, lambda x, n: jnp.take(x, n[:, 0], 1), X, N).row == (1, 0)
+    assert the(Gather, lambda x, n: jnp.take(x, n[:, 0], 1), X, N).entry_axis_and_column == (1, 0)
     view = the(Gather, lambda x, n: jax.vmap(lambda i: x[i])(n[:, 0]), X, N)
-    assert (view.row, view.removed_axes) == ((0, 0), ())
+    assert (view.entry_axis_and_column, view.removed_axes) == ((0, 0), ())
     view = the(Gather, lambda x, n: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, 1))(n[:, 0]), X, N)
-    assert view.row == (1, 1)
+    assert view.entry_axis_and_column == (1, 1)
     numbers = lax.GatherDimensionNumbers((1, 2, 3), (), (0,))
-    assert the(Gather, lambda x, n: lax.gather(x, n[:, :1], numbers, (1, 3, 4)), X, N).row == (0, 0)
+    assert the(Gather, lambda x, n: lax.gather(x, n[:, :1], numbers, (1, 3, 4)), X, N).entry_axis_and_column == (0, 0)
     for other in (
         lambda x, n: x[n, n],
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
