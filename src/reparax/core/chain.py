@@ -439,7 +439,7 @@ class Parametrization(Static, ABC):
     _is_layout: ClassVar[bool] = False
     """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields in which a stage of the same class may differ for ``_convert`` to take its raw values."""
+    """The fields in which two stages of this class may differ if ``_convert`` is to convert their raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts raw values of the stage ``old`` to raw values of this stage for the same array; for ``transfer``.
@@ -552,7 +552,7 @@ class Parametrization(Static, ABC):
         """
         return ()
 
-    if not TYPE_CHECKING:  # Type checkers are to report a call of a chain.
+    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report the call of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
             """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
@@ -736,7 +736,7 @@ def from_json(text: str) -> Parametrization:
         to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
-    A text from a stranger cannot run their code, but be as careful as with their code: a regular expression with nested
+    A text from an untrusted source cannot run code, but treat it with the same care: a regular expression with nested
     repetitions can take years to match, and a rank or a count can need more memory than there is. Read such a text
     first, or try it in a process that you can kill.
 

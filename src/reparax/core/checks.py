@@ -1,6 +1,6 @@
 """Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one.
 
-A ``require_...`` function returns None, or raises an error that says what was expected, what came and what to do.
+A ``require_...`` function returns None, or raises an error that says what was expected, what was found and what to do.
 Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
 """
 

@@ -149,7 +149,7 @@ def _find_public(module: str, name: str) -> Any:
 def function_name(function: Callable[..., Any]) -> str | None:
     """Returns the public name of a JAX array function, such as ``jax.numpy.transpose``; None for other functions."""
     name = str(getattr(function, "__name__", ""))
-    # Several modules may export one function: `jax.numpy` comes first, and a module before its submodules.
+    # Several modules may export one function. Try `jax.numpy` first, and each module before its submodules.
     modules = [module for module in list(sys.modules) if _is_public(module)]
     for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package_of(module)), module)):
         if _find_public(module, name) is function:

@@ -73,7 +73,7 @@ def number_field(
 
     Args:
       positive: Whether a known number must be finite and greater than 0.
-      per_array: Whether it may differ between arrays, as described at :class:`Perturbation`.
+      per_array: Whether the number may differ between arrays, as described at :class:`Perturbation`.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -146,7 +146,7 @@ class Static:
         super().__init_subclass__(**kwargs)
         if Static in cls.__bases__:  # This is `Parametrization`, which has no instances.
             return
-        if "__dataclass_fields__" not in cls.__dict__:  # A dataclass with slots is created twice.
+        if "__dataclass_fields__" not in cls.__dict__:  # Skip the second class that `dataclass(slots=True)` creates.
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
@@ -248,7 +248,7 @@ def _make_dataclass(cls: Any) -> None:
     own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
     cls._checks = {**cls._checks, **own_checks}
     cls.__init__ = _with_python_scalars(cls.__init__)
-    # The methods of `Static` replace those of `dataclass`, also if the class is decorated as a frozen dataclass again.
+    # The methods of `Static` replace those of `dataclass`, even if the class is decorated as a frozen dataclass again.
     del cls.__setattr__, cls.__delattr__
     for name in ("__repr__", "__eq__", "__hash__"):
         if vars(cls).get(name) is None:
@@ -278,7 +278,7 @@ def _with_python_scalars(init: Callable[..., None]) -> Callable[..., None]:
         if unknown := [name for name in kwargs if name not in names]:
             raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], names)}")
         init(self, *config.as_python(args), **config.as_python(kwargs))
-        # Convert also the defaults, and the values that `__post_init__` computes.
+        # Convert the defaults too, and the values that `__post_init__` computes.
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
         for name, value in config.as_python(values).items():
             object.__setattr__(self, name, value)
@@ -295,7 +295,7 @@ class FieldOf(Generic[V]):
     ``std: FieldOf[float | Mapping[str, float]]`` takes a dict when the stage is built, but formulas read a number.
     """
 
-    if TYPE_CHECKING:  # A data descriptor may have different types for setting and reading.
+    if TYPE_CHECKING:  # A data descriptor may declare different types for setting and reading.
 
         def __get__(self, stage: Any, owner: Any = None) -> Any: ...
         def __set__(self, stage: Any, value: V) -> None: ...
@@ -421,7 +421,7 @@ def by_array(check: Check) -> Check:
             return value
         if isinstance(value, ByPath | Mapping):
             return _check_by_path(value, who, name, check)
-        # A function of one argument is taken for a schedule, which `check` refuses.
+        # A function of one argument is treated as a schedule, which `check` rejects.
         takes_array = callable(value) and can_take(value, 2, if_unknown=False)
         return ByArray(value, check, who) if takes_array else check(value, who, name)
 

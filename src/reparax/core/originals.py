@@ -82,7 +82,7 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
     There are four cases:
       - A stage without markers changes arrays in place, so it is left out.
       - A layout, such as ``Split``, only moves numbers, so its own formula gives the arrays.
-      - If no array has an original, but all values are fixed, as the codes of ``Quantized``, the stage's own formula
+      - If no array has an original, but all values are fixed, like the codes of ``Quantized``, the stage's own formula
         decodes them.
       - Otherwise a new site gives each array from the raw value that holds it: for ``LoRA``, from the fixed ``w``.
 

@@ -46,8 +46,8 @@ class Step:
 
     Attributes:
       stage: The stage itself, even if the chain has its mean instead.
-      sites: The sites at which it acts.
-      output_types: The types of the arrays that it computes, by their key paths.
+      sites: The sites at which the stage acts.
+      output_types: The types of the arrays that the stage computes, by key path.
       draws: Whether the step draws random numbers. If it does not, a random stage computes its mean.
     """
 
@@ -118,7 +118,7 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
     that are not in ``stages``, they remain in the tree after all steps, where :func:`require_no_markers` finds them.
     """
     tree, steps = raw.types(), list[Step]()
-    # Numbers the stages of one kind on one array, so that each draws different random numbers.
+    # Count the stages of one kind on each array, so that each stage draws different random numbers.
     counts = Counter[tuple[str, str | None]]()
     for i, stage_or_mean in enumerate(stages):
         stage = stage_or_mean._unwrapped
@@ -220,7 +220,7 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
 
 
 PendingNoise = dict[Names, tuple[Site, Array]]
-"""For each place, noise that is drawn but not yet added to the array there: its site, and its standard normal draw."""
+"""Maps a key path to noise that is drawn but not yet added to its array: the site, and standard normal numbers."""
 
 
 def run_steps(
@@ -316,7 +316,7 @@ def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: 
       later: Stages that have not run yet, whose markers may remain in the tree.
     """
     for place in tree.arrays:
-        # The outermost marker: `@weight_norm` at the place `("w", "@weight_norm", "v")`.
+        # Find the outermost marker, such as `@weight_norm` in the key path `("w", "@weight_norm", "v")`.
         mark = next((name for name in place if name.startswith("@")), None)
         if mark is not None and kind_of(mark) not in {stage.kind for stage in later}:
             raise _left_marker_error(who, tree, parameter_path(place), mark, advice)

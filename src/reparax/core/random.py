@@ -273,7 +273,7 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
     one_bits = np.ones((), dtype).view(words.dtype)  # The sign and exponent of a number in [1, 2).
-    # Take as many of the first bits of each word as the mantissa has.
+    # Keep the first bits of each word, as many as the mantissa has.
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 

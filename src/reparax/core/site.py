@@ -1,8 +1,8 @@
 """A site: a stage at one array, or at a group of arrays that it computes together.
 
-A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. Formulas of a stage know no
-places: they call each array by a name such as ``"w"``, and each raw value by a name such as ``"g"`` or ``"v"``. A site
-says at which places these are. In a raw tree, the raw values of an array are in a marker dict, at the key path
+A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. The formulas of a stage do not
+see places: they use a name such as ``"w"`` for each array, and a name such as ``"g"`` or ``"v"`` for each raw value. A
+site maps these names to places. In a raw tree, the raw values of an array are in a marker dict, at the key path
 ``(*place, "@kind")``. :class:`WeightNorm` at ``("dense", "kernel")``, for example, has the site
 
     arrays = {"w": ("dense", "kernel")}
