@@ -107,8 +107,8 @@ class Parametrization(Static, ABC):
 
         If the chain cannot represent ``params``, the effective tree is another one; see the class. Arrays that no stage
         changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw tree also
-        deletes them in ``params``. If you need ``params`` later, copy them: ``raw = jax.tree.map(jnp.copy,
-        p.init(params))``.
+        deletes them in ``params``. If you need ``params`` later, copy them:
+        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.

@@ -134,7 +134,7 @@ class Static:
 
     kind: ClassVar[str]
     """The name of the stage in the markers of raw trees, such as ``weight_norm``; by default, it is derived from the
-    class name. Set it if another class has that name, or if you rename the class and still read old raw trees."""
+    class name. Set it if another class has that name, or if you rename the class but still need old raw trees."""
     raw_values: ClassVar[Values] = {}
     """The declaration of each raw value: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for
     all other names. A value with no entry defaults to auxiliary if any entry marks a main value; otherwise it defaults
@@ -188,7 +188,7 @@ class Static:
             return hash((type(self), self._compared()))  # If a field holds an array, the error names it.
 
     def _compared(self) -> tuple[Any, ...]:
-        """Returns the values of the fields that equality and hash use. Raises an error if one of them has an array."""
+        """Returns the values of fields that equality and hash use. Raises an error if one of them holds an array."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if config.holds_array(values):
             name = next(name for name, value in values.items() if config.holds_array(value))

@@ -107,9 +107,9 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
 def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
     """Maps each array of a site to the names of the raw values that ``init`` sets to the array itself, as an object.
 
-    For ``WeightNorm()`` the result is ``{"w": []}``, because ``v`` is a scaled copy. For ``LoRA`` it is ``{"w":
-    ["w"]}``, where the second ``"w"`` is the name of the fixed value. ``types`` are the types of the effective arrays;
-    ``init`` is only traced.
+    For ``LoRA`` the result is ``{"w": ["w"]}``, where the second ``"w"`` is the name of the fixed value. For
+    ``WeightNorm()`` it is ``{"w": []}``, because ``v`` is a scaled copy. ``types`` are the types of the effective
+    arrays; ``init`` is only traced.
     """
     names = dict[str, list[str]]()
 

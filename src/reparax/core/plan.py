@@ -229,9 +229,9 @@ def run_steps(
     """Returns the given arrays, together with those that the steps compute from them.
 
     For ``WeightNorm``, the result holds ``w`` beside its raw values ``g`` and ``v``. Noise is added only when another
-    step reads the array, or at the end, so that consecutive noises on one array can be merged: ``VarNoise(3.0) >>
-    VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a key; without one, other random
-    steps compute their means.
+    step reads the array, or at the end, so that consecutive noises on one array can be merged. For example,
+    ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a key; without
+    one, other random steps compute their means.
 
     Args:
       steps: Consecutive steps of a plan.

@@ -134,7 +134,7 @@ def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: An
 
 
 def stage_key(stage: Any) -> Any:
-    """Returns a hashable key of a stage. If the keys of two stages are equal, their formulas compute the same.
+    """Returns a hashable key of a stage. If two stages have equal keys, their formulas compute the same results.
 
     One trace then serves both stages. A stage whose fields have no exact text, such as one with a traced number, is
     equal only to itself. The stage is part of the key because its text alone does not distinguish classes.
