@@ -174,7 +174,7 @@ def code(value: Any) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
     public = function_name(value) if callable(value) else None
-    name = public or getattr(value, "__qualname__", None)  # JSON cannot name this function or class.
+    name = public or getattr(value, "__qualname__", None)  # Falls back to the value's own name.
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
@@ -301,7 +301,8 @@ def find_functions(value: Any) -> Any:
 def _advice(name: str) -> str:
     """Returns advice for an error, for a ``name`` in JSON that no class has.
 
-    The module of a user's class may not have been imported. A stage of this package was removed, or is newer.
+    The module of a user's class may not have been imported. A stage of this package was either removed, or added in a
+    newer version.
     """
     package = __name__.partition(".")[0]
     if not name.startswith(f"{package}."):

@@ -171,9 +171,9 @@ def _swaps(site: Site, values: RawValues) -> list[Swap]:
 def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
     """Returns the raw tree with types in place of arrays, and the parameter axis that each of its axes follows.
 
-    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry ``(("w",), (None,
-    1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced keep their entries.
-    If the axes of ``params`` themselves follow those of other arrays, ``origins`` says which ones.
+    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry
+    ``(("w",), (None, 1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced
+    keep their entries. If the axes of ``params`` themselves follow those of other arrays, ``origins`` says which ones.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
