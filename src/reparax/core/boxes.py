@@ -22,7 +22,7 @@ from reparax.core.paths import Names, axis_metadata, is_box, is_empty, is_flax_i
 
 
 class RawAxisNames(tuple[Any, ...]):
-    """The axis names of a raw value, which remember those of its parameter, so that its box can be restored.
+    """The axis names of a raw value, together with those of its parameter, so that its box can be restored.
 
     For a kernel with the names ``("embed", "mlp")``, the ``g`` of ``WeightNorm`` has the names ``(None, "mlp")``.
 
@@ -33,7 +33,7 @@ class RawAxisNames(tuple[Any, ...]):
     of_parameter: Any
 
     def __eq__(self, other: object) -> bool:
-        """Whether both names are equal; a plain tuple is compared with those of the raw value alone."""
+        """Returns whether all names are equal; a plain tuple is compared with those of the raw value alone."""
         same_parameter = not isinstance(other, RawAxisNames) or self.of_parameter == other.of_parameter
         return tuple.__eq__(self, other) and same_parameter
 
@@ -41,15 +41,15 @@ class RawAxisNames(tuple[Any, ...]):
 
 
 def value_in(box: Any) -> Any:
-    """The one value in a box or variable: an array, or a dict or ``()`` that stands for it in a raw tree."""
+    """Returns the one value in a box or variable: an array, or a dict or ``()`` that stands for it in a raw tree."""
     (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
     return value
 
 
 def is_box_of_one(x: object) -> bool:
-    """Whether ``x`` is a box around one array, or around the marker dict that replaces it.
+    """Returns whether ``x`` is a box around one array, or around the marker dict that replaces it.
 
-    False for a box around a tree of several arrays, such as an nnx variable that holds a state.
+    This is false for a box around a tree of several arrays, such as an nnx variable that holds a state.
     """
     if not is_box(x):
         return False
@@ -58,7 +58,7 @@ def is_box_of_one(x: object) -> bool:
 
 
 def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:
-    """A copy of a box with a new value, and with new axis names if they are not None.
+    """Copies a box with a new value, and with new axis names if they are not None.
 
     An nnx variable without axis names gets them under the key of newer versions of flax.
     """
@@ -68,33 +68,34 @@ def with_value(box: Any, value: Any, names: Sequence[Any] | None = None) -> Any:
 
 
 def axis_entries(box: Any) -> Any:
-    """The axis name, or the mesh axes, of each axis of a box; None if it has none."""
+    """Returns the axis name, or the mesh axes, of each axis of a box; None if the box has none."""
     names = axis_metadata(box)
     return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def is_unnamed_variable(box: Any) -> bool:
-    """Whether a box is an nnx variable without axis names."""
+    """Returns whether a box is an nnx variable without axis names."""
     return is_flax_instance(box, "Variable") and axis_metadata(box) is None
 
 
 def is_moved_to_values(box: Any) -> bool:
-    """Whether, in a raw tree, the box of a parameter becomes one around each raw value, not around the marker dict.
+    """Returns whether, in a raw tree, the box of a parameter is replaced by one box around each raw value.
 
-    Linen boxes without axis names stay around the marker dict, as there is nothing to move to an axis.
+    Linen boxes without axis names stay around the marker dict, because they have no names to move to an axis.
     """
     return is_box(box) and (axis_entries(box) is not None or is_unnamed_variable(box))
 
 
 def box_of_parameter(boxes: Iterable[Any]) -> Any:
-    """The box of a parameter, from those of its raw values; None if other code has rebuilt these boxes.
+    """Restores the box of a parameter from those of its raw values; None if other code has rebuilt these boxes.
 
-    The first box that knows enough is used: an nnx variable without names, a variable at a place without a value of its
-    own, which keeps the parameter's names, or a box with :class:`RawAxisNames`. Its value is not that of the parameter.
+    The first box with enough information is used: an nnx variable without names; a variable at a place without a value
+    of its own, which keeps the parameter's names; or a box with :class:`RawAxisNames`. The value in the result is not
+    that of the parameter.
     """
     for box in filter(is_moved_to_values, boxes):
         names = axis_entries(box)
-        if is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # a place without a value of its own
+        if is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # A tuple marks a place without a value.
             return box
         if isinstance(names, RawAxisNames):
             return with_value(box, value_in(box), names.of_parameter)
@@ -104,17 +105,17 @@ def box_of_parameter(boxes: Iterable[Any]) -> Any:
 def boxes_of_values(
     boxes: Mapping[Names, Any], params: Mapping[Names, Any], raw: Mapping[Names, Any], origins: Origins
 ) -> dict[Names, Any]:
-    """The box of each raw value whose parameter has one, in which an axis has the name of the axis that it follows.
+    """Returns the box of each raw value whose parameter has one; each axis gets the name of the axis it follows.
 
     Args:
       boxes: The boxes of parameters, by their places.
       params: The arrays of the model.
       raw: The arrays of the raw tree.
-      origins: For each raw value, the axes of a parameter that its axes follow; may be empty if no box has axis names.
+      origins: Maps each raw value to the parameter axes that its axes follow; may be empty if no box has axis names.
     """
     found = dict[Names, Any]()
     for place, x in raw.items():
-        # The names before the first marker are the place of the parameter. Without a marker, it has no raw values.
+        # The names before the first marker are the parameter's place. A parameter without a marker has no raw values.
         n = next((i for i, name in enumerate(place) if name.startswith("@")), len(place))
         box = boxes.get(place[:n])
         if n == len(place) or not is_moved_to_values(box):
@@ -132,9 +133,9 @@ def boxes_of_values(
 def _names_of_axes(box: Any, ndim: int, axes: Sequence[int | None]) -> Iterator[Any]:
     """Yields the names that the box of an array with ``ndim`` axes gives to some of its axes; None for a None.
 
-    With the names ``("embed", "mlp")``, the axes ``(None, 1)`` have the names ``(None, "mlp")``. A box
-    may have fewer names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have more,
-    and then all axes are unnamed.
+    With the names ``("embed", "mlp")``, the axes ``(None, 1)`` have the names ``(None, "mlp")``. A box may have fewer
+    names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have more names, and then
+    all axes are unnamed.
     """
     names = () if box is None else tuple(axis_entries(box) or ())
     for axis in axes:

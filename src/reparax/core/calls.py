@@ -14,19 +14,19 @@ from reparax.core.random import check_key, is_one_key
 from reparax.numerics.arithmetic import is_array
 
 BY_HAND = "by hand"
-"""The value of ``updates`` by which users say that their training loop calls ``p.update`` itself."""
+"""The value of ``updates`` with which users promise that their training loop calls ``p.update`` itself."""
 
 
 def require_by_hand(who: str, updates: object) -> None:
-    """Requires that the argument ``updates`` of ``who`` is None or :data:`BY_HAND`, the only promise it can hold."""
+    """Requires that the argument ``updates`` of ``who`` is None or :data:`BY_HAND`; no other value is allowed."""
     if updates not in (None, BY_HAND):
         raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
 
 
 def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> bool:
-    """Whether a function can be called with ``count`` positional arguments.
+    """Returns whether a function can be called with ``count`` positional arguments.
 
-    ``if_unknown`` is the answer for a function without a signature, such as some builtins.
+    ``if_unknown`` is the result for a function without a signature, such as some builtins.
     """
     try:
         signature = inspect.signature(function)
@@ -40,12 +40,12 @@ def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> b
 
 
 def is_stage(x: object) -> bool:
-    """Whether ``x`` is a stage or a chain, and not a class of stages. Does not import ``Parametrization``."""
+    """Returns whether ``x`` is a stage or a chain, not a class of stages. Does not import ``Parametrization``."""
     return hasattr(type(x), "_parts")
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
-    """``init`` with a fixed key, for callers to whom the random initial values do not matter."""
+    """Returns ``init`` with a fixed key, for callers to whom the random initial values do not matter."""
     return functools.partial(init, key=jax.random.key(0))
 
 
@@ -64,11 +64,11 @@ class CallName:
     paths: tuple[str, ...] = ()
 
     def at(self, *paths: str) -> "CallName":
-        """The same call at the arrays of these paths."""
+        """Returns the name of the same call at the arrays with these paths."""
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
-        """Code for the call, with parentheses around a chain: ``(Freeze() >> LoRA(4)).init at 'dense/kernel'``."""
+        """Returns source code for the call, such as ``(Freeze() >> LoRA(4)).init at 'dense/kernel'``."""
         text = " >> ".join(map(repr, self.p._parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
         return f"{f'({text})' if len(self.p._parts) > 1 else text}.{self.method}{where}"
@@ -77,7 +77,7 @@ class CallName:
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
     """Requires a tree without references, that is, leaves whose content changes in place.
 
-    Chains are pure functions, so they could not write back such a change.
+    Chains are pure functions, so they could not write such a change back.
     """
     if not any(map(is_reference, jax.tree.leaves(tree))):
         return
@@ -90,19 +90,19 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
 
 
 def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "") -> jax.Array | None:
-    """``key`` as a typed scalar key, or None if it is None.
+    """Returns ``key`` as a typed scalar key, or None if ``key`` is None. Raises an error for anything else.
 
     Args:
       p: The chain.
       method: The name of its method, for errors.
       key: What the user passed as the key.
-      needed: If not empty, a missing key is an error, which ends with this text.
+      needed: If this is not empty, a missing key is an error, which ends with this text.
     """
     if key is None and needed:
         raise ValueError(f"{CallName(p, method)} draws random numbers, so it needs a key, but got key=None. {needed}")
     if key is None or is_one_key(key):
         return key
-    # In `p.update(raw, grads)`, the gradients are taken for the key.
+    # A user who writes `p.update(raw, grads)` passes the gradients as the key.
     if method == "update" and not is_array(key) and any(map(is_array, jax.tree.leaves(key))):
         raise TypeError(
             f"{CallName(p, method)} takes a key before the gradients, but got a tree of arrays in its place. Write "
@@ -113,9 +113,9 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
 
 
 def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
-    """The key for ``p.apply`` as a typed key; None if the chain draws nothing, whatever the user passed.
+    """Returns the key for ``p.apply`` as a typed key; None if the chain draws nothing, whatever the user passed.
 
-    Even then it is checked: users of other libraries may pass the model's data here, which is an error.
+    The key is checked in any case, because a user of another library may pass the model's data here by mistake.
     """
     needed = "Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
     typed_key = checked_key(p, "apply", key, needed=needed)
@@ -123,7 +123,10 @@ def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:
-    """The stages of an argument of ``Chain``: all of a chain, or a single stage itself. An error for anything else."""
+    """Returns the stages of an argument of ``Chain``: those of a chain, or a single stage itself.
+
+    Raises a TypeError for anything else.
+    """
     if not is_stage(part):
         raise TypeError(f"Chain takes parametrizations, but got {describe_non_stage(part)}")
     stage: Any = part
@@ -137,7 +140,7 @@ def require_chains(usage: str, *arguments: object) -> None:
     """
     for x in arguments:
         if not is_stage(x):
-            # `check_axes` for the usage `axes.check_axes(p, loss, params, batch)`.
+            # For the usage `axes.check_axes(p, loss, params, batch)`, the name is `check_axes`.
             name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
@@ -145,11 +148,11 @@ def require_chains(usage: str, *arguments: object) -> None:
 
 
 def describe_non_stage(x: Any) -> str:
-    """The end of an error after "but got": what was passed in place of a stage, and what to write instead.
+    """Returns the end of an error, after "but got": what was passed instead of a stage, and what to write instead.
 
-    Only short values are shown; of an array, for example, only the type.
+    Only short values are shown. For an array, for example, only the type is shown.
     """
-    if isinstance(x, type) and hasattr(x, "_parts"):  # a class of stages, whose call was forgotten
+    if isinstance(x, type) and hasattr(x, "_parts"):  # The user has passed a class of stages without calling it.
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):
         return (

@@ -1,9 +1,9 @@
 """Parametrizations and their composition, chains from JSON, and the mean of a random stage.
 
 :class:`Parametrization` is both the base class of stages and the type of chains. Its public methods, ``init``,
-``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``), of which a single stage has
-one, itself. Each of these methods is the same for all chains. What differs between stages are the private methods that
-end in ``_at``: they call the stage's formulas at one :class:`Site`, that is for one array or one group of arrays.
+``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``); a single stage is a chain of
+one. Each of these methods is the same for all chains. What differs between stages is the private methods that end in
+``_at``: they call the stage's formulas at one :class:`Site`, that is, for one array or one group of arrays.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Parametrization(Static, ABC):
     formula can return. In a chain, ``init`` inverts the stages one by one, from the last to the first. So the equation
     holds if the array with which each stage is initialized lies in the image of the stages before it: for ``LowRank(2)
     >> WeightNorm()`` at every matrix of rank 2, but for ``Symmetric() >> WeightNorm()`` only at symmetric matrices. For
-    any other ``w``, training starts at another array in the image of the chain; :func:`summary` shows how far it is
-    from ``w``.
+    any other ``w``, training starts at another array in the image of the chain; :func:`summary` shows how far that
+    array is from ``w``.
 
     Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
     formulas on one array, or from :class:`Joint` for formulas on several. Subclasses become frozen
     dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
-      TypeError: If a class derives directly from this one, which does not define on which arrays a stage acts.
+      TypeError: If a class derives directly from this one, which does not define the arrays on which a stage acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -78,14 +78,14 @@ class Parametrization(Static, ABC):
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes trainable values, for example sets regrown weights to zero."""
     needs_update: ClassVar[bool] = False
-    """Whether the weights are wrong unless ``update`` is called in each step, so that :func:`optimizer` requires it."""
+    """Whether the weights are wrong unless each step calls ``update``, so that :func:`optimizer` requires the call."""
     starts_elsewhere: ClassVar[bool] = False
-    """Set it to True if ``apply(init(w))`` is meant to differ from ``w``: then there is no warning about it."""
+    """Whether ``apply(init(w))`` is meant to differ from ``w``. If you set it to True, no warning is issued."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a class without ``sites``, or with a method of whole chains where a formula is meant.
+        """Raises an error for a class without ``sites``, or with a method of whole chains where a formula is meant.
 
-        ``Chain`` defines ``_parts`` instead of ``sites``, as its stages have the sites.
+        ``Chain`` defines ``_parts`` instead of ``sites``, because its stages have the sites.
         """
         if cls.sites is Parametrization.sites and "_parts" not in vars(cls):
             raise TypeError(
@@ -103,10 +103,11 @@ class Parametrization(Static, ABC):
     _for_users: ClassVar[tuple[str, ...]] = METHODS
 
     def init(self, params: T, key: jax.Array | None = None) -> T:
-        """The raw tree whose effective tree is ``params``, or one that the chain can represent instead: see the class.
+        """Returns the raw tree whose effective tree is ``params``, up to rounding.
 
-        Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
-        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy them:
+        If the chain cannot represent ``params``, the effective tree is another one; see the class. Arrays that no stage
+        changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw tree also
+        deletes them in ``params``. If you need ``params`` later, copy them:
         ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
@@ -115,8 +116,8 @@ class Parametrization(Static, ABC):
 
         Raises:
           TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
-          ValueError: If ``random_init`` is true and there is no key, if a stage selects nothing or an array that it
-            cannot take, or if ``params`` is a raw tree.
+          ValueError: If ``random_init`` is true and there is no key, if a stage selects nothing or selects an array
+            that it cannot take, or if ``params`` is a raw tree.
         """
         typed_key = self._init_key("init", key)
         require_no_references(self, "init", params)
@@ -126,20 +127,20 @@ class Parametrization(Static, ABC):
         return nest(with_boxes(self._parts, tree, initialize(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
-        """For each axis of each raw value, the axis of a parameter that it follows; see ``follow_axes``."""
+        """Returns, for each axis of each raw value, the parameter axis that it follows; see ``follow_axes``."""
         return follow_axes(self._parts, flatten(params))[1]
 
     def _init_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
-        """The random key used for initialization, checked. It may be omitted if no initial value depends on it.
+        """Returns the checked random key for initialization. It may be omitted if no initial value depends on it.
 
-        A fixed key then takes its place, as ``init`` of the stages expects one.
+        A fixed key then takes its place, because ``init`` of the stages expects a key.
         """
         needed = "Pass a key last, `jax.random.key(0)`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
 
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
-        """The effective tree of ``raw``.
+        """Computes the effective tree of ``raw``.
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
@@ -172,19 +173,19 @@ class Parametrization(Static, ABC):
         return run_plan(planned, typed_key)
 
     def original(self, raw: T) -> T:
-        """The model's parameters with all stages undone, as far as the raw tree still holds them.
+        """Returns the model's parameters with all stages undone, as far as the raw tree still holds them.
 
         :meth:`fold` returns the weights that the model reads; ``original`` returns the weights without the stages.
         Pruned and masked weights have their own numbers again, bit for bit. Frozen weights and the base of an adapter,
-        also under the norm of DoRA, are what ``init`` got. Weights that are trained under noise, pruning or a spectral
-        norm have their trained values. For :class:`Quantized` the codes are decoded. In a jitted step, the arrays are
-        those of ``raw``, not copies. torch calls this the original of a parametrization:
+        also under the norm of DoRA, are the arrays that ``init`` received. Weights that are trained under noise,
+        pruning or a spectral norm have their trained values. For :class:`Quantized`, the codes are decoded. In a jitted
+        step, the arrays are those of ``raw``, not copies. torch calls this the original of a parametrization:
         ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays.
-          ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
-            arrays, like those of :class:`Orthogonal`, or several that are trained together, like those of
+          ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original, because its raw values
+            are other arrays, as for :class:`Orthogonal`, or several arrays that are trained together, as for
             :class:`WeightNorm`. For pruning before a norm, ``fold(raw, without=MagnitudePruning)`` undoes the pruning
             and keeps the norm.
 
@@ -198,7 +199,7 @@ class Parametrization(Static, ABC):
         return run_plan(undo_stages(plan_for(self, raw, "original", mean=True), lambda stage: True), None)
 
     def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
-        """``raw`` with new raw values at one array, so that ``apply`` gives ``w`` at ``path``.
+        """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
         If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. All raw values
         of the array start again: for an adapter, ``w`` becomes the base, which replaces the frozen one, and the trained
@@ -209,12 +210,12 @@ class Parametrization(Static, ABC):
           raw: The raw tree.
           path: The path of an array of the model, such as ``"dense/kernel"``.
           w: The array.
-          key: As for ``init``.
+          key: The same as for ``init``.
 
         Raises:
-          ValueError: If there is no such array, a stage computes it together with others or cannot take ``w``, or ``w``
-            has another shape or dtype; or if ``random_init`` is true and there is no key, or ``raw`` is not a raw tree
-            of this chain.
+          ValueError: If there is no array at ``path``, if a stage computes the array together with others or cannot
+            take ``w``, if ``w`` has the wrong shape or dtype, if ``random_init`` is true and there is no key, or if
+            ``raw`` is not a raw tree of this chain.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -226,7 +227,7 @@ class Parametrization(Static, ABC):
         return with_array(self, raw, path, w, self._init_key("set", key))
 
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
-        """``raw`` with its fixed values advanced by one training step.
+        """Returns ``raw`` with its fixed values advanced by one training step.
 
         Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
 
@@ -247,7 +248,7 @@ class Parametrization(Static, ABC):
         return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
-        """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
+        """Returns ``raw`` with each base moved to the current point, and the values relative to it set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; relative
         to the new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or call
@@ -260,7 +261,7 @@ class Parametrization(Static, ABC):
         return nest(advance_bases(plan_for(self, raw, "update_base", mean=True)))
 
     def penalty(self, raw: PyTree) -> jax.Array:
-        """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
+        """Returns the sum of the penalties of all stages, a scalar in float32 or wider, to be added to the loss.
 
         A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each stage
         computes its own from its raw values, without the noise of earlier stages. Without penalties, the sum is 0.
@@ -277,7 +278,7 @@ class Parametrization(Static, ABC):
         return total_penalty(plan_for(self, raw, "penalty", mean=True))
 
     def log_det(self, raw: PyTree) -> jax.Array:
-        r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
+        r"""Returns the log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, float32 or wider.
 
         It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
         Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
@@ -291,8 +292,8 @@ class Parametrization(Static, ABC):
         Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that are
-            determined by others, or if only some of its values are frozen; the error names it.
+          ValueError: If a stage is not a bijection, does not define its log-determinant, acts on entries that are
+            determined by others, or has only some of its values frozen; the error names the stage.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -311,13 +312,13 @@ class Parametrization(Static, ABC):
     def random_init(self) -> bool:
         """Whether initial values are random, so that ``init`` needs a key.
 
-        A chain needs one if any of its stages does. A stage does if its formula ``init_leaf`` takes a key.
+        This is true for a stage whose formula ``init_leaf`` takes a key, and for a chain with any such stage.
         """
         return self._init_takes_key
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
-        """The stages of the chain. A single stage has one, itself."""
+        """The stages of the chain; for a single stage, only the stage itself."""
         return (self,)
 
     @property
@@ -326,10 +327,10 @@ class Parametrization(Static, ABC):
         return self
 
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
-        """For each array of ``params``, the path at which the raw tree holds its values.
+        """Maps the path of each array of ``params`` to the path at which the raw tree holds its values.
 
         This is the array's own path, except for arrays that are computed from others, such as tied ones. For an array
-        that is computed from several, it is a tuple of paths.
+        that is computed from several others, it is a tuple of paths.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
@@ -344,10 +345,11 @@ class Parametrization(Static, ABC):
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
-            """The paths of the raw values of an array that these stages compute.
+            """Returns the paths of the raw values of an array that these stages compute.
 
-            The last stage that computes it from other arrays leads to these. They are looked up in all ``stages``
-            again, because the same stage may compute them from others, as a tie to a tied array does.
+            The last stage that computes the array from other arrays gives the paths of these. They are looked up in all
+            ``stages`` again, because the same stage may compute them from others, as when a tied array is tied to
+            another tied one.
             """
             if not stages:  # No stage computes it from others, so the raw tree has its values.
                 return [path]
@@ -357,11 +359,11 @@ class Parametrization(Static, ABC):
             return [owner for source in last[path] for owner in owners(source, stages)]
 
         paths = [leaf.path for leaf in flatten(params).leaves() if leaf.is_there]
-        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}  # each owner once
+        found = {path: tuple(dict.fromkeys(owners(path, sources_of_stages))) for path in paths}  # Keep each owner once.
         return {path: owned_by[0] if len(owned_by) == 1 else owned_by for path, owned_by in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
-        """This chain with the axes of a network's weights filled in, as :func:`roles` reads them from its jaxpr.
+        """Returns this chain with the axes of a network's weights filled in, which :func:`roles` reads from its jaxpr.
 
         Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
         do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
@@ -388,14 +390,14 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
-            """The stages that replace one stage; means, if that is the mean of a stage."""
+            """Returns the stages that replace one stage; if that stage is a mean, returns their means."""
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return _chain_of(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     def fold(self, raw: T, *, without: Parametrization | type[Parametrization] | None = None) -> T:
-        """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
+        """Returns plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
@@ -420,7 +422,7 @@ class Parametrization(Static, ABC):
         undone_keys = [stage_key(part) for part in without._parts] if isinstance(without, Parametrization) else []
 
         def is_undone(stage: Any) -> bool:
-            """Whether ``stage`` is an instance of the class ``without``, or equal to a stage in ``without``."""
+            """Returns whether ``stage`` is an instance of the class ``without``, or equal to a stage in ``without``."""
             return isinstance(stage, without) if isinstance(without, type) else stage_key(stage) in undone_keys
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
@@ -430,34 +432,34 @@ class Parametrization(Static, ABC):
             )
         return run_plan(undo_stages(planned, is_undone), None)
 
-    # The rest is for plans and for ``initialization.py``, which call the formulas of a stage at its sites.
+    # The methods below are for plans and ``initialization.py``, which call the formulas of a stage at its sites.
 
     draws_by_type: ClassVar[bool] = False
     """Whether ``draw(w, key)`` of a perturbation reads only the type of ``w``; ``perturb`` then adds the draw."""
     _is_layout: ClassVar[bool] = False
     """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields in which a stage of the same class may differ for ``_convert`` to take its raw values."""
+    """The fields in which two stages of this class may differ if ``_convert`` is to convert their raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raw values of this stage for the same array, from the ``values`` of the stage ``old``; for ``transfer``.
+        """Converts raw values of the stage ``old`` to raw values of this stage for the same array; for ``transfer``.
 
-        ``old`` is of the same class, and differs only in the fields ``_converts``. ``fresh`` are the values that
-        ``init`` of this stage would give. ``LoRA(8)``, for example, extends the factors of ``LoRA(4)``. By default, the
-        values stay as they are.
+        ``old`` is of the same class, and differs only in the fields ``_converts``. ``values`` holds its raw values, and
+        ``fresh`` the values that ``init`` of this stage would give. ``LoRA(8)``, for example, extends the factors of
+        ``LoRA(4)``. By default, the values stay as they are.
         """
         return values
 
     def _grown_values(self, old: Any) -> Sequence[str]:
-        """The names of the values that ``_convert`` extends, whose first entries are those of the stage ``old``.
+        """Returns the names of the values that ``_convert`` extends, which begin with the entries of the stage ``old``.
 
-        An optimizer's state for them can be extended in the same way.
+        An optimizer's state for these values can be extended in the same way.
         """
         return ()
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """What the formula ``update_leaf`` takes besides the values: ``"grad"``, ``"key"``, both, or nothing.
+        """The arguments of the formula ``update_leaf`` besides the values: ``"grad"``, ``"key"``, both, or none.
 
         ``"grad"`` is the gradient with respect to the stage's output.
         """
@@ -470,14 +472,14 @@ class Parametrization(Static, ABC):
 
     @property
     def _unwrapped(self) -> Any:
-        """The stage itself; for a :class:`Mean`, the stage that it is the mean of, with the same sites and values."""
+        """The stage itself; for a :class:`Mean`, the random stage that it replaces, with the same sites and values."""
         return self
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """The sites of the stage: for ``init`` at arrays of ``tree``, for other methods at the stage's raw values.
+        """Returns the sites of the stage, for ``init`` at arrays of ``tree``, and for other methods at its raw values.
 
-        A site without markers is at an array in both cases. Raises an error if the stage selects nothing, or an array
-        that it cannot take.
+        A stage without markers acts on the arrays themselves in both cases. Raises an error if the stage selects
+        nothing, or selects an array that it cannot take.
         """
         raise NotImplementedError
 
@@ -485,15 +487,15 @@ class Parametrization(Static, ABC):
         """Raises an error if the stage cannot take the array ``w``, such as a vector where it needs a matrix."""
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Raises an error if the raw values at ``path``, which no step has read, cannot be those of this stage.
+        """Raises an error if the raw values at ``path``, which no step has read, cannot belong to this stage.
 
-        It says why no step has read them. If they can be its values, nothing happens.
+        The error explains why no step has read them. If they can belong to this stage, nothing happens.
         """
 
     def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
-        """The initial raw values for the arrays: ``{"w": {"g": ..., "v": ...}}`` for ``{"w": w}``.
+        """Computes the initial raw values for the arrays: ``{"w": {"g": ..., "v": ...}}`` for ``{"w": w}``.
 
-        ``key`` is None if ``init`` is not random, or if only types are wanted.
+        ``key`` is None if ``init`` is not random, or if only types are needed.
         """
         raise NotImplementedError
 
@@ -504,53 +506,53 @@ class Parametrization(Static, ABC):
         """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
-        """The effective arrays of the raw values, by name: ``{"w": w}`` for ``{"w": {"g": ..., "v": ...}}``.
+        """Computes the effective arrays from raw values, by name: ``{"w": w}`` from ``{"w": {"g": ..., "v": ...}}``.
 
-        A random stage computes its mean if there is no key.
+        Without a key, a random stage computes its mean.
         """
         raise NotImplementedError
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
-        """The raw values that change in one training step, with their new numbers; others may be left out.
+        """Returns the raw values that change in one training step, with their new numbers; others may be left out.
 
-        ``grads`` has the gradient with respect to each effective array, and ``key`` is not None, if the formula takes
-        these.
+        If the formula takes gradients, ``grads`` holds the gradient with respect to each effective array. If it takes a
+        key, ``key`` is not None.
         """
         return {}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """Raw values of the same effective arrays, relative to a base at the current point.
+        """Returns raw values that give the same effective arrays, but are relative to a base at the current point.
 
-        A *base* is a fixed value to which the free ones are relative, as in ``w = base @ expm(x)``.
+        A *base* is a fixed value to which the free values are relative, as in ``w = base @ expm(x)``.
         """
         return values
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
-        """The penalty or the log-determinant, as ``formula`` says, ``"penalty"`` or ``"log_det"``.
+        """Computes the penalty or the log-determinant; ``formula`` is ``"penalty"`` or ``"log_det"``.
 
-        At stacked arrays, it is an array with a number for each.
+        For stacked arrays, the result is an array with one number for each of them.
         """
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Whether the stage has a formula for ``verb``, which is ``"update"``, ``"update_base"`` or ``"log_det"``."""
+        """Returns whether the stage has a formula for ``verb``: ``"update"``, ``"update_base"`` or ``"log_det"``."""
         return False
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
+        """Returns stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
 
         There is one stage, unless raw values of one array need different axes. This default is for stages without axes.
         """
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Where an axis of the stage differs from the axis of the network that it is meant to be, for ``check_axes``.
+        """Lists where an axis of the stage differs from the network axis that it is meant to be, for ``check_axes``.
 
         ``tree`` has the roles of a network's arrays. The result is empty for a stage without axes.
         """
         return ()
 
-    if not TYPE_CHECKING:  # Type checkers are to report a call of a chain.
+    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report the call of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
             """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
@@ -560,7 +562,7 @@ class Parametrization(Static, ABC):
             )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
-        """The chain of this stage or chain, which acts on raw values first, and then the other one: ``a >> b``."""
+        """Returns the chain ``a >> b``: this stage or chain acts first, on the raw values, and then ``other``."""
         right: Any = other
         if not isinstance(right, Parametrization):
             raise TypeError(f"{self!r} >> ...: expected a stage, but got {describe_non_stage(right)}")
@@ -577,23 +579,23 @@ class Parametrization(Static, ABC):
     @overload
     def __getitem__(self, i: slice) -> Chain: ...
     def __getitem__(self, i: int | slice) -> Parametrization:
-        """A stage; for a slice, the chain of several stages, even if it is only one: ``p[1:]``."""
+        """Returns one stage; for a slice, such as ``p[1:]``, returns a chain, even if it has only one stage."""
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:
         return expression(self)
 
     def to_json(self) -> str:
-        """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
+        """Returns the configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
         is_one = len(self._parts) == 1  # A chain of one stage does not equal the stage, so it is written as a chain.
         return dump_stages((self,) if is_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
-        With ``since``, it checks that no fixed value has changed: a bare ``optax.adamw``, for example, changes a frozen
-        base by its weight decay. Fixed values that ``update`` advances, such as the vectors of :class:`SpectralNorm`,
-        may change.
+        If ``since`` is given, checks that no fixed value has changed: a bare ``optax.adamw``, for example, changes a
+        frozen base through weight decay. Fixed values that ``update`` advances, such as the vectors of
+        :class:`SpectralNorm`, may change.
 
         Args:
           raw: The raw tree to check.
@@ -602,8 +604,8 @@ class Parametrization(Static, ABC):
 
         Raises:
           TypeError: If there is neither ``like`` nor ``since``.
-          ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
-            dtype or stage, or each fixed value that changed.
+          ValueError: If the raw tree differs. The error names each path that is missing, unexpected, or has another
+            shape, dtype or stage, or each fixed value that changed.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -627,11 +629,11 @@ class Parametrization(Static, ABC):
     def shardings(
         self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory_kind: str | None = None
     ) -> PyTree:
-        """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
+        """Returns the shardings of the raw tree, in which each axis is sharded like the parameter axis that it follows.
 
         An axis of a raw value is not sharded if it follows no axis of a parameter, or if its size is not divisible by
-        the mesh axes. For an axis of a parameter, that is an error. Nothing is computed: each stage is only traced,
-        once for each type of array.
+        the mesh axes. For an axis of a parameter, such a size is an error. Nothing is computed: each stage is only
+        traced, once for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
@@ -642,8 +644,8 @@ class Parametrization(Static, ABC):
             ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
 
         Raises:
-          ValueError: If a spec is missing, or does not fit its array or the mesh; if ``specs`` have no shapes and there
-            is no ``like``; or if ``like`` is a raw tree, or ``init`` raises an error for it.
+          ValueError: If a spec is missing, or does not fit its array or the mesh; if ``specs`` has no shapes and
+            ``like`` is not given; or if ``like`` is a raw tree, or ``init`` raises an error for it.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -698,13 +700,16 @@ class Chain(Parametrization):
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
     def __repr__(self) -> str:
-        """Code for the chain: ``a >> b``; ``Chain((a,))`` for one stage, to which the chain is not equal."""
+        """Returns source code that rebuilds the chain, such as ``a >> b``.
+
+        A one-stage chain is written ``Chain((a,))``, because the bare stage does not compare equal to it.
+        """
         if len(self.stages) > 1:
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
 
     def __bool__(self) -> bool:
-        return True  # even for the identity, whose length is 0
+        return True  # A chain is true even if it is the identity, whose length is 0.
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -718,20 +723,20 @@ class Chain(Parametrization):
 
 
 def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """The chain of ``stages``, each a stage or a chain; if there is only one stage, that stage itself."""
+    """Returns the chain of ``stages``, each a stage or a chain; if there is only one stage in all, returns that one."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
 
 def from_json(text: str) -> Parametrization:
-    """The parametrization that ``to_json`` wrote as ``text``.
+    """Rebuilds the parametrization that ``to_json`` wrote as ``text``.
 
     Raises:
       ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
         to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
-    A text from a stranger cannot run their code, but be as careful as with their code: a regular expression with nested
+    A text from an untrusted source cannot run code, but treat it with the same care: a regular expression with nested
     repetitions can take years to match, and a rank or a count can need more memory than there is. Read such a text
     first, or try it in a process that you can kill.
 
@@ -748,15 +753,15 @@ def from_json(text: str) -> Parametrization:
 
 
 def _stage_property(name: str) -> Any:
-    """A property of :class:`Mean` that returns the attribute ``name`` of the stage that it is the mean of."""
+    """Returns a property of :class:`Mean` that reads the attribute ``name`` of the random stage."""
     return property(lambda self: getattr(self.stage, name))
 
 
 class Mean(Parametrization):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
-    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`. It acts on
-    the same arrays as the stage, and has the same raw values.
+    A mean replaces each :class:`Perturbation` that defines ``mean_leaf``, and each random :class:`Reparametrization`.
+    It acts on the same arrays as the stage, and has the same raw values.
 
     Args:
       stage: A stage that draws random numbers.
@@ -786,15 +791,15 @@ class Mean(Parametrization):
     _unwrapped: ClassVar[Any] = _stage_property("_unwrapped")
 
     def __post_init__(self) -> None:
-        """Requires a random stage, and takes over its kind."""
+        """Requires a random stage, and takes over its kind, that is, its name in markers."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines a mean, but got {stage!r}. Leave out `Mean`."
             )
 
-        object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
+        object.__setattr__(self, "kind", stage.kind)  # The markers in the raw tree are those of the stage.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """The sites of the stage itself, at which plans call that stage's formulas without a key."""
+        """Returns the sites of the random stage itself; plans call the formulas of that stage there without a key."""
         return self.stage.sites(method, tree)

@@ -1,6 +1,6 @@
 """Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one.
 
-A ``require_...`` function returns None, or raises an error that says what was expected, what came and what to do.
+A ``require_...`` function returns None, or raises an error that says what was expected, what was found and what to do.
 Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
 """
 
@@ -21,7 +21,8 @@ from reparax.numerics.arithmetic import is_array
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Requires that raw values have the names and shapes that ``init`` would give them, those of ``expected``.
 
-    Dtypes may differ, as after a cast of the raw tree, and values may be missing: the formula that needs one fails.
+    Dtypes may differ, as they do after a cast of the raw tree. Values may be missing, because the formula that needs
+    one then raises an error.
     """
     for name, x in values.items():
         if name not in expected:
@@ -38,8 +39,8 @@ class WrongType(ValueError):
 def locate_errors(who: object) -> Generator[None]:
     """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path.
 
-    A KeyError becomes a ValueError, since formulas look up raw values by name, and one of these is missing. Errors of
-    other classes keep their class, and get a note instead.
+    A KeyError becomes a ValueError, because formulas look up raw values by name, and such a value is then missing.
+    Errors of other classes keep their class, and get a note instead.
     """
     try:
         yield
@@ -51,7 +52,7 @@ def locate_errors(who: object) -> Generator[None]:
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
     except Exception as error:
-        if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
+        if type(error).__name__ == "ShardingTypeError":  # JAX does not export this class.
             raise ValueError(
                 f"{who}: with explicit mesh axes, JAX cannot infer the sharding of the formula's result. Run `init` "
                 f"and `update` as `jax.sharding.auto_axes(p.init, out_sharding=p.shardings(params, mesh))(params, "
@@ -108,11 +109,11 @@ T = TypeVar("T")
 
 
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
-    """For each parameter, what ``describe`` returns for each array under it, by the rest of the array's path.
+    """Calls ``describe`` on each array, and returns the results by parameter and by the rest of the array's path.
 
     ``{"out": {"@weight_norm": {"g": g, "v": v}}}`` gives ``{"out": {"@weight_norm/g": ..., "@weight_norm/v": ...}}``.
-    The rest is empty for a plain array. Leaves that are no arrays are left out; with ``empty``, empty nodes, such as
-    those of tied arrays, are described too.
+    For a plain array, the rest of the path is empty. Leaves that are not arrays are left out. If ``empty`` is true,
+    empty nodes, such as those of tied arrays, are described too.
     """
     descriptions = dict[str, dict[str, T]]()
     for names, leaf in items(tree, is_empty):
@@ -124,23 +125,23 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
 
 
 def _outermost(content: dict[str, str]) -> str | None:
-    """The outermost marker of a parameter, or the type of its array if it has no marker; None if it is missing.
+    """Returns the outermost marker of a parameter, or its array type without a marker; None if it is missing.
 
     ``{"@weight_norm/g": "float32[1, 4]", ...}`` gives ``"@weight_norm"``, and ``{"": "float32[2]"}`` gives
-    ``"float32[2]"``. The first value is enough, as all values of a parameter are below one marker.
+    ``"float32[2]"``. Only the first value is read, because all values of a parameter are below one marker.
     """
     path_below = next(iter(content), None)
     return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
 
 def describe_as_stored(x: Any) -> str:
-    """Like :func:`describe`, but with the dtype as stored, such as float64 where JAX would read it as float32."""
+    """Describes ``x`` like :func:`describe`, but with the dtype as stored: float64 where JAX would read float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
 
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
-    """A line for each path at which ``raw`` differs from ``init(like)``; none if they have equal types."""
-    # `init` gives dtypes as JAX reads them. If `like` is stored otherwise, as in float64, so may `raw` be.
+    """Returns one line for each path at which ``raw`` differs from ``init(like)``; none if all types are equal."""
+    # `init` returns dtypes as JAX reads them. If `like` is stored in others, such as float64, `raw` may be too.
     keeps_dtypes = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
     found = by_parameter(raw, describe_as_stored if keeps_dtypes else describe, empty=True)
     expected = by_parameter(types_of_result(init, like), describe, empty=True)
@@ -149,9 +150,10 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 
 def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """One line for a parameter that is missing, unexpected or of another stage, or else one for each wrong value.
+    """Returns the lines about one parameter: one for the whole parameter, or else one for each wrong value.
 
-    ``found`` and ``expected`` have the type of each value by the rest of its path; they are empty for no parameter.
+    The parameter as a whole has a line if it is missing, unexpected, or belongs to another stage. ``found`` and
+    ``expected`` map the rest of each value's path to the value's type; they are empty if there is no such parameter.
     """
     if _outermost(found) != _outermost(expected):
         return [_difference(parameter, _outermost(found), _outermost(expected))]
@@ -164,7 +166,10 @@ def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, s
 
 
 def _difference(path: str, found: str | None, expected: str | None) -> str:
-    """The line for a path that does not hold what is expected. None means that it holds nothing, or should not."""
+    """Returns the line for a path that does not hold what is expected.
+
+    If ``found`` is None, the path holds nothing; if ``expected`` is None, it should hold nothing.
+    """
     if found is None:
         return f"{path}: missing, expected {expected}"
     return f"{path}: unexpected, holds {found}" if expected is None else f"{path}: expected {expected}, got {found}"
@@ -197,12 +202,12 @@ def require_valid_init(
       apply: Computes the effective arrays of raw values. They must have the types of ``arrays``.
       formulas: The names of the formulas for ``init`` and ``apply``, for errors.
       values: The raw values that ``init`` returned.
-      arrays: The arrays for which it returned them.
+      arrays: The arrays for which ``init`` returned them.
       is_shared: Whether the declared values may be divided among the arrays, instead of being there for each of them.
     """
     init_formula, apply_formula = formulas
     advice = " Return a value that several arrays share under the name of one of them." if is_shared else ""
-    # Names first, as the checks below look up the values of each array.
+    # Check the names first, because the checks below look up the values of each array.
     require_names(init_formula, "the values of", values, arrays, advice)
     all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
     for values_of_one in [all_values] if is_shared else values.values():
@@ -222,7 +227,7 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any],
       what: What the dict holds for each name, for the error: ``"an array for"``, ``"the values of"``.
       result: What the formula returned.
       names: A dict with the expected names.
-      advice: The end of the error, which begins with a space unless it is empty.
+      advice: The last part of the error; it begins with a space unless it is empty.
     """
     if not isinstance(result, Mapping) or set(result) != set(names):
         found = list(result) if isinstance(result, Mapping) else type(result).__name__
@@ -230,15 +235,15 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any],
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that new raw values of one array have names and types that its ``values`` already have.
+    """Requires that the new raw values of one array have names and types that its ``values`` already have.
 
-    The new ones may be fewer. A KeyError is raised for a declared value that is missing in the raw tree; see
+    The new values may be fewer. If a declared value is missing in the raw tree, a KeyError is raised; see
     :func:`locate_errors`.
     """
     _require_dict(method, new_values)
     for name, new_value in new_values.items():
         if name not in values and name in stage.raw_values:
-            raise KeyError(name)  # the raw tree lacks it
+            raise KeyError(name)  # The raw tree lacks this value.
         if name not in values:
             raise ValueError(
                 f"{method} must return values that the array already has, {sorted(values)}, but returns {name!r}. "
@@ -267,6 +272,6 @@ def require_update(method: str, stage: Any, values: Mapping[str, Array], new_val
 
 
 def require_number(method: str, number: Any) -> None:
-    """Requires that ``method``, such as ``penalty_leaf``, returned one real number: a Python one, or a scalar array."""
+    """Requires that ``method``, such as ``penalty_leaf``, returned one real number, in Python or as a scalar array."""
     if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
         raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")

@@ -35,13 +35,13 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
-"""For each kind of scalar dtypes, the conversion to Python. Floats get the fewest digits that keep their value."""
+"""Pairs of a kind of scalar dtypes and its conversion to Python. Floats get the fewest digits that keep their value."""
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change(value)``; for a tuple, list or dict, a new one with ``change`` of each item, at any depth.
+    """Returns ``change(value)``; for a tuple, list or dict, returns a new one with each item changed, at any depth.
 
-    Keys of a dict are changed too. Subclasses, such as named tuples, count as single values.
+    Keys of a dict are changed too. Instances of subclasses, such as named tuples, count as single values.
     """
     if type(value) is tuple or type(value) is list:
         return type(value)(map_nested(change, item) for item in value)
@@ -51,12 +51,12 @@ def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def as_python(value: Any) -> Any:
-    """``value`` with each known numpy or JAX scalar in it converted to a Python number, bool or string."""
+    """Converts each known numpy or JAX scalar in ``value`` to a Python number, bool or string."""
     return map_nested(_scalar_as_python, value)
 
 
 def _scalar_as_python(value: Any) -> Any:
-    """A known numpy or JAX scalar as a Python number, bool or string; anything else unchanged."""
+    """Converts a known numpy or JAX scalar to a Python number, bool or string; returns anything else unchanged."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((convert(value) for kind, convert in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
     # Tuples with NaN are equal only if both hold the same object, so all NaN are replaced by one object.
@@ -64,13 +64,13 @@ def _scalar_as_python(value: Any) -> Any:
 
 
 def holds_array(value: Any) -> bool:
-    """Whether ``value`` or a leaf of it is an array, known or traced, so that ``==`` gives no single bool."""
+    """Returns whether ``value`` or a leaf of it is an array, known or traced, so that ``==`` gives no single bool."""
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))
 
 
 FORMAT = 1
 _OF_ALL_STAGES = ("where", "stacked", "outside")
-# Only functions in these modules and their submodules have a name in JSON.
+# JSON can name only functions in these modules and their submodules.
 _PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
 _NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
 
@@ -78,12 +78,15 @@ _classes: dict[str, type] = {}
 
 
 def register_class(cls: type) -> None:
-    """Lets JSON name ``cls``, a stage or a dataclass used in a field of a stage. A later class may replace it."""
+    """Lets JSON name ``cls``, a stage or a dataclass used in a field of a stage.
+
+    A class registered later under the same name replaces it.
+    """
     _classes[class_name(cls)] = cls
 
 
 def class_name(cls: type) -> str:
-    """The name of a class in JSON: ``reparax.WeightNorm``, or the full module and name of a third-party class.
+    """Returns the name of a class in JSON: ``reparax.WeightNorm``, or the module and name of a third-party class.
 
     If you may move your class to another module later, set ``__module__`` in it to the public module.
     """
@@ -91,13 +94,13 @@ def class_name(cls: type) -> str:
 
 
 def changed_arguments(stage: Any) -> dict[str, Any]:
-    """The constructor arguments of ``stage`` that differ from their defaults, in the order in which code has them.
+    """Returns the constructor arguments of ``stage`` that differ from their defaults, in the order of source code.
 
-    For ``WeightNorm(axis=0)``: ``{"axis": 0}``. ``stage`` may be another registered dataclass.
+    For ``WeightNorm(axis=0)``, the result is ``{"axis": 0}``. ``stage`` may also be another registered dataclass.
     """
 
     def is_default(value: Any, default: Any) -> bool:
-        """Whether they are equal; arrays only if they are the same object."""
+        """Returns whether the two are equal; arrays must be the same object."""
         return value is default or (not holds_array(value) and value == as_python(default))
 
     values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
@@ -105,36 +108,37 @@ def changed_arguments(stage: Any) -> dict[str, Any]:
 
 
 def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a stage that ``repr`` shows: positional arguments first, then keyword arguments.
+    """Returns the fields of a stage that ``repr`` shows: positional arguments first, then keyword arguments.
 
-    Last come the keyword arguments that all stages take.
+    The keyword arguments that all stages take come last.
     """
     fields = [field for field in dataclasses.fields(stage) if field.repr]
     return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
 
 
 def required_arguments(stage: Any) -> list[str]:
-    """The names of the constructor arguments of a stage, or of its class, that have no default."""
+    """Returns the names of the constructor arguments without a default, for a stage or its class."""
     return [field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING]
 
 
 def _is_public(module: str) -> bool:
-    """Whether a module of this name is a public module of jax whose functions have names in JSON.
+    """Returns whether a module of this name is a public module of jax whose functions have names in JSON.
 
-    This is also what keeps JSON from a stranger from importing other modules.
+    This check also prevents JSON from an untrusted source from importing other modules.
     """
     return _package_of(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
 
 
 def _package_of(module: str) -> str:
-    """The first two parts of a module's name: ``jax.numpy`` for ``jax.numpy.linalg``."""
+    """Returns the first two components of a module's name: ``jax.numpy`` for ``jax.numpy.linalg``."""
     return ".".join(module.split(".")[:2])
 
 
 def _find_public(module: str, name: str) -> Any:
-    """The public function on arrays, or scalar type such as ``jnp.float32``, of that name in an imported module.
+    """Returns the public array function, or scalar type such as ``jnp.float32``, of that name in an imported module.
 
-    None if there is none; also for functions on files, which JSON must not call, and for other classes.
+    Returns None if there is none. Functions that access files, which JSON must not call, and other classes do not
+    count.
     """
     attribute = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
@@ -143,9 +147,9 @@ def _find_public(module: str, name: str) -> Any:
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
-    """The public name of a JAX array function, such as ``jax.numpy.transpose``; None for any other function."""
+    """Returns the public name of a JAX array function, such as ``jax.numpy.transpose``; None for other functions."""
     name = str(getattr(function, "__name__", ""))
-    # Several modules may export one function: `jax.numpy` comes first, and a module before its submodules.
+    # Several modules may export one function. Try `jax.numpy` first, and each module before its submodules.
     modules = [module for module in list(sys.modules) if _is_public(module)]
     for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package_of(module)), module)):
         if _find_public(module, name) is function:
@@ -154,33 +158,34 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument: ``(0, 1)``, ``jnp.exp``; a description of what has none: ``<float32[2]>``.
+    """Returns source code for an argument, such as ``(0, 1)`` or ``jnp.exp``; a description if there is no code.
 
-    A function has the public name under which JAX exports it, or else its own name, which code may not find.
+    An array, for example, is described as ``<float32[2]>``. A function is written with the public name under which JAX
+    exports it, or else with its own name, which may not be defined where the code is run.
     """
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
     if type(value) is float and not math.isfinite(value):
         return f"float('{value}')"
     if type(value) is tuple:
-        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"  # a tuple of one needs a comma, `(1,)`
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"  # A tuple of one needs a comma, `(1,)`.
     if type(value) is list:
         return f"[{', '.join(map(code, value))}]"
     if type(value) is dict:
         return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
     public = function_name(value) if callable(value) else None
-    name = public or getattr(value, "__qualname__", None)  # of a function or class that JSON does not name
+    name = public or getattr(value, "__qualname__", None)  # Falls back to the value's own name.
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
 def expression(stage: object) -> str:
-    """Code that builds ``stage``, its ``repr``: ``WeightNorm(axis=0)``.
+    """Returns source code that builds ``stage``, which is its ``repr``: ``WeightNorm(axis=0)``.
 
-    Arguments have names, except for those without a default and those of fields marked as positional.
+    Arguments are written with names, except for those without a default and those of fields marked as positional.
     """
 
     def text(name: str, value: object) -> str:
-        """An argument in that code."""
+        """Returns the source code for one argument."""
         return code(value) if name in positional else f"{name}={code(value)}"
 
     positional = [*required_arguments(stage), *(f.name for f in declared_fields(stage) if "positional" in f.metadata)]
@@ -188,10 +193,10 @@ def expression(stage: object) -> str:
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
-    """The JSON form of ``value``, which is the argument ``name`` of ``stage``, or a part of it.
+    """Converts ``value``, which is the argument ``name`` of ``stage`` or an item in it, to its JSON form.
 
-    Tuples become lists, dataclasses entries, and functions and infinite numbers dicts with one key. Raises an error for
-    a value without a form; :func:`_decode` is the inverse.
+    Tuples become lists, dataclasses become entries, and functions and non-finite numbers become dicts with one key.
+    Raises an error for a value that has no JSON form. :func:`_decode` is the inverse.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
@@ -215,23 +220,23 @@ def _encode(stage: object, name: str, value: Any) -> Any:
 
 
 def _encode_arguments(stage: Any) -> dict[str, Any]:
-    """The JSON form of each argument of a stage, or other dataclass, that differs from its default."""
+    """Returns the JSON form of each argument of a stage, or other dataclass, that differs from its default."""
     return {name: _encode(stage, name, value) for name, value in changed_arguments(stage).items()}
 
 
 def dump_stages(stages: Sequence[Any]) -> str:
-    """JSON text for a sequence of stages: ``{"reparax": 1, "stages": [{"class": "reparax.WeightNorm"}]}``.
+    """Writes a sequence of stages as JSON: ``{"reparax": 1, "stages": [{"class": "reparax.WeightNorm"}]}``.
 
-    Arguments that a class gets later, with a default, do not change the format.
+    If a class gets new arguments with defaults later, the format does not change.
     """
     entries = [{"class": class_name(type(stage)), **_encode_arguments(stage)} for stage in stages]
     return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
 
 
 def _decode(value: Any) -> Any:
-    """The argument of a stage whose JSON form, from :func:`_encode`, is ``value``.
+    """Converts the JSON form of an argument, as returned by :func:`_encode`, to the argument.
 
-    A dict of any other form stays as it is; the class of the stage then refuses it.
+    A dict of any other form is returned unchanged, and the class of the stage then rejects it.
     """
     match value:
         case list():
@@ -247,10 +252,12 @@ def _decode(value: Any) -> Any:
 
 
 def find_function(name: str) -> Any:
-    """The function whose :func:`function_name` is ``name``. Imports its module, which must be a public one of jax.
+    """Finds the function whose :func:`function_name` is ``name``.
+
+    Imports the module of the function, which must be a public module of jax.
 
     Raises:
-      ValueError: If the module is another one, or has no such function on arrays.
+      ValueError: If the module is not a public module of jax, or has no such function on arrays.
     """
     module, _, attribute = name.rpartition(".")
     if not _is_public(module):
@@ -276,10 +283,10 @@ class _Name:
 
 
 def name_functions(value: Any) -> Any:
-    """``value`` with each public JAX function in it replaced by its name, for a pickle. Others stay as they are."""
+    """Replaces each public JAX function in ``value`` by its name, for a pickle. Other functions are not changed."""
 
     def name_function(item: Any) -> Any:
-        """The name of a public JAX function; any other item itself."""
+        """Returns the name of a public JAX function, and any other item unchanged."""
         name = function_name(item) if callable(item) else None
         return item if name is None else _Name(name)
 
@@ -287,14 +294,15 @@ def name_functions(value: Any) -> Any:
 
 
 def find_functions(value: Any) -> Any:
-    """The inverse of :func:`name_functions`."""
+    """Replaces each name in ``value`` by the JAX function of that name; the inverse of :func:`name_functions`."""
     return map_nested(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
 
 
 def _advice(name: str) -> str:
-    """What to do if no class has this ``name``, which JSON gives, for an error.
+    """Returns advice for an error, for a ``name`` in JSON that no class has.
 
-    A class of a user is not imported; a stage of this package was removed, or is newer.
+    The module of a user's class may not have been imported. A stage of this package was either removed, or added in a
+    newer version.
     """
     package = __name__.partition(".")[0]
     if not name.startswith(f"{package}."):
@@ -303,7 +311,9 @@ def _advice(name: str) -> str:
 
 
 def _build_stage(entry: Mapping[str, Any]) -> Any:
-    """The stage, or other dataclass, that an entry describes: ``WeightNorm(axis=0)`` for ``{"class": ..., "axis": 0}``.
+    """Builds the stage, or other dataclass, that an entry describes.
+
+    The entry ``{"class": "reparax.WeightNorm", "axis": 0}``, for example, gives ``WeightNorm(axis=0)``.
 
     Raises:
       ValueError: If no class has the name, or the class refuses the arguments.
@@ -320,12 +330,12 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
         return cls(**arguments)
     except ValueError:
         raise
-    except Exception as error:  # A class may fail in any way on the wrong arguments.
+    except Exception as error:  # A class may raise any error for wrong arguments.
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
 def load_stages(text: str) -> list[Any]:
-    """The stages that :func:`dump_stages` wrote as ``text``."""
+    """Rebuilds the stages that :func:`dump_stages` wrote as ``text``."""
     try:
         return [_build_stage(entry) for entry in _parse(text)]
     except RecursionError as error:
@@ -333,13 +343,13 @@ def load_stages(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """The entries in a JSON text, each a dict with the name of a class. Raises an error for any other text.
+    """Returns the entries in a JSON text, each a dict with the name of a class. Raises an error for any other text.
 
     The arguments in the entries are not checked yet.
     """
     with suppress(ValueError, TypeError):
         match json.loads(text):
-            # In Python, True == 1, but in JSON it is no version.
+            # In Python, True equals 1, but it is not a valid version.
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
                 if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
                     return entries
@@ -349,21 +359,21 @@ def _parse(text: str) -> list[Any]:
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
-"""Acronyms with one lowercase letter inside: MoE, LoRA, QLoRA, ReLU; but not NByM, whose letters are words."""
+"""Matches acronyms with one lowercase letter inside: MoE, LoRA, QLoRA, ReLU; but not NByM, a name of words."""
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a word of a class name begins: My|LSTM|Norm."""
+"""Matches where a new word begins in a class name: My|LSTM|Norm."""
 
 
 def snake_case(name: str) -> str:
-    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``n_by_m`` for NByM."""
+    """Converts a class name to snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``n_by_m`` for NByM."""
     return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
 
 
 def kind_of_class(cls: type) -> str:
-    """The ``kind`` that ``cls`` sets, or its name in snake case, after the name of its package if the kind is taken.
+    """Returns the ``kind`` that ``cls`` sets; if it sets none, derives one from its name, as :func:`_derive_kind` does.
 
-    It must be a valid name that no other class has. A class may be defined again, as in a notebook. An abstract class
-    may have the name of another.
+    The kind must be a valid name that no other class has. A class may be defined again, as in a notebook. An abstract
+    class may have the same name as another class.
     """
     is_given = "kind" in cls.__dict__
     kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
@@ -377,7 +387,7 @@ def kind_of_class(cls: type) -> str:
 
 
 def _why_no_kind(cls: type, kind: Any) -> str | None:
-    """Why ``cls`` cannot have this kind, for an error; None if it can.
+    """Explains why ``cls`` cannot have this kind, for an error; returns None if it can.
 
     ``@``, ``.`` and ``/`` have a meaning in markers and paths, and ``@fixed`` is the node of fixed values.
     """
@@ -388,47 +398,47 @@ def _why_no_kind(cls: type, kind: Any) -> str | None:
 
 
 def is_base(cls: type) -> bool:
-    """Whether ``cls`` is abstract, or a private base class in this package, so that no raw tree holds its marker.
+    """Returns whether ``cls`` is abstract or a private base class of this package, so that raw trees do not name it.
 
-    A user's stage may have the same name as such a base class, whether or not that is imported.
+    A user's stage may have the same name as such a base class, whether or not the base class is imported.
     """
     return inspect.isabstract(cls) or (cls.__name__.startswith("_") and is_of_package(cls))
 
 
 @functools.cache
 def is_of_package(cls: type) -> bool:
-    """Whether this package defines a class, and not a user."""
+    """Returns whether a class is defined by this package, and not by a user."""
     return _package(cls) == __name__.partition(".")[0]
 
 
 def _package(cls: type) -> str:
-    """The name of the package that defines a class."""
+    """Returns the name of the package that defines a class."""
     return cls.__module__.partition(".")[0]
 
 
 def _derive_kind(cls: type) -> str:
-    """The class name in snake case, after the name of its package if a class of another package has that kind.
+    """Converts a class name to snake case; puts its package first if a class of another package has that kind.
 
-    A user's ``WeightNorm`` in ``mylib`` gets ``mylib_weight_norm``. For two of one package,
+    A user's ``WeightNorm`` in ``mylib`` gets ``mylib_weight_norm``. If two classes of one package have the same kind,
     :func:`kind_of_class` raises an error.
     """
     kind = snake_case(cls.__name__.strip("_"))
     namesake, package = _namesake(cls, kind), _package(cls)
     is_of_other_package = namesake is not None and _package(namesake) != package
-    # Without the underscores of a private name, or of `__main__`, the module of a script.
+    # Strip the underscores of a private name, or of `__main__`, the module of a script.
     return f"{package.strip('_')}_{kind}" if is_of_other_package else kind
 
 
 def _namesake(cls: type, kind: str) -> type | None:
-    """The other class that is registered for a kind, unless it is an earlier definition of ``cls``."""
+    """Returns the other class that is registered for a kind, unless it is an earlier definition of ``cls``."""
     namesake = registered_kind(kind)
     return None if namesake is None or _where_defined(namesake) == _where_defined(cls) else namesake
 
 
 def _where_defined(cls: type) -> tuple[str, str]:
-    """The file that defines ``cls``, and its name there.
+    """Returns the file that defines ``cls``, and the name of the class there.
 
-    Modules are compared by their files, as a script may also be imported as a module.
+    Files are compared instead of modules, because a script may also be imported as a module.
     """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

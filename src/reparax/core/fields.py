@@ -33,16 +33,16 @@ Check = Callable[[Any, str, str], Any]
 
 
 def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field of a stage, whose value is checked when the stage is built.
+    """Declares a field of a stage, whose value is checked when the stage is built.
 
     Args:
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
-        raises an error. Default: any value is kept.
+        raises an error. By default, any value is kept.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
     Raises:
-      TypeError, ValueError: What ``check`` raises, when a stage is built.
+      TypeError, ValueError: If ``check`` raises it when a stage is built.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -66,20 +66,21 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 def number_field(
     *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
 ) -> Any:
-    """A field of a stage that holds a real number, known or traced, or a different one for each array.
+    """Declares a field of a stage that holds a real number, known or traced, or a different one for each array.
 
-    A known number becomes a Python float. In a formula, the field is the number for the array there.
+    A known number becomes a Python float. In a formula, the field holds the number for the array to which the formula
+    is applied.
 
     Args:
       positive: Whether a known number must be finite and greater than 0.
-      per_array: Whether it may differ between arrays, as described at :class:`Perturbation`.
+      per_array: Whether the number may differ between arrays, as described at :class:`Perturbation`.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
     Raises:
-      TypeError: When a stage is built, if it is not a real number; or if a dict is empty, or its keys are not regular
-        expressions.
-      ValueError: If ``positive`` is set and the number is not positive.
+      TypeError: When a stage is built, if the value is not a real number, or if it is a dict that is empty or has keys
+        that are not text.
+      ValueError: If ``positive`` is set and the number is not positive, or if a key is not a regular expression.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -100,11 +101,11 @@ def number_field(
 
 
 def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
+    """Declares a field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
     In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
-    negative. The names are those in flax boxes around the arrays, such as ``nn.Partitioned``. An axis that the array
-    does not have is an error.
+    negative. The names are those in flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not
+    have the axis, an error is raised.
 
     Args:
       default: The default.
@@ -128,23 +129,24 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
 class Static:
     """Makes all subclasses frozen dataclasses that are static to JAX, without a decorator.
 
-    It is the base class of :class:`Parametrization`.
+    This is the base class of :class:`Parametrization`.
     """
 
     kind: ClassVar[str]
-    """The name in the markers of the raw tree, such as ``weight_norm``; by default it comes from the class name. Set it
-    if another class has that name, or to rename the class later and still read old raw trees."""
+    """The name of the stage in the markers of raw trees, such as ``weight_norm``; by default, it is derived from the
+    class name. Set it if another class has that name, or if you rename the class but still need old raw trees."""
     raw_values: ClassVar[Values] = {}
-    """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
-    names. A value without an entry is auxiliary if any entry is a main value, and a main value otherwise."""
+    """The declaration of each raw value: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for
+    all other names. A value with no entry defaults to auxiliary if any entry marks a main value; otherwise it defaults
+    to main."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes a subclass a frozen dataclass that is static to JAX, and registers it for raw trees and JSON."""
         super().__init_subclass__(**kwargs)
-        if Static in cls.__bases__:  # `Parametrization`, of which there are no instances
+        if Static in cls.__bases__:  # This is `Parametrization`, which has no instances.
             return
-        if "__dataclass_fields__" not in cls.__dict__:  # A dataclass with slots is created twice.
+        if "__dataclass_fields__" not in cls.__dict__:  # Skip the second class that `dataclass(slots=True)` creates.
             _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
@@ -155,9 +157,10 @@ class Static:
     """The methods and properties for users, which ``dir`` shows; all other names are for authors of stages."""
 
     def __dir__(self) -> list[str]:
-        """The names for users, the stage's arguments, and names that third-party classes add; private names too.
+        """Returns the names to show in completion, and all private names.
 
-        Names for authors of stages are left out, so that completion shows what users call.
+        These are the names for users, the stage's arguments, and any names added by third-party classes. Names for
+        authors of stages are left out, so that completion shows what users call.
         """
         classes = type(self).__mro__
         our_classes = [cls for cls in classes if config.is_of_package(cls)]
@@ -167,25 +170,25 @@ class Static:
         return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
     def __post_init__(self) -> None:
-        """Replaces each field by what its check returns. A subclass with a ``__post_init__`` of its own calls this."""
+        """Replaces each field by the result of its check. A subclass that has its own method must call this one."""
         for name, check in self._checks.items():
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are stages of one class with equal fields."""
+        """Returns whether both are stages of one class with equal fields."""
         if not isinstance(other, Static) or type(other) is not type(self):
             return NotImplemented
         return self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        """The hash of the class and the fields that count for equality. Raises an error if one holds an array."""
+        """Returns the hash of the class and of the compared fields. Raises an error if one of them holds an array."""
         try:
             return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
-            return hash((type(self), self._compared()))  # If a field holds an array, the error names the field.
+            return hash((type(self), self._compared()))  # If a field holds an array, the error names it.
 
     def _compared(self) -> tuple[Any, ...]:
-        """The values of the fields that count for equality and hash. Raises an error if one holds an array."""
+        """Returns the values of fields that equality and hash use. Raises an error if one of them holds an array."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if config.holds_array(values):
             name = next(name for name, value in values.items() if config.holds_array(value))
@@ -199,38 +202,39 @@ class Static:
     def _exact_text(self) -> str | None:
         """All fields as text. Unlike equality, it distinguishes 1 from True, 0.0 from -0.0, and all hidden fields.
 
-        It is a part of keys under which traces are shared between equal stages. It is None if equal stages may compute
-        different results: a field may be a function that reads values which change between calls, or a traced number.
+        The text is part of the keys under which equal stages share traces. It is None if equal stages may compute
+        different results, because a field is a traced number, or a function that may read values that change between
+        calls.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
-        # A predicate as `where` chooses arrays, but the formulas do not read it.
+        # A predicate in `where` selects arrays, but the formulas do not read it.
         if any(callable(value) for name, value in values.items() if name != "where"):
             return None
         try:
             hash(self)
-        except TypeError:  # a traced number
+        except TypeError:  # A field holds a traced number.
             return None
         return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How pickle builds the stage again: from its class and its arguments."""
+        """Tells pickle how to rebuild the stage: from its class and its arguments."""
         # Pickle cannot store JAX functions that are not found in their `__module__`, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
         return _build, (type(self), config.name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuses to change a stage; code in this file uses ``object.__setattr__`` while a stage is built."""
+        """Raises an error, as a stage cannot change; code in this file uses ``object.__setattr__`` to build one."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
-        """Refuses to delete a field."""
+        """Raises an error, as a field cannot be deleted."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _make_dataclass(cls: Any) -> None:
-    """Makes a class of stages a frozen dataclass, and sets its ``kind``, ``_checks`` and ``__init__``; changes ``cls``.
+    """Makes ``cls`` a frozen dataclass in place, and sets its ``kind``, ``_checks`` and ``__init__``.
 
-    Raises an error if it defines ``__init__``, wrong declarations of raw values, or a kind that is taken.
+    Raises an error if the class defines ``__init__``, wrong declarations of raw values, or a kind that is taken.
     """
     if "__init__" in cls.__dict__:
         raise TypeError(
@@ -240,11 +244,11 @@ def _make_dataclass(cls: Any) -> None:
     check_values(cls.__name__, cls.raw_values)
     cls.kind = config.kind_of_class(cls)
     dataclass(frozen=True, repr=False, eq=False)(cls)
-    # If a subclass only changes the default of a field, the check of its base class remains.
+    # If a subclass only changes the default of a field, the check from its base class remains.
     own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
     cls._checks = {**cls._checks, **own_checks}
     cls.__init__ = _with_python_scalars(cls.__init__)
-    # The methods of `Static` replace those of `dataclass`, also if the class is decorated as a frozen dataclass again.
+    # The methods of `Static` replace those of `dataclass`, even if the class is decorated as a frozen dataclass again.
     del cls.__setattr__, cls.__delattr__
     for name in ("__repr__", "__eq__", "__hash__"):
         if vars(cls).get(name) is None:
@@ -252,29 +256,29 @@ def _make_dataclass(cls: Any) -> None:
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Builds a stage when it is unpickled, from what ``__reduce__`` returned. Old pickles name this function."""
+    """Rebuilds a stage from the result of ``__reduce__``. Old pickles refer to this function by its name."""
     return cls(**config.find_functions(arguments))
 
 
 def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The dataclass fields of a stage or of its class."""
+    """Returns the dataclass fields of a stage or of its class."""
     return dataclasses.fields(stage)
 
 
 def _with_python_scalars(init: Callable[..., None]) -> Callable[..., None]:
-    """``init``, the ``__init__`` of a dataclass, with known numpy and JAX scalars converted to Python numbers.
+    """Wraps the ``__init__`` of a dataclass, so that known numpy and JAX scalars become Python numbers.
 
-    ``Scale(np.float32(0.5))`` then equals ``Scale(0.5)``. An unknown keyword argument is an error with advice.
+    ``Scale(np.float32(0.5))`` then equals ``Scale(0.5)``. An unknown keyword argument raises an error with advice.
     """
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Converts the arguments, calls ``init``, and converts what it has stored."""
+        """Converts the arguments, calls ``init``, and converts the values that it has stored."""
         names = [field.name for field in _fields_of(self) if field.init]
         if unknown := [name for name in kwargs if name not in names]:
             raise TypeError(f"{type(self).__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], names)}")
         init(self, *config.as_python(args), **config.as_python(kwargs))
-        # Defaults, and what `__post_init__` computes.
+        # Convert the defaults too, and the values that `__post_init__` computes.
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
         for name, value in config.as_python(values).items():
             object.__setattr__(self, name, value)
@@ -291,7 +295,7 @@ class FieldOf(Generic[V]):
     ``std: FieldOf[float | Mapping[str, float]]`` takes a dict when the stage is built, but formulas read a number.
     """
 
-    if TYPE_CHECKING:  # A data descriptor may have different types for setting and reading.
+    if TYPE_CHECKING:  # A data descriptor may declare different types for setting and reading.
 
         def __get__(self, stage: Any, owner: Any = None) -> Any: ...
         def __set__(self, stage: Any, value: V) -> None: ...
@@ -299,8 +303,7 @@ class FieldOf(Generic[V]):
 
 OneNumber = ArrayLike | Mapping[str, Any] | Callable[[str, Any], Any]
 Number = FieldOf[OneNumber]
-"""A number, known or traced; or one for each array, by regular expressions for paths or a function of path and array.
-"""
+"""A number, known or traced, or one for each array, given by regular expressions or a function of path and array."""
 
 TYPICAL = 0.5
 """A placeholder for a number that differs between arrays, where only shapes and dtypes matter; all stages accept it."""
@@ -330,26 +333,27 @@ class ByPath:
             )
 
     def __repr__(self) -> str:
-        """The dict that a user writes."""
+        """Returns the dict as a user writes it."""
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def index_of(self, path: str) -> int | None:
-        """The index of the expression that applies to a path; None if none matches it."""
+        """Returns the index of the expression that applies to a path; None if none matches it."""
         return next((i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)), None)
 
     def matches(self, path: str) -> bool:
-        """Whether any expression matches a path."""
+        """Returns whether any expression matches a path."""
         return self.index_of(path) is not None
 
     def for_paths(self, paths: Sequence[str]) -> ByPath:
-        """The same numbers, without those of expressions that apply to none of these paths; may be empty."""
+        """Returns the same numbers, but without expressions that apply to none of these paths; may be empty."""
         applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
     def at(self, name: str, path: str, array: Any) -> Any:
-        """The number, or the axes, of the field ``name`` for the array at ``path``. An error if none matches it.
+        """Returns the number, or the axes, of the field ``name`` for the array at ``path``.
 
-        ``array`` is not read; :class:`ByArray` has the same method.
+        Raises an error if no expression matches the path. ``array`` is not read; it is an argument because
+        :class:`ByArray` has the same method.
         """
         i = self.index_of(path)
         if i is None:
@@ -357,10 +361,10 @@ class ByPath:
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression applies to at least one of these paths, as others are probably misspelled.
+        """Requires that each expression applies to at least one of these paths; otherwise it is probably misspelled.
 
-        ``who`` is the call and the field, the beginning of the error. An expression that matches a path may still not
-        apply, because an earlier one matches it too.
+        ``who``, the beginning of the error, names the call and the field. An expression that matches a path may still
+        not apply to it, because an earlier one matches it too.
         """
         applying = self.for_paths(paths).patterns
         for pattern in [pattern for pattern in self.patterns if pattern not in applying]:
@@ -389,11 +393,11 @@ class ByArray:
     who: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
-        """The function, as ``repr`` of a stage shows it."""
+        """Returns the function as the ``repr`` of a stage shows it."""
         return config.code(self.function)
 
     def at(self, name: str, path: str, array: Any) -> Any:
-        """The number of the field ``name`` for an array, of which the function gets only the shape and dtype."""
+        """Returns the number of the field ``name`` for an array. The function gets only the array's shape and dtype."""
         try:
             number = self.function(path, array)
         except TypeError as error:
@@ -405,19 +409,19 @@ class ByArray:
 
 
 def by_array(check: Check) -> Check:
-    """A check that also accepts different numbers for different arrays, each of which ``check`` must accept.
+    """Returns a check that also accepts different numbers for different arrays, each of which ``check`` must accept.
 
     They are given as described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
-    a :class:`ByArray`, and anything else is left to ``check``.
+    becomes a :class:`ByArray`, and ``check`` handles anything else.
     """
 
     def check_each(value: Any, who: str, name: str) -> Any:
-        """The value to keep for a field. Numbers from a function are checked only when it is called for an array."""
+        """Returns the value to keep for a field. Numbers from a function are checked when it is called for an array."""
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):
             return _check_by_path(value, who, name, check)
-        # A function of one argument is taken for a schedule, which `check` refuses.
+        # A function of one argument is treated as a schedule, which `check` rejects.
         takes_array = callable(value) and can_take(value, 2, if_unknown=False)
         return ByArray(value, check, who) if takes_array else check(value, who, name)
 
@@ -428,7 +432,7 @@ def by_array(check: Check) -> Check:
 class AxesByPath:
     """A check of axes that also accepts a dict from regular expressions for paths to axes.
 
-    It is a class, and not a function like :func:`by_array`, so that the fields with axes are known by it.
+    This is a class, and not a function like :func:`by_array`, so that fields with axes can be recognized by it.
 
     Attributes:
       check: The check of the axes for one array.
@@ -437,21 +441,22 @@ class AxesByPath:
     check: Check
 
     def __call__(self, value: Any, who: str, name: str) -> Any:
-        """A :class:`ByPath` for a dict, and otherwise what ``check`` returns."""
+        """Returns a :class:`ByPath` for a dict, and otherwise the result of ``check``."""
         varies = isinstance(value, ByPath | Mapping)
         return _check_by_path(value, who, name, self.check) if varies else self.check(value, who, name)
 
 
 def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
-    r"""The value of a field that is to have ``values`` at the arrays of these paths.
+    r"""Returns the value of a field that takes the given ``values`` at the arrays of these paths.
 
-    It is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
-    match any numbers in a path, as ``layers/\d+/kernel`` does, if all of ``paths`` that they match have the same value.
+    This is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
+    match any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that they match have the same
+    value.
 
     Args:
       values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
-      paths: All paths that an expression might match; those without an entry in ``values`` must not be matched.
-      several: Whether the stage is one of several that divide the arrays, so that it needs expressions in any case.
+      paths: All paths that an expression might match; it must not match those that have no entry in ``values``.
+      several: Whether several stages divide the arrays among them, so that each needs expressions in any case.
     """
     if len(set(values.values())) == 1 and not several:
         return next(iter(values.values()))
@@ -462,11 +467,11 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
 
 def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
-    r"""An expression for ``path`` with any numbers in it, or for ``path`` alone if such paths have different values.
+    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if such paths differ in value.
 
-    ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path of ``paths`` without a value counts as a different one.
+    ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path in ``paths`` without a value counts as different.
     """
-    # Only whole names are replaced: the lookarounds exclude a digit beside anything but a slash or an end.
+    # Replace only whole names: the lookarounds exclude numbers with anything but a slash or an end beside them.
     pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
     similar_paths = [other_path for other_path in paths if re.fullmatch(pattern, other_path)]
     has_one_value = all(other in values and values[other] == values[path] for other in similar_paths)
@@ -474,9 +479,9 @@ def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
-    """A dict from regular expressions to numbers as a :class:`ByPath`, after ``check`` of each number.
+    """Converts a dict from regular expressions to numbers to a :class:`ByPath`, with ``check`` applied to each number.
 
-    A :class:`ByPath` is checked again, as it comes from JSON or from ``dataclasses.replace``.
+    A :class:`ByPath` is checked again, because it comes from JSON or from ``dataclasses.replace``.
     """
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
@@ -489,10 +494,10 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
 
 
 def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves that have a number in each of these fields; a field by path may have none for a leaf.
+    """Returns the leaves that have a number in each of these fields; a field by path may have none for a leaf.
 
-    ``fields`` are the values of fields by name, of which only those of the type :class:`ByPath` count; ``who`` is the
-    call, for errors. The stage acts on the leaves that are returned.
+    ``fields`` holds the values of fields by name, of which only those of the type :class:`ByPath` are considered.
+    ``who`` is the call, for errors. The stage acts on the returned leaves.
 
     Raises:
       ValueError: If an expression applies to none of the leaves.

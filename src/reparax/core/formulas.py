@@ -28,7 +28,7 @@ from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_ine
 
 
 def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
-    """The raw tree with its fixed values advanced by one training step.
+    """Returns the raw tree with its fixed values advanced by one training step.
 
     Args:
       who: The call, for errors.
@@ -39,7 +39,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``; none if a gradient or key that it needs is missing."""
+        """Yields the changed values at each site of step ``i``; nothing if it lacks a gradient or key that it needs."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
@@ -58,7 +58,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
 
 
 def advance_bases(plan: Plan) -> Flat:
-    """The raw tree with the base of each stage moved to the current point; the effective tree stays the same.
+    """Returns the raw tree with the base of each stage moved to the current point; the effective tree stays the same.
 
     For ``w = base @ expm(x)``, the new base is ``w`` and the new ``x`` is 0.
     """
@@ -75,9 +75,10 @@ def advance_bases(plan: Plan) -> Flat:
 
 
 def _changed(values: RawValues, new_values: RawValues) -> RawValues:
-    """The new values of a site that a formula did not return unchanged, as the same objects that it got.
+    """Keeps only the new values that a formula changed, and drops those that it returned as the objects it received.
 
-    Numbers cannot be compared instead, as they may be traced. ``new_values`` may omit values that do not change.
+    Objects are compared instead of numbers, because the numbers may be traced. ``new_values`` may omit values that do
+    not change.
     """
     return {
         array_name: {value_name: x for value_name, x in of_one.items() if x is not values[array_name][value_name]}
@@ -86,10 +87,10 @@ def _changed(values: RawValues, new_values: RawValues) -> RawValues:
 
 
 def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Arrays], Iterator[RawValues]]) -> Flat:
-    """The raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
+    """Returns the raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
 
-    ``changed_values(i, arrays)`` yields the values that change at each site of step ``i``, where ``arrays`` are those
-    that the step reads. It may yield nothing at all, if the step is to change nothing. Later stages read the new
+    ``changed_values(i, arrays)`` yields the values that change at each site of step ``i``, where ``arrays`` are the
+    arrays that the step reads. If the step changes nothing, it may yield nothing at all. Later stages read the new
     values.
     """
     raw = dict(plan.raw.arrays)
@@ -97,16 +98,16 @@ def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Array
         if step.stage._defines(method):
             arrays = run_steps(plan.steps[:i], raw)
             free = method == "update_base" or step.stage.moves_weights
-            # Not strict, as there may be no new values.
+            # The zip is not strict, because `changed_values` may yield nothing at all.
             for site, values in zip(step.sites, changed_values(i, arrays), strict=False):
                 _write(method, raw, arrays, site, values, free=free)
     return plan.raw.with_arrays(raw)
 
 
 def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, values: RawValues, *, free: bool) -> None:
-    """Writes the new fixed values of a site to ``raw``, which changes; the new free values too, if ``free`` is true.
+    """Writes the new fixed values of a site into ``raw``, and also its new free values if ``free`` is true.
 
-    Raises an error for a new value that an earlier stage computes, since ``raw`` has no place for it.
+    Raises an error for a new value that an earlier stage computes, because such a value is not stored in ``raw``.
 
     Args:
       method: ``"update"`` or ``"update_base"``, for errors.
@@ -114,13 +115,13 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
       arrays: What the stage read: the arrays of ``raw`` and those that earlier stages compute.
       site: The site of the stage.
       values: The values that its formula changed, by array and value name.
-      free: Whether free values may change.
+      free: Whether to write new free values too; otherwise they are ignored.
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
         if not (free or is_fixed_value(place)):
             continue
-        # A weight that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
+        # If an earlier stage, such as a cast, changed a weight in place, the raw tree does not hold that weight either.
         if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
             raise ValueError(
                 f"{method} changed {path_text(place)!r}, but cannot write it to the raw tree: an earlier stage "
@@ -132,7 +133,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
     """Yields the key for ``update`` at each site, or a batch of keys if the array there is a stack of arrays.
 
-    Each is None if ``key`` is None.
+    If ``key`` is None, each yielded key is None.
     """
     draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
     # If the user passes the key of `init` again, the numbers that chose the first mask must not choose the next one.
@@ -142,7 +143,7 @@ def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
 
 
 def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
-    """The gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree.
+    """Returns the gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree.
 
     In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so its gradient is doubled.
 
@@ -157,7 +158,7 @@ def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree
     outputs = {place: after[place] for place, x in plan.steps[i].output_types.items() if is_inexact(x)}
 
     def run_later(outputs: dict[Names, Any]) -> tuple[list[Any], list[str]]:
-        """The effective arrays that have gradients, and their paths, from the outputs of step ``i``."""
+        """Computes the effective arrays that have gradients, and their paths, from the outputs of step ``i``."""
         effective = run_steps(plan.steps[i + 1 :], after | outputs)
         paths, leaves, _ = flatten_with_names(nest(plan.effective_of(effective)))
         places = inexact_places(leaves)
@@ -168,9 +169,9 @@ def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree
 
 
 def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
-    """The gradients of the effective arrays at ``paths``, in their order and dtypes.
+    """Returns the gradients of the effective arrays at ``paths``, in that order and with the dtypes of the arrays.
 
-    Raises an error if ``grads`` has the structure of a raw tree, lacks one of them, or has one of another shape.
+    Raises an error if ``grads`` has the structure of a raw tree, or if a gradient is missing or has the wrong shape.
     """
     if found := first_marker(places_of(grads)):
         path, mark = found
@@ -184,10 +185,10 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
 
 
 def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
-    """The gradient ``grad`` of the effective array ``w`` at ``path``, cast to the dtype of ``w``.
+    """Casts the gradient ``grad`` of the effective array ``w`` at ``path`` to the dtype of ``w``.
 
-    Raises an error for a missing gradient (None), one of another shape, or a complex gradient of a real array, which a
-    cast would make real.
+    Raises an error if the gradient is missing (None), has the wrong shape, or is complex while ``w`` is real, since a
+    cast would then drop its imaginary part.
     """
     if not is_array(grad) or grad.shape != w.shape:
         found = "none" if grad is None else f"one of shape {grad.shape}" if is_array(grad) else repr(grad)
@@ -203,19 +204,19 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
 
 
 def total_penalty(plan: Plan) -> Array:
-    """The sum of the penalties of all stages, a scalar; 0 for stages that define none."""
+    """Returns the sum of the penalties of all stages, a scalar. A stage that defines none counts as 0."""
     return add_up([_total("penalty", step.sites, arrays) for step, arrays in _arrays_before(plan)])
 
 
 def total_log_det(plan: Plan) -> Array:
-    """The sum of the log-determinants of all stages, over the arrays with trainable values, a scalar.
+    """Returns the sum of the log-determinants of all stages over the arrays with trainable values, a scalar.
 
-    If an array has more entries than free values, some entries are determined by others: a symmetric matrix of shape
-    (3, 3) has 9 entries, but only 6 free values. A later stage would count all 9, so it raises an error.
+    If an array has more entries than free values, some of its entries are determined by others: a symmetric matrix of
+    shape (3, 3) has 9 entries, but only 6 free values. A later stage would count all 9, so it raises an error.
     """
     log_dets = list[Array]()
-    dependent = dict[Names, Any]()  # for each array with entries that are determined by others, its stage
-    # The places of trained values and of all arrays computed from them, whose places are the beginnings of these.
+    dependent = dict[Names, Any]()  # Maps each array with dependent entries to the stage that computes it.
+    # Key paths of trained values and of the arrays computed from them. The latter are prefixes of the former.
     trained = [place for place, x in plan.raw.arrays.items() if is_array(x) and FIXED not in place]
     free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
     for step, arrays in _arrays_before(plan):
@@ -236,14 +237,14 @@ def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
     """Yields each step, together with the arrays that it reads: the raw ones, and those of the earlier steps."""
     arrays: Arrays = plan.raw.arrays
     for i, step in enumerate(plan.steps):
-        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)  # the step before; none if i is 0
+        arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)  # Runs the step before; none if i is 0.
         yield step, arrays
 
 
 def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
-    """The sum of a formula, ``"penalty"`` or ``"log_det"``, over the sites of a step, which reads ``arrays``.
+    """Sums the results of a formula, ``"penalty"`` or ``"log_det"``, over the sites of a step, which reads ``arrays``.
 
-    A site of stacked arrays gives a number for each of them, so these are summed too.
+    For stacked arrays, the formula gives one number per array, and these numbers are summed too.
     """
     totals: list[Array] = []
     for site in sites:
@@ -267,8 +268,8 @@ def _require_independent(values: Mapping[str, Names], free_places: set[Names], d
 
     Args:
       values: The places of the free values of a site, by their names.
-      free_places: The places of all values that vary. A frozen value does not.
-      dependent: For each array with entries that are determined by others, the stage that computes it.
+      free_places: The places of all values that vary, which frozen values do not.
+      dependent: Maps each array with entries that are determined by others to the stage that computes it.
     """
     for name, place in values.items():
         if place not in free_places:
@@ -285,5 +286,5 @@ def _require_independent(values: Mapping[str, Names], free_places: set[Names], d
 
 
 def _count_numbers(arrays: Iterable[Any]) -> int:
-    """How many real numbers the arrays hold; a complex entry counts as two."""
+    """Counts the real numbers in the arrays; a complex entry counts as two."""
     return sum(math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1) for x in arrays)

@@ -36,10 +36,10 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """The raw tree of a model's parameters. ``key`` is for stages with random initial values.
+    """Computes the raw tree of a model's parameters. ``key`` is for stages with random initial values.
 
-    The last stage computes the model's own arrays, so its initialization comes first; an earlier stage then replaces
-    the raw values that the later ones left.
+    The last stage computes the model's own arrays, so it is initialized first. Each earlier stage then replaces the raw
+    values that the later stages left.
     """
     tree = params
     for i, stage in reversed(list(enumerate(stages))):
@@ -48,16 +48,16 @@ def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
 
 
 def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
-    """The tree with the arrays at the sites of one stage replaced by raw values: ``w`` of (6, 4) by ``{"g", "v"}``.
+    """Returns the tree in which one stage's raw values, such as ``{"g", "v"}``, replace the arrays at its sites.
 
-    What ``init`` of the stage returns is checked once for each group of sites with equal stages and types. A stage of a
-    user gets a warning if it does not invert its own ``apply``.
+    The result of ``init`` is checked once for each group of sites with equal stages and types. For a stage that a user
+    has written, a warning is issued if ``init`` does not invert ``apply``.
 
     Raises:
       TypeError: If the tree holds types instead of arrays.
       ValueError: If ``init`` returns wrong values, or raises a ValueError; the error names the stage and the array.
     """
-    with_markers = [site for site in sites if site.nodes]  # A site without markers keeps its array, as noise does.
+    with_markers = [site for site in sites if site.nodes]  # Stages without markers, such as noise, keep their arrays.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
@@ -80,10 +80,10 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
     """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
 
     Args:
-      site: The site of a stage of a user.
-      values: The initial raw values, which ``init`` of the stage returned for ``arrays``.
+      site: The site of a stage that a user has written.
+      values: The initial raw values that ``init`` of the stage returned for ``arrays``.
       arrays: The arrays. If they are traced, nothing is checked, as they have no numbers to compare.
-      key: The key that ``init`` got; None if it takes none.
+      key: The key that was passed to ``init``; None if it takes none.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
@@ -102,9 +102,10 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
 
 
 def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
-    """The largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` has computed; 0 if exact.
+    """Returns the largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` computes; 0 if exact.
 
-    It tries the arrays of the initial ``values`` and, unless ``init`` takes a key, those of slightly perturbed ones.
+    The arrays computed from the initial ``values`` are tried, and also, unless ``init`` takes a key, those computed
+    from slightly perturbed values.
     """
     stage, rng = site.stage, np.random.default_rng(0)
 
@@ -115,16 +116,16 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
         return apply(stage._init_at(site, arrays, key))
 
     def perturb(value_name: str, x: Array) -> Array:
-        """A free value changed by about a tenth of each entry, or by a tenth where it is 0; a fixed value itself."""
+        """Changes each entry of a free value by about a tenth, or by a tenth where it is 0; keeps a fixed value."""
         is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
         tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
         return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
 
-    candidates = [apply(values)]  # dicts of effective arrays by name
+    candidates = [apply(values)]  # Each candidate is a dict of effective arrays by name.
     if key is None:
         perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
         candidates.append(apply(perturbed))
-        # A fixed value, such as a mask, fits only the initial free values, so it is computed again.
+        # A fixed value, such as a mask, fits only the initial free values, so `init` computes it again.
         if any(declared.fixed for declared in stage.raw_values.values()):
             candidates[1] = apply_after_init(candidates[1])
     pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
@@ -132,10 +133,10 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
 
 
 def _relative_error(x: Array, w: Array) -> float:
-    """The largest difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
+    """Returns the largest difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
 
-    It is 0 if the difference may be rounding, that is, at most 1 % or eight steps of the dtype; or if ``w`` is not
-    finite, which no formula inverts. If only ``x`` is NaN, the difference is infinite.
+    The result is 0 if the difference may be due to rounding, that is, if it is at most 1 % or eight steps of the dtype.
+    It is also 0 if ``w`` is not finite, since no formula inverts that. If only ``x`` has a NaN, the result is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
     x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
@@ -145,9 +146,10 @@ def _relative_error(x: Array, w: Array) -> float:
 
 
 def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
-    """The key for each site of one stage at which ``init`` is random, by the index of the site.
+    """Returns the key of each site of one stage whose ``init`` is random, by the index of the site.
 
-    The dict is empty if it is random at no site. If ``key`` is None, as when only types are wanted, so is each key.
+    The dict is empty if ``init`` is random at none of them. If ``key`` is None, as when only types are needed, all its
+    values are None.
     """
     drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
     if not drawing:
@@ -157,21 +159,21 @@ def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | No
 
 
 def _types_of(arrays: RawValues) -> list[Any]:
-    """The names and types of raw values, as hashable tuples: ``("w", "g", (1, 4), float32)``."""
+    """Lists the names and types of raw values as hashable tuples: ``("w", "g", (1, 4), float32)``."""
     return [(array, value, x.shape, x.dtype) for array, of_one in arrays.items() for value, x in of_one.items()]
 
 
 def _swaps(site: Site, values: RawValues) -> list[Swap]:
-    """For ``init``: one swap for each array of a site, which puts the raw values in place of the array."""
+    """Returns the swaps for ``init``: one for each array of a site, which puts raw values in place of the array."""
     return [([place], site.place_values(name, values[name])) for name, place in site.arrays.items()]
 
 
 def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
-    """The raw tree with types in place of arrays, and the axis of a parameter that each of its axes follows.
+    """Returns the raw tree with types in place of arrays, and the parameter axis that each of its axes follows.
 
-    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, the origin of ``g`` of shape (1, 4) is
-    ``(("w",), (None, 1))``. Places of arrays that a stage replaced stay in the result, with their own origins. If the
-    axes of ``params`` follow those of other arrays themselves, ``origins`` says which.
+    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry
+    ``(("w",), (None, 1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced
+    keep their entries. If the axes of ``params`` themselves follow those of other arrays, ``origins`` says which ones.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
@@ -179,7 +181,7 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
         # Sites with equal stages, formulas and types are traced only once.
         swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
-            if not site.nodes:  # It changes the array in place, which keeps its axes.
+            if not site.nodes:  # The stage changes the array in place, so the array keeps its axes.
                 continue
             types = {name: tree.arrays[place] for name, place in site.arrays.items()}
             group = stage_key(site.stage), id(site.formula), *((name, w.shape, w.dtype) for name, w in types.items())
@@ -193,13 +195,13 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
 
 
 def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins]:
-    """The types of the raw values of a site, and the axes of the site's own arrays that their axes follow.
+    """Returns the types of a site's raw values, and the axes of the site's arrays that the axes of the values follow.
 
-    For ``WeightNorm`` on ``w`` of shape (8, 4), the origins are ``{("w", "g"): (("w",), (None, 1)), ...}``.
+    For ``WeightNorm`` on ``w`` of shape (8, 4), the second result is ``{("w", "g"): (("w",), (None, 1)), ...}``.
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
-        """The initial raw values; without a key, as only their types matter."""
+        """Computes the initial raw values without a key, as only their types matter."""
         values = site.stage._init_at(site, arrays, None)
         # `probe_origins` doubles lengths. If a stage joins arrays, this check fails when only one of two lengths that
         # must be equal is doubled.
@@ -212,14 +214,14 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
 
 
 def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origins) -> Origins:
-    """The parameter axes that the axes of a site's raw values follow, by the places of the values.
+    """Returns the parameter axes that the axes of a site's raw values follow, by the key paths of the values.
 
     Args:
       site: The site.
       values: The types of its raw values.
-      origins: For the names of each array and value, such as ``("w", "g")``, the name of an array of the site and its
-        axes. A name that is missing is that of an array without values, whose marker dict is empty.
-      earlier: For the place of each array of the site, the place of a parameter and its axes.
+      origins: Maps the names of an array and a value, such as ``("w", "g")``, to the name of an array of the site and
+        its axes. An array without values, whose marker dict is empty, has no entry.
+      earlier: Maps the key path of each array of the site to the key path of a parameter and its axes.
     """
     found = Origins()
     for array_name in site.arrays:
@@ -231,10 +233,10 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
 
 
 def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
-    """The raw tree with a flax box around each raw value of a boxed parameter; ``raw`` itself if there is no box.
+    """Returns the raw tree with a flax box around each raw value of a boxed parameter; ``raw`` itself without boxes.
 
-    The axes that raw values follow are found only if some box has axis names to pass on, and only for stages that left
-    a marker in the raw tree.
+    The parameter axes that raw values follow are computed only if some box has axis names to pass on, and only for
+    stages that left a marker in the raw tree.
     """
     boxes = params.frame.boxes
     if not boxes:

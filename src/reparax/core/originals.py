@@ -1,15 +1,15 @@
-"""The arrays that ``init`` got (``original`` and ``fold(without=...)``), one array set anew (``set``), and ``check``.
+"""Original arrays (``original`` and ``fold(without=...)``), new values for one array (``set``), and ``check``.
 
-``original`` undoes stages, for which it needs no inverse formula. ``MagnitudePruning``, for example, stores the array
-that ``init`` got as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` takes ``w`` in
-place of that copy. This is right as long as training has moved ``w`` alone. ``WeightNorm(detach=True)`` also stores the
-array that ``init`` got, as ``v``, but training may move its lengths ``g`` too, so there is no original to return.
-Without ``detach``, ``v`` is a scaled copy, which is no original either.
+``original`` undoes stages without inverse formulas. ``MagnitudePruning``, for example, stores the array that ``init``
+received as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` takes ``w`` in place of
+that copy, which is correct as long as training has changed only ``w``. ``WeightNorm(detach=True)`` also stores the
+array that ``init`` received, as ``v``, but training may change its lengths ``g`` too, so there is no original. Without
+``detach``, ``v`` is a scaled copy, which is not an original either.
 
 In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
 ``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
-``v``. Since nothing changes it, ``v`` is then what ``init`` got, so undoing ``WeightNorm`` gives ``v``, whatever ``g``
-is.
+``v``. Since nothing changes it, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives ``v``,
+whatever ``g`` is.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from reparax.numerics.arithmetic import is_array, is_inexact
 
 
 def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
-    """The plan in which the stages for which ``is_undone`` is true return the arrays that ``init`` got.
+    """Returns the plan in which each stage for which ``is_undone`` is true returns the arrays that ``init`` received.
 
-    Raises the error of a stage that keeps no such array, but only if the effective tree depends on that array: it may
-    be an input of another stage that is undone, which does not read it.
+    A stage that keeps no such array is an error, but only if the effective tree depends on that array. It may instead
+    be an input of another stage that is also undone, and that does not read it.
     """
-    untrained = {place for place in plan.raw.arrays if FIXED in place}  # places that hold what `init` put there
-    lost = dict[Names, ValueError]()  # for each place whose array cannot be given, the error
+    untrained = {place for place in plan.raw.arrays if FIXED in place}  # The places that still hold what `init` stored.
+    lost = dict[Names, ValueError]()  # Maps the place of each array that cannot be restored to its error.
     steps = list[Step]()
     for step in plan.steps:
         sites = list[Site]()
@@ -54,7 +54,7 @@ def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
                 if site.nodes and (missing := [place for place in site.arrays.values() if place not in found]):
                     lost |= dict.fromkeys(missing, _lost_error(site, steps))
             for part in parts:
-                # What is computed from a lost array is lost too, for the same reason.
+                # An array computed from a lost array is lost too, for the same reason.
                 if errors := [lost[place] for place in part.places_read if place in lost]:
                     lost |= dict.fromkeys(part.arrays.values(), errors[0])
                     continue
@@ -69,27 +69,27 @@ def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
 
 
 class _Stored:
-    """A stage whose arrays are raw values themselves. It is only a part of plans, which call nothing else of it."""
+    """A stage whose arrays are raw values themselves. It occurs only in plans, which call no other method of it."""
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Any]:
-        """The one raw value of each array, as :func:`_undo_site` gives it."""
+        """Returns the one raw value of each array, as :func:`_undo_site` has chosen it."""
         return {name: x for name, of_one in values.items() for x in of_one.values()}
 
 
 def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Site]:
-    """Sites that give the arrays of a site as ``init`` of its stage got them; none for an array that is lost.
+    """Returns sites that give the arrays of a site as ``init`` of its stage received them; none for a lost array.
 
     There are four cases:
       - A stage without markers changes arrays in place, so it is left out.
       - A layout, such as ``Split``, only moves numbers, so its own formula gives the arrays.
-      - If no array has an original, but all values are fixed, as the codes of ``Quantized``, the stage's own formula
+      - If no array has an original, but all values are fixed, like the codes of ``Quantized``, the stage's own formula
         decodes them.
       - Otherwise a new site gives each array from the raw value that holds it: for ``LoRA``, from the fixed ``w``.
 
     Args:
       site: The site.
-      step: Its step, for the types of the arrays.
-      untrained: The places that hold what ``init`` put there.
+      step: Its step, which has the types of the arrays.
+      untrained: The places that still hold what ``init`` stored there.
     """
     if site.stage._is_layout or not site.nodes:
         return [site] if site.nodes else []
@@ -105,15 +105,16 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
 
 
 def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
-    """For each array of a site, the names of the raw values that ``init`` sets to the array itself, as an object.
+    """Maps each array of a site to the names of the raw values that ``init`` sets to the array itself, as an object.
 
-    For ``WeightNorm()`` it is ``{"w": []}``, as ``v`` is a scaled copy; for ``LoRA`` it is ``{"w": ["w"]}``, where the
-    second ``"w"`` is the name of the fixed value. ``types`` are those of the effective arrays; ``init`` is only traced.
+    For ``LoRA`` the result is ``{"w": ["w"]}``, where the second ``"w"`` is the name of the fixed value. For
+    ``WeightNorm()`` it is ``{"w": []}``, because ``v`` is a scaled copy. ``types`` are the types of the effective
+    arrays; ``init`` is only traced.
     """
     names = dict[str, list[str]]()
 
     def init(arrays: Mapping[str, Any]) -> Any:
-        """The initial raw values, of which those that are an array itself are written to ``names``."""
+        """Computes the initial raw values, and notes in ``names`` which of them are an array itself."""
         raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]
@@ -125,18 +126,18 @@ def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
 
 
 def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: AbstractSet[Names]) -> str | None:
-    """The name of the raw value that holds the array that ``init`` got, as it is or as trained; None if there is none.
+    """Returns the name of the raw value that holds the array that ``init`` received, perhaps trained since; or None.
 
-    It is one of the ``copies`` of that array: one that nothing changes, or else the only raw value that is trained. For
-    ``LoRA`` it is ``w``, which is fixed. For ``MagnitudePruning`` it is ``w``, which is trained alone: its mask
-    changes only in ``update``. For ``WeightNorm(detach=True)`` it is ``v`` under a ``LoRA`` that is undone, and
-    otherwise None, as both ``v`` and ``g`` are trained.
+    The value must be one of the ``copies`` of that array: either one that nothing changes, or the only raw value that
+    is trained. For ``LoRA`` it is ``w``, which is fixed. For ``MagnitudePruning`` it is ``w``, which is the only
+    trained value, since the mask changes only in ``update``. For ``WeightNorm(detach=True)`` it is ``v`` if a ``LoRA``
+    before it is undone, and otherwise None, since both ``v`` and ``g`` are trained.
 
     Args:
       site: The site.
       array: The name of the array.
       copies: The result of :func:`_names_of_copies` for the array.
-      untrained: The places that hold what ``init`` put there.
+      untrained: The places that still hold what ``init`` stored there.
     """
     changing = [
         name
@@ -149,9 +150,9 @@ def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: 
 
 
 def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
-    """The error for an array of ``site`` that no raw value holds.
+    """Returns the error for an array of ``site`` that no raw value holds.
 
-    If one of the ``earlier`` steps computes a raw value of the site, the error says how to undo only that stage.
+    If one of the ``earlier`` steps computes a raw value of the site, the error explains how to undo only that stage.
     """
     before = [step.stage for step in earlier if not step.output_types.keys().isdisjoint(site.places_read)]
     undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
@@ -163,18 +164,19 @@ def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
-    """``raw`` with other raw values at one array, for which ``apply`` gives ``w`` at ``path``.
+    """Returns ``raw`` with other raw values for one array, for which ``apply`` gives ``w`` at ``path``.
 
-    From the last step of the plan to the first, the sites that compute the array replace it by new raw values, as
-    ``init`` does: for ``LoRA(4) >> WeightNorm()``, first the array by ``g`` and ``v``, then ``v`` by ``a``, ``b`` and
-    ``w``. All raw values of the array start again. ``key`` is for stages whose ``init`` is random.
+    The plan is followed from its last step to its first. At each step, the sites that compute the array replace it by
+    new raw values, as ``init`` does. For ``LoRA(4) >> WeightNorm()``, the array is replaced by ``g`` and ``v``, and
+    then ``v`` by ``a``, ``b`` and ``w``. All raw values of the array start again. ``key`` is for stages whose ``init``
+    is random.
     """
     who = CallName(p, "set")
     plan = plan_for(p, raw, "set")
     tree = plan.raw
     if (place := plan.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, plan.places)}.")
-    # Of this tree, only what changes: the array at first, and in the end its raw values.
+    # This tree holds only what changes: at first the array, and at the end its raw values.
     changed = tree.with_arrays({place: _checked_array(who, p, path, plan.after.arrays[place], w)})
     for step in reversed(plan.steps):
         touching = [site for site in step.sites if changed.arrays.keys() & set(site.arrays.values())]
@@ -184,13 +186,13 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
                 for place_here in site.arrays.values():
                     site.stage._require_taken(changed.arrays[place_here])
         changed = initialize_sites(touching, changed, key)
-    # A cast may have changed the dtypes of the raw tree since ``init``; they stay as they are.
+    # The raw tree keeps its dtypes, which a cast may have changed since ``init``.
     arrays = {**tree.arrays, **{place: x.astype(tree.arrays[place].dtype) for place, x in changed.arrays.items()}}
     return nest(tree.with_arrays(arrays))
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Requires that a site computes and reads no other arrays than those in ``changed``, which are to change.
+    """Requires that a site computes and reads no arrays other than those in ``changed``, which are set anew.
 
     A stage that computes several arrays together, such as ``Pack``, would change the others too.
     """
@@ -203,7 +205,7 @@ def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat
 
 
 def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
-    """``w`` as an array. Raises an error unless it has the shape and dtype of ``expected``, the effective array.
+    """Converts ``w`` to an array, which must have the shape and dtype of ``expected``, the effective array.
 
     If the chain may change dtypes, as a cast does, ``w`` may have another precision: that of the model's own array.
     """
@@ -218,23 +220,23 @@ def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any
 
 
 def _wrong_array_error(who: object, path: str, expected: Any, found: str) -> ValueError:
-    """The error for a value that is not an array of the type ``expected``; ``found`` says what it is."""
+    """Returns the error for a value that is not an array of the type ``expected``; ``found`` describes the value."""
     return ValueError(
         f"{who} expected {describe(expected)} at {path!r}, got {found}. Pass an array of the model's shape and dtype."
     )
 
 
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
-    """Requires that no fixed value differs between ``raw`` and ``since``, other than those that ``update`` advances.
+    """Requires that each fixed value is equal in ``raw`` and ``since``, unless ``update`` of its stage advances it.
 
-    Any number in a stage with an ``update`` may differ. The error has one line for each value that changed.
+    In a stage with an ``update``, any fixed value may differ. The error has one line for each value that changed.
     """
     advanced = {stage.kind for stage in stages if stage.has_update}
     now = flatten(raw).arrays
     fixed_arrays = {place: x for place, x in flatten(since).arrays.items() if FIXED in place and is_array(x)}
     lines = list[str]()
     for place, old in fixed_arrays.items():
-        # The marker of the stage that declares it as fixed is before the last "@fixed": "w/@lora/@fixed/w".
+        # The marker of the stage that fixes the value precedes the last "@fixed", as in "w/@lora/@fixed/w".
         last_fixed = max(i for i, name in enumerate(place) if name == FIXED)
         if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_change(old, now.get(place))):
             lines.append(f"{path_text(place)}: {difference}")
@@ -248,9 +250,9 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
 
 
 def _describe_change(old: Any, new: Any) -> str:
-    """How a value differs from an old one, compared bit by bit; empty if it does not. ``new`` is None if it is gone.
+    """Describes how a value differs from an old one, bit by bit; returns an empty text if it does not differ.
 
-    Bits are compared because NaN equals no number, and -0.0 equals 0.0.
+    ``new`` is None if the value is missing. Bits are compared because NaN does not equal itself, and -0.0 equals 0.0.
     """
     if new is None:
         return "missing"

@@ -34,33 +34,33 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled.
+    """Returns the dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled.
 
-    The dtype of PRNG keys has no such form, and is returned as it is.
+    For PRNG keys, whose dtype JAX does not convert, the dtype itself is returned.
     """
     return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array: its shape, and its dtype as JAX reads it."""
+    """Returns the type of an array: its shape, and its dtype as JAX reads it."""
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
 
 
 def has_symbols(arrays: Iterable[Any]) -> bool:
-    """Whether the shape of any of these arrays has a symbolic dimension, as in ``jax.export``."""
+    """Returns whether the shape of any of these arrays has a symbolic dimension, as in ``jax.export``."""
     return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
 
 
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Shapes and dtypes of ``fun(tree)``, with None in place of leaves that are not arrays, such as functions.
+    """Returns shapes and dtypes of ``fun(tree)``, with None in place of leaves that are not arrays, such as functions.
 
-    It is ``jax.eval_shape(fun, tree)`` for a tree with any leaves: those that are not arrays reach ``fun`` as they are.
-    Shardings are dropped: no caller needs them, and some stages fail on a mesh with explicit axes.
+    This is ``jax.eval_shape(fun, tree)`` for a tree with any leaves: leaves that are not arrays reach ``fun``
+    unchanged. Shardings are dropped, because no caller needs them, and some stages fail on a mesh with explicit axes.
     """
     leaves, treedef = jax.tree.flatten(tree)
 
     def of_arrays(arrays: list[Any]) -> PyTree:
-        """``fun`` as a function of the arrays alone; None stands for a leaf that is not an array."""
+        """Calls ``fun`` with the given arrays; None stands for a leaf that is not an array."""
         new_leaves = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(new_leaves)))
 
@@ -68,9 +68,10 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def is_traceable(x: object) -> bool:
-    """Whether ``x`` is an array, or the type of one, that can be an argument of ``jax.jit`` or ``jax.eval_shape``.
+    """Returns whether ``x`` is an array, or an array type, that ``jax.jit`` or ``jax.eval_shape`` takes as an argument.
 
-    A numpy array of text or objects cannot. Python numbers could be, but as leaves of a model they are not arrays.
+    A numpy array of text or objects is not. Python numbers could be, but as leaves of a model they do not count as
+    arrays.
     """
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
@@ -78,39 +79,45 @@ def is_traceable(x: object) -> bool:
 
 
 def is_empty(x: object) -> bool:
-    """Whether ``x`` is an empty dict or tuple, in place of an array without values of its own, such as a tied one."""
+    """Returns whether ``x`` is an empty dict or tuple, as at an array without values of its own, such as a tied one."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def is_end(x: object) -> bool:
-    """Whether ``x`` counts as a leaf of a raw tree, though JAX has no leaf for it: None or an empty node."""
+    """Returns whether ``x`` counts as a leaf of a raw tree though JAX has no leaf for it: None or an empty node."""
     return x is None or is_empty(x)
 
 
 def is_flax_instance(x: object, *names: str) -> bool:
-    """Whether ``x`` is an instance of a flax class of one of these names, or of a subclass. Does not import flax."""
+    """Returns whether ``x`` is an instance of a flax class with one of these names, or of a subclass.
+
+    Does not import flax.
+    """
     return not _names_in_flax(type(x)).isdisjoint(names)
 
 
 @functools.cache
 def _names_in_flax(cls: type) -> frozenset[str]:
-    """The names of those classes among ``cls`` and its ancestors that flax defines; empty for a class without flax."""
+    """Returns the names of those among ``cls`` and its ancestors that flax defines; empty for a class without flax."""
     return frozenset([c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] == "flax"])
 
 
 def is_box(x: object) -> bool:
-    """Whether ``x`` is a flax node that holds one array and its metadata: an nnx variable or a linen box."""
+    """Returns whether ``x`` is a flax node that holds one array and its metadata: an nnx variable or a linen box."""
     return is_flax_instance(x, "Variable", "AxisMetadata")
 
 
 def is_reference(x: object) -> bool:
-    """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
+    """Returns whether ``x`` is a leaf whose content changes in place.
+
+    This is an nnx variable with hijax=True, or a reference from ``jax.new_ref``.
+    """
     return is_flax_instance(x, "HijaxVariable") or isinstance(x, jax.Ref)
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A leaf in place of a parameter that a model holds at an earlier place too.
+    """A leaf in place of a parameter that the model also holds at an earlier place.
 
     Attributes:
       place: The earlier place.
@@ -124,9 +131,9 @@ AxisNames = tuple[str | None, ...]
 
 
 def axis_metadata(box: Any) -> Any:
-    """The metadata of a flax box about the axes of its array, such as a tuple of names or a sharding; None if none.
+    """Returns what a flax box says about the axes of its array, such as a tuple of names or a sharding; or None.
 
-    A linen box has it as an attribute, an nnx variable under one of the keys from :func:`name_keywords`.
+    A linen box has this metadata as an attribute, and an nnx variable under one of the keys from :func:`name_keywords`.
     """
     if not is_flax_instance(box, "Variable"):
         return getattr(box, "names", None)
@@ -134,7 +141,7 @@ def axis_metadata(box: Any) -> Any:
 
 
 def name_keywords(variable: Any) -> list[str]:
-    """The metadata keys under which an nnx variable has axis names; older and newer versions of flax differ.
+    """Returns the metadata keys under which an nnx variable stores axis names, which depend on the flax version.
 
     A variable without axis names gets the key of newer versions.
     """
@@ -143,11 +150,11 @@ def name_keywords(variable: Any) -> list[str]:
 
 
 def axis_names(box: Any) -> AxisNames | None:
-    """The axis names in a box; None if it has none.
+    """Returns the axis names in a box; None if the box has none.
 
-    An axis has the name None if it is unnamed, or sharded over several mesh axes.
+    The name of an axis is None if it is unnamed, or if it is sharded over several mesh axes.
     """
-    names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # of a NamedSharding
+    names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # A NamedSharding has its names in `spec`.
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
@@ -156,12 +163,12 @@ class _Named(dict[str, Any]):
     """A copy of a mapping whose paths in JAX have key names; unflattening it returns the original class."""
 
     original: Any
-    """How to rebuild the mapping: its class, if that takes a dict and holds nothing else, or its treedef."""
+    """What rebuilds the mapping: its class, if that takes a dict and holds nothing else; otherwise its treedef."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
-        """A copy of ``mapping`` whose paths have key names. ``with_key_names(item)`` does the same for each item."""
-        # Only one level: the children of the mapping are its leaves here.
+        """Copies ``mapping`` so that its paths have key names. ``with_key_names(item)`` does the same for each item."""
+        # Flatten by one level only, so that the children of the mapping are the leaves.
         children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
         original = type(mapping) if _is_rebuilt_from_dict(mapping, children, treedef) else treedef
         if original is treedef:
@@ -172,36 +179,36 @@ class _Named(dict[str, Any]):
         return new
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """The items with their keys, and the static data: all keys and how to rebuild the original mapping."""
+        """Returns the items with their keys, and static data: all keys, and how to rebuild the original mapping."""
         return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.original)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
-        """A mapping of the original class, and not a ``_Named``, with new items."""
+        """Rebuilds a mapping of the original class, and not a ``_Named``, with new items."""
         keys, original = aux
         is_treedef = isinstance(original, PyTreeDef)
         return original.unflatten(children) if is_treedef else original(dict(zip(keys, children, strict=True)))
 
 
 def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
-    """Whether calling the class of a mapping with a dict of its items, in sorted order, gives an equal mapping.
+    """Returns whether an equal mapping results from calling its class with a dict of its items, in sorted order.
 
     ``children`` and ``treedef`` are those of the mapping, flattened by one level. If the class holds anything besides
-    the items, it is in the treedef, and the answer is False.
+    the items, it is in the treedef, and the result is False.
     """
     cls: Any = type(mapping)
     try:
         rebuilt = cls({key: mapping[key] for key in sorted(mapping)})
-    except Exception:  # The class may need other arguments.
+    except Exception:  # The class may require other arguments.
         return False
     new_children, new_treedef = jax.tree.flatten(rebuilt, is_leaf=lambda x: x is not rebuilt)
     return new_treedef == treedef and all(x is y for x, y in zip(children, new_children, strict=True))
 
 
 def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
-    """The key of each child of a mapping, or the index of each as text if the children are not the mapping's values.
+    """Returns the key of each child of a mapping, or its index as text if the children are not the mapping's values.
 
-    JAX does not tell which child has which key, so both usual orders of the keys are tried.
+    JAX does not reveal which child has which key, so both usual orders of the keys are tried.
     """
     for keys in (list(mapping), sorted(mapping)):
         if len(keys) == len(children) and all(mapping[key] is x for key, x in zip(keys, children, strict=True)):
@@ -210,7 +217,7 @@ def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
 
 
 def _is_unnamed(x: object) -> bool:
-    """Whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts.
+    """Returns whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts.
 
     JAX then gives an index in place of a key. A mapping that has items, but no children in JAX, counts too.
     """
@@ -222,22 +229,22 @@ def _is_unnamed(x: object) -> bool:
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-    """``tree`` with key names in all mappings, other than those for which ``is_leaf`` is true.
+    """Returns ``tree`` with key names in all mappings, except those for which ``is_leaf`` is true.
 
     Mappings without key names become :class:`_Named`. If there are none, ``tree`` itself is returned, so that callers
     can compare by ``is``.
     """
 
     def stops_at(x: object) -> bool:
-        """Whether the caller of ``with_names`` takes ``x`` for a leaf."""
+        """Returns whether the caller of ``with_names`` treats ``x`` as a leaf."""
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
-        """``x``, with key names in it and below it if it is a mapping without them."""
+        """Adds key names to ``x``, and below it, if ``x`` is a mapping without them; otherwise returns ``x``."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:
-        """``x`` with key names in the mappings without them below it; they are found and replaced one by one."""
+        """Finds the mappings without key names in ``x``, and replaces each by one with key names."""
         nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: stops_at(x) or _is_unnamed(x))
         return treedef.unflatten(map(name_keys, nodes)) if any(map(_is_unnamed, nodes)) else x
 
@@ -245,7 +252,7 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 
 
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
-    """The names on the path to each leaf, the leaves, and the treedef.
+    """Returns the names on the path to each leaf, the leaves, and the treedef.
 
     ``{"dense": {"kernel": w}}`` gives the names ``("dense", "kernel")``. The ``value`` attribute of nnx variables and
     flax boxes is not part of the path, but an attribute ``value`` of any other node is. The children of a container
@@ -262,7 +269,7 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
-        """The names on a key path, without the ``value`` of boxes."""
+        """Returns the names on a key path, without the ``value`` of boxes."""
         if not boxes:
             return _names(keypath)
         return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
@@ -271,20 +278,21 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
 
 
 def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
-    """Pairs of the names on the path to each leaf, and the leaf."""
+    """Returns pairs of the names on the path to each leaf and the leaf."""
     paths, leaves, _ = flatten_with_names(tree, is_leaf)
     return list(zip(paths, leaves, strict=True))
 
 
 def _names(keys: Iterable[Any]) -> Names:
-    """The names of the keys on a path of JAX: ``("layers", "0", "weight")`` for ``.layers[0].weight``."""
+    """Converts the keys on a path in JAX to names: ``("layers", "0", "weight")`` for ``.layers[0].weight``."""
     return tuple(keystr((key,), simple=True) for key in keys)
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
     """Raises an error for an nnx variable at two places: the tree would hold two copies of it, which would diverge.
 
-    ``boxes`` are the boxes of a tree by their places. A linen box may be at several places: it cannot change.
+    ``boxes`` holds the boxes of a tree by their key paths. A linen box may be at several places, because it cannot
+    change.
     """
     first_places = dict[int, Names]()
     for place, box in boxes.items():
@@ -299,12 +307,12 @@ def require_one_place(boxes: Mapping[Names, Any]) -> None:
 
 
 def path_text(names: Names) -> str:
-    """The path as text, as users write it: ``"dense/kernel"``."""
+    """Joins names to a path as users write it: ``"dense/kernel"``."""
     return "/".join(names)
 
 
 def describe(x: Any) -> str:
-    """A value as an error shows it: the dtype and shape of an array, ``float32[2, 3]``; the class of anything else."""
+    """Describes a value for an error: an array by dtype and shape, ``float32[2, 3]``, anything else by its class."""
     if is_empty(x):
         return "an empty node"
     if not is_array(x):

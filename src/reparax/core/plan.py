@@ -46,9 +46,9 @@ class Step:
 
     Attributes:
       stage: The stage itself, even if the chain has its mean instead.
-      sites: The sites at which it acts.
-      output_types: The types of the arrays that it computes, by their key paths.
-      draws: Whether it draws random numbers. If false, a random stage computes its mean.
+      sites: The sites at which the stage acts.
+      output_types: The types of the arrays that the stage computes, by key path.
+      draws: Whether the step draws random numbers. If it does not, a random stage computes its mean.
     """
 
     stage: Any
@@ -58,7 +58,7 @@ class Step:
 
     @cached_property
     def draws_noise(self) -> bool:
-        """Whether it adds noise that depends only on the types of arrays, so that several sites can draw together."""
+        """Whether the step adds noise that depends only on array types, so that several sites can draw together."""
         return self.draws and self.stage.draws_by_type
 
 
@@ -77,15 +77,18 @@ class Plan:
     after: Flat
 
     def effective_of(self, arrays: Mapping[Names, Any]) -> Flat:
-        """The effective tree, with its arrays taken from the result of :func:`run_steps`, which has others too."""
+        """Returns the effective tree, with its arrays taken from ``arrays``, a result of :func:`run_steps`.
+
+        ``arrays`` may also hold arrays that are not in the effective tree.
+        """
         return self.after.with_arrays({place: arrays[place] for place in self.after.arrays})
 
     @cached_property
     def producers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
-        """For each array that a stage computes from raw values: the stage, and the key path of each value by name.
+        """Maps each array that a stage computes from raw values to that stage and the key path of each value by name.
 
         For a kernel under ``WeightNorm``: ``{("w",): (WeightNorm(), {"g": ("w", "@weight_norm", "g"), "v": ...})}``.
-        Stages that change an array in place are not in it.
+        Arrays that a stage only changes in place have no entry.
         """
         with_markers = [site for step in self.steps for site in step.sites if site.nodes]
         return {place: (site.stage, site.values[name]) for site in with_markers for name, place in site.arrays.items()}
@@ -97,25 +100,25 @@ class Plan:
 
     @cached_property
     def places(self) -> dict[str, Names]:
-        """The key path of each array of the effective tree, by its path as text."""
+        """Maps the path of each array of the effective tree, as text, to its key path."""
         return {path_text(place): place for place, _ in items(self.effective)}
 
     def has_values(self, place: Names) -> bool:
-        """Whether the raw tree holds any values for the array at this place, however many stages lie between.
+        """Returns whether the raw tree holds any values for the array at a key path, directly or through other stages.
 
-        A tied array has none of its own: no value is in its marker dict.
+        A tied array has no values of its own: its marker dict is empty.
         """
         return place not in self.producers or any(map(self.has_values, self.producers[place][1].values()))
 
 
 def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
-    """The plan of some stages for a raw tree, decided by the types of its arrays alone.
+    """Builds the plan of some stages for a raw tree, using only the types of its arrays.
 
-    ``method`` is the public method for which it is built, as errors name it. Markers of stages that are not among
-    ``stages`` stay in the tree after all steps; :func:`require_no_markers` finds them.
+    ``method`` is the public method for which the plan is built; errors name it. If the raw tree holds markers of stages
+    that are not in ``stages``, they remain in the tree after all steps, where :func:`require_no_markers` finds them.
     """
     tree, steps = raw.types(), list[Step]()
-    # Numbers the stages of one kind on one array, so that each draws different random numbers.
+    # Count the stages of one kind on each array, so that each stage draws different random numbers.
     counts = Counter[tuple[str, str | None]]()
     for i, stage_or_mean in enumerate(stages):
         stage = stage_or_mean._unwrapped
@@ -130,14 +133,14 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """The plan of a chain for a raw tree; no number of it is read, and no formula is run, only traced.
+    """Builds the plan of a chain for a raw tree. No number is read, and formulas are only traced, not run.
 
     Args:
       p: The chain.
       raw: The raw tree, or its types.
-      method: The public method for which the plan is built, as errors name it.
-      mean: Whether each random stage is to be replaced by its mean, so that the plan needs no key.
-      advice: The end of the error, which says what the user can do.
+      method: The public method for which the plan is built; errors name it.
+      mean: Whether to replace each random stage by its mean, so that the plan needs no key.
+      advice: The last part of the error, which tells the user what to do.
 
     Raises:
       ValueError: If the chain did not create the raw tree; the error ends with ``advice``.
@@ -149,16 +152,17 @@ def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, 
 
 
 def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
-    """The types of the arrays that a stage computes at its sites, by their places. ``tree`` is what the stage reads.
+    """Returns the types of the arrays that a stage computes at its sites, by key path.
 
-    Sites with equal formulas and equal types are traced only once. Raises an error if a formula rejects its values.
+    ``tree`` is what the stage reads. Sites with equal formulas and equal types are traced only once. Raises an error if
+    a formula rejects its values.
     """
-    # A site may read what an earlier site of the same stage computes, as a tie to another tied array does.
+    # A site may read what an earlier site of the same stage computes: one tied array may be tied to another.
     arrays, output_types, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
         if site.types is not None:
             types = site.types
-        elif not site.nodes and not site.stage.changes_type:  # It changes its arrays in place, and keeps their types.
+        elif not site.nodes and not site.stage.changes_type:  # The stage changes arrays in place and keeps their types.
             types = {name: arrays[place] for name, place in site.arrays.items()}
         else:
             group = stage_key(site.stage), id(site.formula), *_types_read(site, arrays)
@@ -172,9 +176,9 @@ def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
 
 
 def _types_read(site: Site, arrays: Mapping[Names, Any]) -> list[Any]:
-    """The names and types of everything that the formulas read at a site: ``("w", "g", (1, 4), float32)``.
+    """Lists the names and types of everything that the formulas read at a site: ``("w", "g", (1, 4), float32)``.
 
-    They are equal for sites at which one trace of the formulas serves both.
+    If two sites with the same formulas have equal lists, a single trace serves both.
     """
     places = {(name, value): place for name, places in site.values.items() for value, place in places.items()}
     places |= {(name, ""): place for name, place in site.reads.items()}
@@ -182,10 +186,10 @@ def _types_read(site: Site, arrays: Mapping[Names, Any]) -> list[Any]:
 
 
 def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]:
-    """The types of the arrays that a stage computes at one site, by name. Nothing is drawn: a random stage has no key.
+    """Traces the formula of a stage at one site, and returns the types of the arrays that it computes, by name.
 
-    ``arrays`` are the types of all arrays that the stage may read. Raises an error for raw values whose types are not
-    those that ``init`` would give.
+    ``arrays`` holds the types of all arrays that the stage may read. No random numbers are drawn, because a random
+    stage gets no key here. Raises an error if the types of the raw values differ from those that ``init`` would give.
     """
     values = {name: {value: arrays[place] for value, place in places.items()} for name, places in site.values.items()}
     with locate_errors(site.who):
@@ -198,15 +202,15 @@ def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]
 
 
 def run_plan(plan: Plan, key: Array | None) -> PyTree:
-    """The effective tree. The backward pass stores only the raw tree, the key and the result.
+    """Computes the effective tree. The backward pass stores only the raw tree, the key and the result.
 
-    Arrays that no step changes are the same objects as in the raw tree. Without a key, random stages compute their
-    means.
+    An array that no step changes is returned as the same object that the raw tree holds. Without a key, each random
+    stage computes its mean.
     """
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
-        """The arrays of the effective tree, from those of the raw tree, in the orders of both."""
+        """Computes the arrays of the effective tree from those of the raw tree, each in the order of its tree."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
@@ -216,21 +220,22 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
 
 
 PendingNoise = dict[Names, tuple[Site, Array]]
-"""For each place, noise that is drawn but not yet added to the array there: its site, and its standard normal draw."""
+"""Maps a key path to noise that is drawn but not yet added to its array: the site, and standard normal numbers."""
 
 
 def run_steps(
     steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
 ) -> dict[Names, Any]:
-    """The given arrays, and those that the steps compute from them: ``{("w",): w}`` beside the raw values of ``w``.
+    """Returns the given arrays, together with those that the steps compute from them.
 
-    Noise is added only when another step reads its array, or at the end, so that consecutive noises on one array can be
-    merged: ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a
-    key; other random steps compute their means without one.
+    For ``WeightNorm``, the result holds ``w`` beside its raw values ``g`` and ``v``. Noise is added only when another
+    step reads the array, or at the end, so that consecutive noises on one array can be merged. For example,
+    ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a key; without
+    one, other random steps compute their means.
 
     Args:
       steps: Consecutive steps of a plan.
-      arrays: All arrays that they read, by their places. The dict itself does not change.
+      arrays: All arrays that the steps read, by key path. The dict itself does not change.
       key: The key of the whole call.
       is_traced: Whether the call is being traced; see :func:`draw_at_sites`.
     """
@@ -238,23 +243,23 @@ def run_steps(
     for step in steps:
         merged = _merge_step(step, pending) if step.draws_noise else {}
         pending |= {noise[0].arrays["w"]: noise for noise in merged.values()}
-        # The other sites read their arrays now, so the noise on these cannot wait.
+        # The remaining sites read their arrays now, so noise that is pending on these arrays must be added first.
         others = [i for i in range(len(step.sites)) if i not in merged]
         if pending:
             _add_noise(arrays, pending, [place for i in others for place in step.sites[i].places_read])
         draws = draw_at_sites(step, others, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
         if step.draws_noise:
             pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in others}
-        else:  # The draws are keys.
+        else:  # For other random stages, each draw is a key.
             _apply_step(step, arrays, draws)
     _add_noise(arrays, pending, list(pending))
     return arrays
 
 
 def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array]) -> None:
-    """Computes the arrays of a step and puts them into ``arrays``. ``keys`` has the key of each site that gets one.
+    """Computes the arrays of a step and adds them to ``arrays``. ``keys`` maps the index of a site to its key.
 
-    A site may read what an earlier site of the step computes, so they run one after the other.
+    The sites run one after the other, because a site may read what an earlier site of the same step computes.
     """
     for i, site in enumerate(step.sites):
         with locate_errors(site.who):
@@ -263,9 +268,9 @@ def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array])
 
 
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
-    """Adds the noise that is pending at these places to ``arrays``, and removes it from ``pending``; changes both.
+    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``; changes both.
 
-    At a place without pending noise, nothing happens.
+    Key paths without pending noise are skipped.
     """
     for place in places:
         if place in pending:
@@ -275,18 +280,21 @@ def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence
 
 
 def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Array]]:
-    """For each site of a step that needs no draw of its own, by its index: the pending noise, merged with its own."""
+    """Merges the noise of each site of a step with pending noise; returns the merged noise by the index of the site.
+
+    Sites that need a random draw of their own are not in the result.
+    """
     merged = {i: _merge_noise(site, pending) for i, site in enumerate(step.sites)}
     return {i: noise for i, noise in merged.items() if noise is not None}
 
 
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:
-    """The noise pending at the array of ``site``, merged with that of ``site``; None if ``site`` needs its own draw.
+    """Merges the noise of ``site`` with the noise pending at its array; returns None if it needs a draw of its own.
 
-    The draw stays that of the earlier site, whose stage is replaced: ``VarNoise(3.0)``, followed by ``VarNoise(4.0)``,
-    by ``VarNoise(5.0)``. Nothing is merged if no noise is pending there, or noise of another class; if the class does
-    not define ``merged_with``; or if that method returns None. A subclass may have another formula, so it does not
-    inherit the method.
+    The random numbers of the earlier site are kept, and only its stage is replaced: if ``VarNoise(4.0)`` follows
+    ``VarNoise(3.0)``, the stage becomes ``VarNoise(5.0)``. Nothing is merged if no noise is pending at the array, if
+    the pending noise is of another class, if the class does not define ``merged_with`` itself, or if that method
+    returns None. A subclass may have another formula, so it does not inherit the method.
     """
     place, cls = site.arrays["w"], type(site.stage)
     if place not in pending or type(pending[place][0].stage) is not cls or "merged_with" not in vars(cls):
@@ -297,28 +305,28 @@ def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None
 
 
 def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: Stages = ()) -> None:
-    """Raises an error if the tree after all steps holds a marker, as the chain then did not create the raw tree.
+    """Raises an error if the tree after all steps still holds a marker: another chain then created the raw tree.
 
-    Each step replaces the marker dicts of its stage, so a marker is left only if no step has read it.
+    Each step replaces the marker dicts of its own stage, so a marker remains only if no step has read it.
 
     Args:
       who: The call, for the error.
       tree: The tree after all steps.
-      advice: What the user can do, the end of the error.
-      later: Stages that have not run. Their markers may be there.
+      advice: The last part of the error, which tells the user what to do.
+      later: Stages that have not run yet, whose markers may remain in the tree.
     """
     for place in tree.arrays:
-        # The outermost marker: `@weight_norm` at the place `("w", "@weight_norm", "v")`.
+        # Find the outermost marker, such as `@weight_norm` in the key path `("w", "@weight_norm", "v")`.
         mark = next((name for name in place if name.startswith("@")), None)
         if mark is not None and kind_of(mark) not in {stage.kind for stage in later}:
             raise _left_marker_error(who, tree, parameter_path(place), mark, advice)
 
 
 def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: str) -> ValueError:
-    """The error for a marker that no stage has read.
+    """Returns the error for a marker that no stage has read.
 
-    If the chain has a stage of that kind whose values cannot be these, that stage raises an error of its own, here.
-    ``path`` is that of the parameter, and ``mark`` the marker, such as ``@weight_norm@2``.
+    If the chain has a stage of that kind, and the values cannot belong to it, that stage raises a more specific error
+    here. ``path`` is the path of the parameter, and ``mark`` is the marker, such as ``@weight_norm@2``.
     """
     makers = [stage for stage in who.p if stage.kind == kind_of(mark)]
     if not makers:

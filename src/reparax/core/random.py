@@ -2,8 +2,8 @@
 
 A draw is a random array, or the key from which a formula draws one. It depends only on the key, the array's path, the
 stage's kind, the stage's number among the stages of that kind on the array, and whether ``update`` draws it. It does
-not depend on how many arrays there are, or on what other stages do. The noise of
-small arrays of one type is drawn in one loop.
+not depend on how many arrays there are, or on what other stages do. The noise of small arrays of one type is drawn in
+one loop.
 
 A random array has the sharding of the weight that it is combined with. The numbers are those of ``jax.random`` for the
 same key: words and uniform numbers are equal bit for bit; normal numbers are more accurate (see ``threefry``), and may
@@ -35,18 +35,19 @@ DRAW = "reparax_normal"
 
 
 def keys_of_arrays(key: jax.Array, kind: str, number: int, paths: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each array path, for the ``number``-th stage of a kind. No key depends on other paths.
+    """Derives a batch of keys, one for each array path, for the ``number``-th stage of a kind.
 
-    The hashed texts, such as ``"var_noise@1"``, must not change: old keys would give other draws.
+    The key of an array does not depend on the paths of other arrays. The hashed texts, such as ``"var_noise@1"``, must
+    not change, because the same user key would then give other random numbers.
     """
     return _fold_texts(_fold_texts(key, [f"{kind}@{number}"])[0], paths)
 
 
 def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
-    """For each pair of a stage's number and an array's path, a key, in the same order. All are None if ``key`` is None.
+    """Derives a key for each pair of a stage's number and an array's path, in order; all None if ``key`` is None.
 
-    ``keys_of_draws(key, "lora", [(1, "a/kernel"), (2, "a/kernel")])`` gives two keys, for two ``LoRA`` on one array.
-    Equal pairs get the same key.
+    ``keys_of_draws(key, "lora", [(1, "a/kernel"), (2, "a/kernel")])`` returns two keys, for two ``LoRA`` stages on one
+    array. Equal pairs get the same key.
     """
     if key is None:
         return [None] * len(draws)
@@ -54,24 +55,24 @@ def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, s
     for number in {number for number, _ in draws}:
         paths = [path for number_of_draw, path in draws if number_of_draw == number]
         batch = keys_of_arrays(key, kind, number, paths)
-        # If nothing is traced, the keys are taken one at a time: a call with many results is slow to compile.
+        # If nothing is traced, take the keys one at a time, because a call with many results is slow to compile.
         keys_of_paths = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
         key_of_draw |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
     return [key_of_draw[draw] for draw in draws]
 
 
 def is_one_key(key: Any) -> bool:
-    """Whether ``key`` is a typed scalar key, as ``jax.random.key`` returns it, and not a legacy key or a batch."""
+    """Returns whether ``key`` is a typed scalar key, as made by ``jax.random.key``, and not a legacy key or a batch."""
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
-    """``key`` as a typed scalar key; a legacy key is converted. Raises an error for anything else.
+    """Returns ``key`` as a typed scalar key; a legacy key is converted. Raises an error for anything else.
 
     Args:
       key: What the user passed.
       who: The call, for errors.
-      in_batches: The code that a user with a batch of keys should write instead, for an error.
+      in_batches: The code that a user with a batch of keys should write instead; the error shows it.
     """
     typed_key = _as_typed(key)
     if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
@@ -84,9 +85,9 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 
 
 def _as_typed(key: Any) -> Any:
-    """A legacy key, or a batch of them, as typed keys; anything else unchanged.
+    """Converts a legacy key, or a batch of them, to typed keys; returns anything else unchanged.
 
-    A legacy key is an array of uint32 whose last axis has the length of a key's words, two for threefry.
+    A legacy key is an array of uint32 whose last axis has as many entries as a key has words, two for threefry.
     """
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
@@ -95,24 +96,25 @@ def _as_typed(key: Any) -> Any:
 
 
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of keys of this shape, which draw independently."""
+    """Splits a key into an array of keys of the given shape, which give independent random numbers."""
     return jax.random.split(key, shape)
 
 
 def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
-    """A key for each of the arrays that ``w`` stacks along the axes ``stacked``.
+    """Splits a key into one key for each of the arrays that ``w`` stacks along the axes ``stacked``.
 
-    For ``w`` of shape (8, 6, 4), stacked along axis 0, these are 8 keys. If there are no such axes, or ``key`` is None,
-    ``key`` itself is returned.
+    For ``w`` of shape (8, 6, 4), stacked along axis 0, the result has 8 keys. If there are no such axes, or ``key`` is
+    None, ``key`` itself is returned.
     """
     return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
 
 
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The key for one use of a draw, as :func:`local_reparametrization` gives each use of a weight noise of its own.
+    """Derives the key for one use of a random array.
 
-    It is derived from the draw's ``key`` (of a batch of keys, the first) and the ``number`` of the use. It also differs
-    between the shards along the mesh axes ``axes``, so it must be called in a ``shard_map`` over these.
+    :func:`local_reparametrization` gives each use of a weight noise a key of its own. The key is derived from ``key``,
+    with which the array was drawn (the first of a batch of keys), and from the ``number`` of the use. It also differs
+    between the shards along the mesh axes ``axes``, so this function must be called in a ``shard_map`` over these axes.
     """
     for word in (number, *map(jax.lax.axis_index, axes)):
         key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
@@ -120,22 +122,22 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
 
 def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text.
+    """Derives a batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text.
 
-    A hash is used as two words of 32 bits, as ``jax.random.fold_in`` takes one word.
+    Each hash is folded in as two words of 32 bits, because ``jax.random.fold_in`` takes one such word.
     """
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    if isinstance(key, Tracer):  # Arrays of words would be stored for the backward pass.
+    if isinstance(key, Tracer):  # If the words were arrays, they would be stored for the backward pass.
         return _fold_literals(key, tuple(map(tuple, words.tolist())))
     return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
 
 @functools.partial(inlined, static_argnums=1)
 def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
-    """:func:`_fold_words` for words that are literals in the jaxpr, traced once for equal words.
+    """Calls :func:`_fold_words` with words that are literals in the jaxpr. It is traced only once for equal words.
 
-    A constant array would become an input of the jaxpr, and the backward pass would store it.
+    A constant array would instead become an input of the jaxpr, and would be stored for the backward pass.
     """
     columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
     return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
@@ -143,9 +145,9 @@ def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Ar
 
 @inlined
 def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
-    """A batch of keys, one for each pair of words: ``fold_in(fold_in(key, high), low)``.
+    """Derives a batch of keys, one for each pair of words: ``fold_in(fold_in(key, high), low)``.
 
-    ``high`` and ``low`` are the columns of the pairs, arrays of uint32.
+    ``high`` and ``low`` are arrays of uint32 that hold the first and second words of the pairs.
     """
 
     def fold_pair(high: Any, low: Any) -> jax.Array:
@@ -165,10 +167,10 @@ adds a tenth of a second to compilation; an array drawn in a loop uses only one 
 def draw_at_sites(
     step: Any, acting: Sequence[int], arrays: Mapping[Names, Any], key: Array, *, is_traced: bool
 ) -> dict[int, Array]:
-    """The key of each acting site of a step, by its index; if the step draws noise, the drawn noise instead.
+    """Returns the key of each acting site of a step, by its index; if the step draws noise, returns the noise instead.
 
-    Sites are grouped twice: those with the same number (see :class:`Site`) get their keys in one batch, and among these
-    the small arrays of one type are drawn in one loop. Neither grouping changes any number.
+    Sites are grouped twice: sites with the same number (see :class:`Site`) get their keys in one batch, and within
+    these groups, the small arrays of one type are drawn in one loop. Grouping does not change the random numbers.
 
     Args:
       step: A step of a plan, with ``draws`` true.
@@ -188,22 +190,22 @@ def draw_at_sites(
     for number in sorted(groups_of_number):
         groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
-        # Not strict: the last start, after all groups, is not used.
+        # The zip is not strict: the last start lies after all groups and is not used.
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
             keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]
             if step.draws_noise:
                 drawn = _draw_group(first.stage, arrays[first.arrays["w"]], keys, is_traced=is_traced)
                 draws |= zip(group, drawn, strict=True)
-            else:  # The group is a single site.
+            else:  # Without noise, each group is a single site.
                 draws[group[0]] = keys[0]
     return draws
 
 
 def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
-    """The noise for each key, for arrays of one type under equal stages. Several keys are drawn in one loop.
+    """Draws the noise for each key, for arrays of one type under equal stages; several keys are handled in one loop.
 
-    ``array`` stands for all of them: only its type is read. ``keys`` is a batch, and each result has the shape of a
-    single draw.
+    ``array`` represents all of these arrays: only its type is read. ``keys`` is a batch, and each result has the shape
+    of a single array.
     """
     array = jnp.asarray(array)
     if len(keys) == 1:
@@ -215,9 +217,9 @@ def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list
 
 
 def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
-    """A hashable group key, equal for arrays whose noise is drawn together; None for an array drawn by itself.
+    """Returns a hashable key that is equal for arrays whose noise is drawn together; None for an array drawn by itself.
 
-    Small arrays of equal type and sharding are drawn together, if their stages share axes in the same way.
+    Small arrays of equal type and sharding are drawn together if their stages share axes in the same way.
     """
     array = jnp.asarray(arrays[site.arrays["w"]])
     sharding = jax.typeof(array).sharding
@@ -229,31 +231,32 @@ def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
 
 
 def _slice_batch(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
-    """``batch[start : start + size]`` of a batch of keys or arrays.
+    """Returns ``batch[start : start + size]`` of a batch of keys or arrays.
 
-    If nothing is traced, ``start`` is an argument of the operation: each literal would compile another program.
+    If nothing is traced, ``start`` is passed as an argument of the operation, because each literal ``start`` would
+    require another compilation.
     """
     if is_traced:
         return jax.lax.slice_in_dim(batch, start, start + size)
     return jax.lax.dynamic_slice_in_dim(batch, start, size)
 
 
-# Random arrays.
+# The functions below draw random arrays.
 
 
 def normal(key: Array, w: Array) -> Array:
-    """Standard normal numbers of the shape and dtype of ``w``; complex numbers also have variance 1."""
+    """Draws standard normal numbers of the shape and dtype of ``w``; complex numbers also have variance 1."""
     return reparax_normal(key, w.shape, w.dtype, _sharding_of_draw(w))
 
 
 def uniform(key: Array, w: Array, shared_axes: tuple[int, ...]) -> Array:
-    """Uniform numbers in [0, 1), multiples of 2^-23, in the shape of ``w`` but with size 1 along ``shared_axes``."""
+    """Draws uniform numbers in [0, 1), multiples of 2^-23, in the shape of ``w`` with size 1 along ``shared_axes``."""
     shape = tuple(1 if axis in shared_axes else size for axis, size in enumerate(w.shape))
     return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared_axes))
 
 
 def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedSharding:
-    """The sharding of ``w``, but not sharded along ``shared_axes``: the draw has size 1 there, for all entries."""
+    """Returns the sharding of ``w``, but without sharding along ``shared_axes``, where the random array has size 1."""
     sharding = jax.typeof(w).sharding
     spec = [None if axis in shared_axes else name for axis, name in enumerate(sharding.spec)]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -261,7 +264,7 @@ def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedShard
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted.
+    """Draws uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted.
 
     A batch of keys gives a batch of arrays. ``dtype`` is a float of 32 or 64 bits.
     """
@@ -269,24 +272,24 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
         return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
-    one_bits = np.ones((), dtype).view(words.dtype)  # sign and exponent of a number in [1, 2)
-    # The first bits of each word, as many as the mantissa has.
+    one_bits = np.ones((), dtype).view(words.dtype)  # The sign and exponent of a number in [1, 2).
+    # Keep the first bits of each word, as many as the mantissa has.
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Random words of 32 or 64 bits, equal to those of ``jax.random.bits``; XLA can fuse those of ``threefry``."""
+    """Draws words of 32 or 64 bits, equal to those of ``jax.random.bits``; XLA can fuse the words of ``threefry``."""
     if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 
 
 def _prevent_fusion(x: Array) -> Array:
-    """``x`` itself; a vector is computed before it is read, instead of being fused into what reads it.
+    """Returns ``x``; a vector is computed before it is read, instead of being fused into the code that reads it.
 
-    A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the draw into the repetition
-    and take minutes to compile it.
+    A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the random numbers into this
+    repetition, and take minutes to compile it.
     """
     axes = [n for n in x.shape if export.is_symbolic_dim(n) or n > 1]
     return jax.lax.optimization_barrier(x) if len(axes) < 2 else x
@@ -294,10 +297,10 @@ def _prevent_fusion(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Standard normal numbers; a batch of keys gives a batch of arrays.
+    """Draws standard normal numbers; a batch of keys gives a batch of arrays.
 
-    A jaxpr shows a call with this function's name, :data:`DRAW`, by which transforms find draws: it must not be inlined
-    or renamed.
+    A jaxpr shows a call with this function's name, :data:`DRAW`, by which transforms find random arrays. The call must
+    therefore not be inlined or renamed.
     """
     if key.ndim:
         return jax.lax.map(lambda one_key: reparax_normal(one_key, shape, dtype, sharding), key)
@@ -307,7 +310,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
         return _prevent_fusion(threefry.normal(_draw_words(key, shape, 32, sharding)))
-    # Numbers in (-1, 1), without the ends, at which `erf_inv` is infinite.
+    # Scale to the open interval (-1, 1), since `erf_inv` is infinite at both ends.
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _draw_uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -44,27 +44,28 @@ class Line:
 
 
 def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """A line for each different pair of path and value, in the order of ``items``."""
+    """Returns a line for each different pair of path and value, in the order of ``items``."""
     return [Line((path,), value, n, (path,)) for (path, value), n in Counter(items).items()]
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Like :func:`count_lines`, but with one line for consecutive numbers with equal values: ``layers/0..3/kernel``.
+    """Counts lines like :func:`count_lines`, but joins consecutive numbers with equal values: ``layers/0..3/kernel``.
 
-    Numbers are folded from left to right, one position in the path after the other.
+    Numbers are joined from left to right, one position in the path after the other.
     """
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
-    for i in range(1, max((len(line.parts) for line in lines), default=0), 2):  # `re.split` puts numbers at odd indices
+    # `re.split` puts the numbers at odd indices.
+    for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
         lines = _fold_numbers_at(i, lines)
     return lines
 
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
-    """``lines`` with one line, where the first was, for those that differ only in consecutive numbers at part ``i``.
+    """Joins lines that differ only in consecutive numbers at part ``i``; the result is where the first of them was.
 
     With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
     """
-    # For all that must be equal, the number and the row of each line. A line without a number there is alone.
+    # Group the lines by everything that must be equal, with their numbers and rows. A line without a number is alone.
     numbers_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
         has_number = len(line.parts) > i
@@ -80,7 +81,7 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:
-    """One line for lines that have consecutive numbers at part ``i``: ``layers/0..11``. A single line is unchanged.
+    """Joins lines that have consecutive numbers at part ``i`` into one: ``layers/0..11``. A single line is unchanged.
 
     All lines have the same value, and the same parts except for part ``i``.
     """
@@ -93,13 +94,13 @@ def _join_run(i: int, lines: list[Line]) -> Line:
 
 
 def size_in_bytes(x: Any) -> int:
-    """The size in bytes of an array with the shape and dtype of ``x``, which may be a type."""
+    """Returns the size in bytes of an array with the shape and dtype of ``x``, which may be an array type."""
     return math.prod(x.shape) * _size_of_one(x.dtype)
 
 
 @functools.cache
 def _size_of_one(dtype: Any) -> int:
-    """The size in bytes of one entry of this dtype; for a PRNG key, that of its words."""
+    """Returns the size in bytes of one entry of this dtype; for a PRNG key, the size of its words."""
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype.itemsize
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -107,7 +108,7 @@ def _size_of_one(dtype: Any) -> int:
 
 
 def readable_size(n: float) -> str:
-    """A number of bytes with a suitable unit: ``"12 B"``, ``"3.5 KiB"``; gibibytes are the largest unit."""
+    """Formats a number of bytes with a suitable unit: ``"12 B"``, ``"3.5 KiB"``; gibibytes are the largest unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             break

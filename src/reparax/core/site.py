@@ -1,8 +1,8 @@
 """A site: a stage at one array, or at a group of arrays that it computes together.
 
-A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. Formulas of a stage know no
-places: they call each array by a name such as ``"w"``, and each raw value by a name such as ``"g"`` or ``"v"``. A site
-says at which places these are. In a raw tree, the raw values of an array are in a marker dict, at the key path
+A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. The formulas of a stage do not
+see places: they use a name such as ``"w"`` for each array, and a name such as ``"g"`` or ``"v"`` for each raw value. A
+site maps these names to places. In a raw tree, the raw values of an array are in a marker dict, at the key path
 ``(*place, "@kind")``. :class:`WeightNorm` at ``("dense", "kernel")``, for example, has the site
 
     arrays = {"w": ("dense", "kernel")}
@@ -42,10 +42,10 @@ class Site:
       nodes: For each array, the key path of its marker dict; empty if the stage has no markers.
       draw_path: The path that is hashed into the random key; None for stages that join arrays, which draw nothing.
       draw_number: The number of the stage among those of its kind that act on the array. A plan counts from 1.
-      reads: The places of other arrays that the formulas only read.
-      copies: For the path of each array without raw values of its own, such as a tied one, the paths at which the
-        values are.
-      formula: What the stage does here, if it differs between its sites.
+      reads: The places of other arrays, which the formulas read but do not change.
+      copies: Maps the path of each array without raw values of its own, such as a tied one, to the paths at which its
+        values are stored.
+      formula: What the stage does here, if that differs between its sites.
       types: The types of the effective arrays, if known.
       call: A function that calls the formulas, so that sites with arrays of equal types are traced once.
     """
@@ -69,10 +69,10 @@ class Site:
         return [*(place for places in self.values.values() for place in places.values()), *self.reads.values()]
 
     def read(self, arrays: Arrays) -> RawValues:
-        """What the formulas read, by array and value: ``{"w": {"g": ..., "v": ...}, "other": {"": ...}}``.
+        """Returns what the formulas read, by array and value: ``{"w": {"g": ..., "v": ...}, "other": {"": ...}}``.
 
-        An array in ``reads`` has the name ``""`` below its own name, as it is no raw value. Fixed values pass no
-        gradient.
+        An array in ``reads`` is not a raw value, so the name below its own name is ``""``. No gradient flows through
+        fixed values.
         """
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}
@@ -82,17 +82,17 @@ class Site:
 
     @property
     def free_values(self) -> dict[str, Names]:
-        """The place of each raw value that the stage does not declare as fixed, by the name of the value.
+        """Maps the name of each raw value that the stage does not declare as fixed to its key path.
 
-        Of equal names at several arrays of the site, only the last one is in the dict.
+        If several arrays of the site have a value of the same name, the dict has only the last one.
         """
         pairs = [pair for places in self.values.values() for pair in places.items()]
         return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
 
     def swaps(self, effective: Mapping[str, Any]) -> list[Swap]:
-        """For a step of a plan: one swap for each array, which puts the effective array in place of its raw values.
+        """Returns one swap for each array, by which a step of a plan replaces its raw values by the effective array.
 
-        An array without raw values of its own, such as a tied one, has an empty marker dict, which is replaced.
+        For an array without raw values of its own, such as a tied one, the empty marker dict is replaced.
         """
         return [
             (list(self.values[name].values()) or [self.nodes[name]], {place: effective[name]})
@@ -100,7 +100,7 @@ class Site:
         ]
 
     def place_values(self, array_name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
-        """The raw values of one array by their places in the raw tree; the inverse of ``values[array_name]``.
+        """Maps each raw value of one array to its key path in the raw tree; the inverse of ``values[array_name]``.
 
         ``{"mask": m, "w": x}`` becomes ``{(*node, "w"): x, (*node, "@fixed", "mask"): m}``: free values come first,
         then the fixed ones in the order of their declarations. An array without values gets an empty marker dict.
@@ -113,13 +113,13 @@ class Site:
 
 
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
-    """The array at a place, as a JAX array. If a stage declares it as fixed, it passes no gradient."""
+    """Returns the value at a key path as a JAX array. No gradient flows through it if a stage declares it as fixed."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:
-    """The site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it.
+    """Builds the site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it.
 
     Args:
       stage: The stage, with its numbers and axes for these arrays.
@@ -134,9 +134,9 @@ def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: An
 
 
 def stage_key(stage: Any) -> Any:
-    """A hashable key; if two stages have equal keys, their formulas compute the same, so one trace serves both.
+    """Returns a hashable key of a stage. If two stages have equal keys, their formulas compute the same results.
 
-    A stage whose fields have no exact text, such as one with a traced number, is equal only to itself. The stage is
-    part of the key because text alone does not distinguish classes.
+    One trace then serves both stages. A stage whose fields have no exact text, such as one with a traced number, is
+    equal only to itself. The stage is part of the key because its text alone does not distinguish classes.
     """
     return id(stage) if stage._exact_text is None else (stage, stage._exact_text)

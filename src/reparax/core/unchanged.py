@@ -28,7 +28,7 @@ class Known:
 
 
 def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
-    """The treedef and the leaves of ``formula(*args)``, with a mark in place of each leaf that is one of the arguments.
+    """Calls the formula, and returns the treedef and the leaves of its result; leaves that are arguments become marks.
 
     For ``formula = lambda w, x: {"a": w, "b": w + x}``, these are ``[Known(treedef), Known(0), w + x]``. They are a
     list, as some containers of other libraries cannot hold a mark.
@@ -39,9 +39,10 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def restore_same(results: list[Any], *args: Any) -> Any:
-    """The tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks.
+    """Rebuilds the tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks.
 
-    ``args`` must have the structure of those of :func:`mark_same`, since a mark is an index into their leaves.
+    ``args`` must have the same structure as the arguments of :func:`mark_same`, since a mark is an index into their
+    leaves.
     """
     arguments = jax.tree.leaves(args)
     structure, *leaves = results
@@ -49,37 +50,37 @@ def restore_same(results: list[Any], *args: Any) -> Any:
 
 
 class _Mark:
-    """A policy for ``jax.checkpoint`` that stores nothing, and by which transforms know our checkpoints from others."""
+    """A policy for ``jax.checkpoint`` that stores nothing, and that distinguishes our checkpoints from others."""
 
     def __call__(self, *_: Any, **__: Any) -> bool:
-        """False: the result of no operation is stored for the backward pass."""
+        """Returns False, so that no result of an operation is stored for the backward pass."""
         return False
 
     def __repr__(self) -> str:
-        return "mark"  # so that equal programs have equal texts
+        return "mark"  # A constant text, so that equal programs have equal texts.
 
 
 MARK = _Mark()
-"""The only instance: JAX caches how it splits a jaxpr by the policy too, and would compile again for another one."""
+"""The only instance: JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """``fun(tree, key)``, computed again in the backward pass, which stores only ``tree``, ``key`` and the result.
+    """Returns ``fun(tree, key)``, and computes it again in the backward pass.
 
-    Leaves that are not arrays, and leaves that ``fun`` returns unchanged, are returned as the same objects. An error of
-    ``fun`` is raised as it is.
+    The backward pass stores only ``tree``, ``key`` and the result. Leaves that are not arrays, and leaves that ``fun``
+    returns unchanged, are returned as the same objects. An error raised by ``fun`` reaches the caller unchanged.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]  # of the arrays
+    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]  # The positions of the arrays.
     errors = list[Exception]()
 
     def of_arrays(arrays: list[Any], key: Array | None) -> Any:
-        """``fun`` as a function of the arrays, with marks in its result, or None if ``fun`` raises an error."""
-        # All leaves by their index, in order, with the traced arrays in place of the given ones.
+        """Calls ``fun`` on the given arrays; returns its result with marks, or None if ``fun`` raises an error."""
+        # Collect all leaves by index, in order, with the traced arrays in place of the given ones.
         inputs = {**dict(enumerate(leaves)), **dict(zip(indices, arrays, strict=True))}
         try:
             return mark_same(lambda *inputs: fun(treedef.unflatten(inputs), key), *inputs.values())
-        except Exception as error:  # It is raised below, as JAX would change its text here.
+        except Exception as error:  # The error is raised below, because JAX would change its text here.
             errors.append(error)
 
     outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in indices], key)

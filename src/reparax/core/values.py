@@ -1,7 +1,7 @@
 """What a stage declares about its raw values: main or auxiliary, free or fixed.
 
 Earlier stages of a chain act on the *main* values of an array as if they were the array itself; an *auxiliary* value,
-such as a length, is trained but left alone by other stages. A *fixed* value is not trained, a *free* one is.
+such as a length, is trained, but other stages do not act on it. A *fixed* value is not trained; a *free* value is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RawValues = dict[str, dict[str, Array]]
 """The raw values of each array of a site: ``{"w": {"g": ..., "v": ...}}``, with the names that the formulas use."""
 
 OTHERS = "*"
-"""In a declaration, the name for all values that have no entry of their own."""
+"""The name that declares all values without an entry of their own."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,14 +24,15 @@ class Value:
     """The declaration of a raw value, as :func:`main`, :func:`aux` and :func:`fixed` return it.
 
     Attributes:
-      main: Whether earlier stages act on it, under the path of the array.
-      fixed: Whether it is not trained.
-      base: Whether it holds the model's own array, on which stages such as ``Freeze`` act. What ``update_base``
-        calls a base is another thing: any fixed value to which free ones are relative, as in :class:`Orthogonal`.
-      aligned: Whether its axes are those of the array.
+      main: Whether earlier stages act on the value, under the path of the array.
+      fixed: Whether the value is excluded from training.
+      base: Whether the value holds the model's own array, on which stages such as ``Freeze`` act. ``update_base`` uses
+        the word differently: there, a base is any fixed value to which free ones are relative, as in
+        :class:`Orthogonal`.
+      aligned: Whether the value has the same axes as the array.
       decays: Whether smaller numbers give a smaller array.
-      part: Whether it is a part of the array, with a path of its own.
-      optional: Whether ``init_leaf`` may omit it.
+      part: Whether the value is a part of the array, with a path of its own.
+      optional: Whether ``init_leaf`` may omit the value.
       axes: For a stage on matrices, each axis of the value: ``"rows"``, ``"columns"``, or the name of an axis of its
         own, such as ``"rank"``.
     """
@@ -46,7 +47,7 @@ class Value:
     axes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """The call that makes it, such as ``main(aligned=True)``, with what differs from the default of that call."""
+        """Returns the call that makes the declaration, such as ``main(aligned=True)``, without default arguments."""
         role = "main" if self.main else "fixed" if self.fixed else "aux"
         implied_fields = {"main", "fixed"} if role == "fixed" else {"main"}
         written = [
@@ -69,15 +70,15 @@ def main(
     fixed: bool = False,
     axes: tuple[str, ...] = (),
 ) -> Value:
-    """A raw value on which earlier stages act, under the array's own path.
+    """Declares a raw value on which earlier stages act, under the array's own path.
 
     Args:
-      aligned: Whether its axes are those of the array, so that axis names apply to it.
-      decays: Whether smaller numbers give a smaller array. For a logarithm, or the parameter of an orthogonal matrix,
-        they do not, so :func:`decay_mask` excludes it.
-      part: Whether it is a part of the array. Other stages then select it by a path of its own.
-      fixed: Whether it is not trained.
-      axes: Its axes, if the stage acts on matrices: ``("rows", "rank")``.
+      aligned: Whether the value has the same axes as the array, so that axis names apply to it.
+      decays: Whether smaller numbers give a smaller array. If not, as for a logarithm or the parameter of an orthogonal
+        matrix, :func:`decay_mask` excludes the value.
+      part: Whether the value is a part of the array. Other stages then select it by a path of its own.
+      fixed: Whether the value is excluded from training.
+      axes: The axes of the value, if the stage acts on matrices: ``("rows", "rank")``.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -94,35 +95,36 @@ def main(
 
 
 def aux() -> Value:
-    """A trainable raw value on which other stages do not act by default, such as a length or a scale.
+    """Declares a trainable raw value on which other stages do not act by default, such as a length or a scale.
 
-    A value without an entry is auxiliary if any entry is a main value, and a main value otherwise.
+    A value with no entry defaults to auxiliary if any entry marks a main value; otherwise it defaults to main.
     """
     return Value(main=False)
 
 
 def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] = ()) -> Value:
-    """A raw value that is not trainable.
+    """Declares a raw value that is not trained.
 
     Args:
-      base: Whether it holds the model's own array, as the base of an adapter does. ``Freeze() >> LoRA(2)`` acts on it.
-      optional: Whether ``init_leaf`` may omit it.
-      axes: Its axes, if the stage acts on matrices.
+      base: Whether the value is the model's own array, as the base of an adapter is. In ``Freeze() >> LoRA(2)``, the
+        stage ``Freeze`` acts on it.
+      optional: Whether ``init_leaf`` may omit the value.
+      axes: The axes of the value, if the stage acts on matrices.
     """
     return Value(main=False, fixed=True, base=base, optional=optional, axes=axes)
 
 
 def value_of(values: Values, name: str) -> Value:
-    """The declaration of the raw value with this name, or its default: see :func:`aux`.
+    """Returns the declaration of the raw value with this name, or its default: see :func:`aux`.
 
-    The order is the entry of the name, the entry ``"*"``, the default.
+    The entry of the name comes first, then the entry ``"*"``, and then the default.
     """
     default = Value(main=not any(value.main for value in values.values()))
     return values.get(name) or values.get(OTHERS) or default
 
 
 def check_values(who: str, values: Any) -> None:
-    """Requires that ``values``, the attribute ``raw_values`` of the class ``who``, are valid declarations.
+    """Requires that ``values``, the attribute ``raw_values`` of the class ``who``, holds valid declarations.
 
     The names must be text that paths and markers can hold.
     """

@@ -39,7 +39,7 @@ as in ``b1``, ``bias`` as a word of a name, as in ``bias_n``, and names that beg
 @register_static
 @dataclass(frozen=True, repr=False)
 class Selected:
-    """The predicate that :func:`selected` returns: true at the given paths and below them.
+    """The predicate that :func:`selected` returns, which is true at the given paths and below them.
 
     Attributes:
       paths: The paths of arrays, or of nodes that hold arrays; the empty path is the whole tree.
@@ -48,7 +48,7 @@ class Selected:
     paths: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Requires a tuple of strings, which JSON may not have given."""
+        """Requires a tuple of strings, because JSON may give anything else."""
         paths: Any = self.paths
         if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
             raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.stage.selected`.")
@@ -57,7 +57,7 @@ class Selected:
         return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
-        """Whether ``path`` is one of the paths or below one. ``array`` is not read; all predicates take it."""
+        """Returns whether ``path`` is one of the paths or below one. ``array`` is not read; all predicates take it."""
         return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
@@ -67,7 +67,7 @@ register_class(Selected)
 @register_static
 @dataclass(frozen=True, repr=False)
 class AllBut:
-    """The selection that :func:`all_but` returns: the default of a stage, without some paths.
+    """The selection that :func:`all_but` returns: the default of a stage, except for some paths.
 
     Attributes:
       patterns: Regular expressions for the whole paths that are left out.
@@ -93,7 +93,7 @@ class AllBut:
         return f"all_but({', '.join(map(repr, self.patterns))})"
 
     def excludes(self, path: str) -> bool:
-        """Whether any of the expressions matches the whole path."""
+        """Returns whether any of the expressions matches the whole path."""
         return any(re.fullmatch(pattern, path) for pattern in self.patterns)
 
 
@@ -101,14 +101,15 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """For ``where``, the default of the stage without the paths that match one of these regular expressions.
+    """Returns a selection for ``where``: the default of the stage, without the paths that match an expression.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
 
     Raises:
       TypeError: If there is no pattern, or one is not a string.
-      ValueError: If a pattern is not a regular expression; in methods of the stage, if a pattern matches no path.
+      ValueError: If a pattern is not a regular expression. The methods of the stage raise it if a pattern matches no
+        path.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -123,7 +124,7 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree, model: PyTree = None) -> Selected:
-    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from parts of a model.
+    """Makes a selection for ``where`` from a tree of booleans, such as an optax mask, or from parts of a model.
 
     Args:
       mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path with the value
@@ -162,7 +163,7 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """A stand-in for a leaf of a model, by which one sees which leaves a function of the model returns.
+    """A stand-in for a leaf of a model, which shows whether a function of the model returns that leaf.
 
     Attributes:
       path: The path of the leaf.
@@ -174,9 +175,10 @@ class _Placeholder:
 
 
 def _select_parts(choose: Any, model: PyTree) -> Selected:
-    """The selection of the arrays in the parts of ``model`` that ``choose`` returns.
+    """Returns the selection of the arrays in the parts of ``model`` that ``choose`` returns.
 
-    ``choose`` gets the model with a :class:`_Placeholder` for each leaf, and so returns the paths of the parts.
+    ``choose`` is called with a copy of the model that has a :class:`_Placeholder` for each leaf, so its result reveals
+    the paths of the parts.
     """
     paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
@@ -192,12 +194,12 @@ def _select_parts(choose: Any, model: PyTree) -> Selected:
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:
-    """The three paths most similar to a misspelled one, as text for an error."""
+    """Returns the three paths most similar to a misspelled one, as text for an error."""
     return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """The matches of a regular expression with whole paths, one for each different path.
+    """Returns the matches of a regular expression with whole paths, one for each different path.
 
     A pattern that equals a path matches only this path, even if it has special characters, as ``a.b`` has. The list is
     empty if nothing matches, or if the pattern is not a regular expression.
@@ -211,14 +213,14 @@ def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
-    """``where`` itself. Raises an error if it is not a valid selection.
+    """Returns ``where``. Raises an error if it is not a valid selection.
 
     Args:
       where: What the user passed.
       owner: The class or function that takes it, for errors.
       name: The name of its argument, for errors.
     """
-    # A class and a stage may be callable, but are no predicates.
+    # A class or a stage may be callable, but it is not a predicate.
     is_class_or_stage = isinstance(where, type) or hasattr(where, "_parts")
     if isinstance(where, str):
         _require_expression(where, owner, name)
@@ -239,7 +241,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
 def _require_expression(pattern: str, owner: str, name: str) -> None:
     """Requires that ``pattern``, the argument ``name`` of ``owner``, is a regular expression.
 
-    If it is a shell pattern, such as ``*/kernel``, the error gives the regular expression for it.
+    If it is a shell pattern, such as ``*/kernel``, the error gives the equivalent regular expression.
     """
     try:
         re.compile(pattern)
@@ -252,7 +254,7 @@ def _require_expression(pattern: str, owner: str, name: str) -> None:
 
 
 def _suggest(where: Any) -> str:
-    """What to write in place of a selection of a wrong type, the end of an error."""
+    """Returns the end of an error for a selection of a wrong type: what to write instead."""
     if isinstance(where, type):
         return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
@@ -263,10 +265,10 @@ def _suggest(where: Any) -> str:
 
 
 def _shell_to_regex(pattern: str) -> str | None:
-    """The regular expression for a shell pattern, in which ``*`` is any text: ``".*/kernel"`` for ``"*/kernel"``.
+    """Converts a shell pattern, in which ``*`` is any text, to a regular expression: ``"*/kernel"`` to ``".*/kernel"``.
 
-    None if that is the pattern itself, or not a regular expression either. A ``*`` after a dot or a bracket is kept, as
-    it repeats what stands before it.
+    Returns None if the result equals the pattern, or is not a regular expression either. A ``*`` after a dot or a
+    closing bracket is kept, because there it repeats what precedes it.
     """
     regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
@@ -277,66 +279,66 @@ def _shell_to_regex(pattern: str) -> str | None:
 
 
 def reads_paths_only(where: Where) -> bool:
-    """Whether a selection depends only on paths, not on arrays, so that raw values need not be read for it.
+    """Returns whether a selection depends only on paths, so that it can be evaluated without reading arrays.
 
-    False for a predicate, and for the default of a stage, which depends on the number of axes.
+    This is false for a predicate, and for the default of a stage, which depends on the number of axes.
     """
     return isinstance(where, str | Selected)
 
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
-    """Whether an array is a bias or a scale, which are not matrices, whatever their shape.
+    """Returns whether an array is a bias or a scale, which do not count as matrices, whatever their shape.
 
-    Its layer says so, if it is known, and otherwise its name: ``bias``, ``b1``, ``bias_n``, ``ln_1``. Both the name of
-    the parameter and that of the leaf count, which differ for a raw value with a path of its own.
+    If its layer is known, the layer decides; otherwise the name does: ``bias``, ``b1``, ``bias_n``, ``ln_1``. Both the
+    name of the parameter and that of the leaf count. They differ for a raw value with a path of its own.
     """
     if leaf.axes.are_of_layer:
         return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
-        # The substitution drops a number at the end: `scale_2`.
+        # The substitution drops a number at the end, as in `scale_2`.
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
         for name in names
     )
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Whether an array is a table of embeddings. Its layer says so, if it is known, and otherwise its name."""
+    """Returns whether an array is a table of embeddings, according to its layer if known, and otherwise to its name."""
     if leaf.axes.are_of_layer:
         return leaf.axes.role.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
 def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
-    """The leaves that ``where`` selects, in their order; the list may be empty.
+    """Returns the leaves that ``where`` selects, in their order; the list may be empty.
 
-    A selection by default is only of main values, which are plain arrays, and raw values that stand for their arrays.
-    An expression or a predicate may select auxiliary values too.
+    By default, only main values are selected: plain arrays, and raw values that stand for their arrays. An expression
+    or a predicate may select auxiliary values too.
 
     Args:
       who: The call, for errors.
       where: The selection.
       leaves: All leaves of a tree.
-      by_default: Whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
+      by_default: Returns whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
 
     Raises:
-      ValueError: If an :func:`all_but` or :func:`selected` names paths that the tree does not have.
+      ValueError: If a selection from :func:`all_but` or :func:`selected` names paths that the tree does not have.
     """
 
     def is_selected(leaf: Leaf) -> bool:
-        """Whether ``where`` is true for a leaf that can be selected at all."""
+        """Returns whether ``where`` selects a leaf that can be selected at all."""
         if where is None:
             return leaf.main and by_default(leaf)
         if isinstance(where, AllBut):
             return leaf.main and not where.excludes(leaf.path) and by_default(leaf)
         if isinstance(where, str):
-            # The place has the markers, `dense/kernel/@weight_norm/v`; the path has none, `dense/kernel`.
+            # The place has markers, as in `dense/kernel/@weight_norm/v`; the path has none, as in `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
         if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
-    # Without leaves, another error says that the tree holds no arrays.
+    # If there are no leaves, another error reports that the tree holds no arrays.
     if leaves and isinstance(where, Selected):
         _require_paths(who, where, _known_paths(leaves))
     if leaves and isinstance(where, AllBut):
@@ -345,14 +347,14 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
 
 
 def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
-    """The error for a selection of no leaf.
+    """Returns the error for a selection that selects no leaf.
 
     Args:
       who: The call.
       where: The selection.
-      leaves: All leaves that it was asked for.
-      stacked: The argument of the stage. Its default does not count these axes: to it, an array of shape (8, 4) with
-        ``stacked=0`` is a vector.
+      leaves: All leaves that could have been selected.
+      stacked: The argument ``stacked`` of the stage. The default of the stage does not count these axes, so an array of
+        shape (8, 4) with ``stacked=0`` counts as a vector.
     """
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     if where is not None:
@@ -364,7 +366,7 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
             f"not counting stacked={stacked!r}, its default selects none of the {len(unique)} arrays "
             f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
         )
-    # A later stage may have replaced the arrays by integers, which no default selects, as `Quantized` does.
+    # A later stage, such as `Quantized`, may have replaced the arrays by integers, which no default selects.
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
     advice = f" At {codes[0]!r} a later stage stores only codes: put that stage before this one." if codes else ""
@@ -372,10 +374,11 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """What to write to select a main value of a later stage, if ``where`` matches its array's path and its name.
+    """Returns advice for a user who has selected a main value of a later stage by its array's path and its own name.
 
-    ``dense/kernel/v`` matches nothing, as ``v`` has the path of its array, ``dense/kernel``; only its place in the raw
-    tree contains its name, so the advice is ``.*/@weight_norm/v``. Empty if there is no such value.
+    ``dense/kernel/v`` matches nothing, because ``v`` has the path of its array, ``dense/kernel``. Only its place in the
+    raw tree contains its name, so the advice is to write ``.*/@weight_norm/v``. The text is empty if there is no such
+    value.
     """
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
@@ -387,22 +390,23 @@ def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
 
 
 def _is_by_place(where: Where) -> bool:
-    """Whether a selection is an expression for places in the raw tree, instead of paths."""
+    """Returns whether a selection is an expression for places in the raw tree, instead of paths."""
     return isinstance(where, str) and "@" in where
 
 
 def _is_seen(where: Where, leaf: Leaf) -> bool:
-    """Whether a selection can select a leaf at all. False for hidden leaves, and for tied arrays, which have no values.
+    """Returns whether a selection can select a leaf at all.
 
-    Values that an adapter adds to a base can only be selected by their place; see :class:`Leaf`.
+    Hidden leaves, and tied arrays, which have no values, cannot be selected. Values that an adapter adds to a base can
+    be selected only by their place; see :class:`Leaf`.
     """
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """The paths of the leaves, and of arrays of their tree without values of their own, such as tied ones.
+    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied ones.
 
-    A selection may name any of these. All ``leaves`` are of one tree, and there is at least one.
+    A selection may name any of these paths. All ``leaves`` belong to one tree, and there is at least one leaf.
     """
     arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
     empty = [place for place, x in arrays.items() if is_empty(x)]
@@ -417,9 +421,9 @@ def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
 
 
 def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
-    """Requires that each selected path is that of an array, or of a node that holds arrays.
+    """Requires that each selected path belongs to an array, or to a node that holds arrays.
 
-    ``paths`` are those of the arrays: with ``dense/kernel``, also ``dense`` and the empty path may be selected.
+    ``paths`` are the paths of the arrays. If ``dense/kernel`` is one, ``dense`` and the empty path may be selected too.
     """
     names_of_paths = [path.split("/") for path in paths]
     inner_paths = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
@@ -433,10 +437,10 @@ def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
-    """Whether a predicate selects an array. It may also return a match of a regular expression, or None.
+    """Returns whether a predicate selects an array. It may also return a match of a regular expression, or None.
 
-    Text and arrays of several numbers are refused, since they are true or false by accident; so are traced answers,
-    which have no value yet.
+    Text and arrays of several numbers are rejected, because they would be true or false by accident. Traced answers are
+    rejected because they have no value yet.
     """
     try:
         answer = where(path, array)
@@ -453,12 +457,12 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
 
 
 def _list_some(paths: Sequence[str]) -> str:
-    """The first three paths, as text for an error: ``'a/kernel', 'b/kernel', 'c/kernel', ...``."""
+    """Returns the first three paths as text for an error: ``'a/kernel', 'b/kernel', 'c/kernel', ...``."""
     return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
 def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
-    """Why an expression matches none of these paths, and what to write instead, for an error.
+    """Explains, for an error, why an expression matches none of these paths, and what to write instead.
 
     The usual mistakes are tried in turn: the path of a node, only the end of a path, and a shell pattern.
     """
@@ -482,9 +486,9 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
 
 
 def why_never_applies(pattern: str, path: str, earlier: str) -> str:
-    """Why ``pattern``, a key of a dict from regular expressions, has no effect, for an error.
+    """Explains, for an error, why ``pattern``, a key of a dict from regular expressions, has no effect.
 
-    Both ``pattern`` and the key ``earlier``, which stands before it, match ``path``. The text is meant to follow "got a
+    Both ``pattern`` and the key ``earlier``, which precedes it, match ``path``. The text is meant to follow "got a
     number for".
     """
     return (
@@ -494,9 +498,9 @@ def why_never_applies(pattern: str, path: str, earlier: str) -> str:
 
 
 def why_none_selected(where: Where, paths: Sequence[str]) -> str:
-    """Why a selection selects none of these paths, and what to write instead, for an error.
+    """Explains, for an error, why a selection selects none of these paths, and what to write instead.
 
-    ``paths`` are those that it could select; an expression with ``@`` needs places instead.
+    ``paths`` are the paths that the selection could select. For an expression with ``@``, they must be places instead.
     """
     unique = list(dict.fromkeys(paths))
     if not unique:
