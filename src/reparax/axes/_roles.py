@@ -142,8 +142,9 @@ def _with_use(uses: list[Use], new: Use) -> list[Use]:
     """Returns the uses of a parameter together with a new one, which is merged into an earlier use if possible.
 
     A use that differs from an earlier one only in its line is not listed again, and a use without axes is not listed at
-    all. If the new use has no axis that is an input or output of an earlier one, the two describe a single use: in ``x
-    @ (W1 @ W2)``, the product with data gives the input of ``W1``, and the product of the two weights gives its output.
+    all. If the new use has no axis that is an input or output of an earlier one, the two describe a single use: in
+    ``x @ (W1 @ W2)``, the product with data gives the input of ``W1``, and the product of the two weights gives its
+    output.
     """
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, use in enumerate(uses):
@@ -188,7 +189,7 @@ def _orient_weight_products(
 def _orient_by_known_axes(
     candidates: Sequence[Sequence[WeightProduct]], inputs: Origins, outputs: Origins
 ) -> list[WeightProduct]:
-    """Gives each weight product the first of its candidate orientations that agrees with the known axes.
+    """Orients each weight product by the first of its candidates that agrees with the known axes, if there is one.
 
     ``candidates`` holds the possible orientations of each weight product, and ``inputs`` and ``outputs`` are the known
     axes. An orientation agrees if it shares an input or an output with them. The axes of an oriented product are then

@@ -73,7 +73,7 @@ def _remove_axes(axes: Axes, removed: Collection[int]) -> Axes:
 
 
 def _slice_axis(axis: Axis, start: int, stop: int, stride: int = 1) -> Axis:
-    """Slices an axis, as ``x[start:stop:stride]`` does. A slice of one index no longer runs along it: no origins.
+    """Returns the axis of ``x[start:stop:stride]``. A slice of one index has no origins: it no longer runs along the axis.
 
     If the slice is one of several equal blocks, such as the first half, the parts inside a block are kept. Otherwise,
     it is not known which parts the slice cuts, and the result is a single part.
@@ -113,8 +113,8 @@ def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
 def _dynamic_update_slice(_: View, values: Sequence[Value]) -> Axes:
     """Combines the axes of an array with those of its update.
 
-    If only some of an axis is replaced, the axis becomes a single part, because it is not known which entries these
-    are.
+    If the update covers only a part of an axis, the axis becomes a single part, because it is not known which entries
+    are replaced.
     """
     pairs = zip(values[0].axes, values[1].axes, strict=True)
     return tuple(combined((a, b)) if size_of(a) == size_of(b) else one_part(size_of(a), (a, b)) for a, b in pairs)
