@@ -73,7 +73,7 @@ def _remove_axes(axes: Axes, removed: Collection[int]) -> Axes:
 
 
 def _slice_axis(axis: Axis, start: int, stop: int, stride: int = 1) -> Axis:
-    """Returns the axis of ``x[start:stop:stride]``. A slice of one index has no origins: it no longer runs along the axis.
+    """Returns the axis of ``x[start:stop:stride]``. A slice of one index has no origins, as it no longer runs along it.
 
     If the slice is one of several equal blocks, such as the first half, the parts inside a block are kept. Otherwise,
     it is not known which parts the slice cuts, and the result is a single part.
