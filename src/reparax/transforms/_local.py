@@ -162,7 +162,7 @@ def _number_labels(std: Sum) -> Sum:
 
 
 def array_of(x: Sum) -> Array:
-    """Computes the array of a sum in float32 or wider, and rounds it once to its dtype. Zero without any products."""
+    """Computes the array of a sum in float32 or wider, and rounds it once to its dtype; zeros if it has no products."""
     wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
