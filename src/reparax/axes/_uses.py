@@ -1,8 +1,8 @@
 """Finds how a program uses weights: which axes of parameters its products contract with data, and which they keep.
 
 ``Uses`` takes the equations of a program one by one. It returns the values of their outputs, and records what each
-equation does with weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or
-another read together with data (``OtherRead``).
+equation does with weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or any
+other read together with data (``OtherRead``).
 """
 
 from __future__ import annotations
@@ -182,8 +182,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             else:
                 self._add_other_read(value, line)
                 long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
-                # Whole rows are combined with data here, so they were looked up. A penalty would read a sum of their
-                # squares instead.
+                # Whole rows are combined with data here, so they were looked up. A penalty would read a sum of squares.
                 are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
             if are_rows:
                 self.extend(value.products_if_rows)
@@ -249,8 +248,7 @@ def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
     if is_of_weight and isinstance(view, DynamicSlice) and _takes_whole_array(view):
         return Source.WEIGHT
     if isinstance(view, equations.Multiply | equations.Divide):
-        # A weight times a scalar that is computed from data is still a weight, so scalars count only if all operands
-        # are scalars.
+        # A weight times a scalar computed from data is still a weight, so scalars count only if there is nothing else.
         operands = [value for value in operands if value.varies] or operands
     return max((value.source for value in operands), default=Source.CONSTANT)
 

@@ -163,7 +163,7 @@ class DataProduct:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of one array of a program.
+    """What is known about one array of a program.
 
     Attributes:
       axes: Its axes.

@@ -23,7 +23,8 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
       fun: The result of :func:`factored` or :func:`local_reparametrization`, possibly under ``jax.jit``; or a loss, for
         which the report says what :func:`factored` would do.
       args: Its arguments, or their shapes and dtypes.
-      argnums: The argument of :func:`factored`, if ``fun`` is a loss.
+      argnums: If ``fun`` is a loss, the positions of the arguments from which weights are computed, as in
+        :func:`factored`.
       kwargs: Its keyword arguments.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The report of a transform, which prints what happens to each weight as a table."""
+"""Defines the report of a transform: a table of what happens to each weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Weight:
       path: The path of the parameter that it is computed from, or the common path of several parameters.
       type: Its dtype and shape.
       is_transformed: Whether all products with it are transformed: they multiply by its factors, or draw for each row.
-      reason: The reason why it is transformed or not, and where.
+      reason: Why it is transformed or not, and where.
     """
 
     path: str

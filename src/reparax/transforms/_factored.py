@@ -1,4 +1,4 @@
-"""Adapters without materializing the weight: losses whose products multiply by the factors of weights.
+"""Computes the products of a loss with the factors of weights, as of adapters, without materializing the weights.
 
 If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
 gradient costs as much as for a dense weight of its size. This is not necessary: a product is linear in the weight, so
@@ -68,10 +68,10 @@ class SumRead:
     Attributes:
       eqn: The equation; None if the sum is the result of a program or of a body.
       times: How often the equation runs.
-      in_formula: Whether it is part of a parametrization rather than of the network.
+      in_formula: Whether the equation is part of a parametrization rather than of the network.
       cost_in_factors: The cost of the read if it multiplies by the factors; None if it needs the array.
-      cost_as_array: The cost of the read if it multiplies by the array. Zero if it needs the array anyway, because its
-        cost is then the same whatever the plan decides.
+      cost_as_array: The cost of the read if it multiplies by the array. It is zero if the read needs the array anyway,
+        because the cost is then the same whatever the plan decides.
     """
 
     eqn: JaxprEqn | None
@@ -93,8 +93,8 @@ class Record:
     Attributes:
       eqn: The equation that creates it.
       type: Its shape and dtype.
-      origins: The numbers of the arguments on which it depends.
-      parents: The makers of the sums from which it is computed.
+      origins: The numbers of the arguments that it depends on.
+      parents: The makers of the sums that it is computed from.
       cost_to_form: The cost to form it and its parents.
       times: How often it is created.
       reads: All reads of it, except by equations that compute other sums from it.

@@ -86,7 +86,7 @@ class NoisyWeight:
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """Yields each factor of a sum that is a draw, after its product and before what is known of the draw."""
+    """Yields, for each factor of a sum that is a draw: its product, the factor itself, and its ``Draw``."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
@@ -258,8 +258,8 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """Returns the variance of an equation's output, given data and the squared standard deviations of a weight.
 
-    The variance is the equation applied to squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that are only added do
-    not change it. If ``view`` is None, it is the variance of the weight itself.
+    The variance is the equation applied to squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that is only added
+    does not change it. If ``view`` is None, it is the variance of the weight itself.
     """
     match view:
         case equations.Dot() | equations.RaggedDot():
@@ -301,7 +301,7 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """What is known of a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
+    """What is known about a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
 
     Attributes:
       facts: The facts about the output of the equation that computed it.
@@ -348,7 +348,7 @@ DRAW_ORIGIN = -1
 
 
 class _FactsOfDraws(AllFacts):
-    """Finds facts about values, and two more: whether they depend on a draw, and the formulas of keys and integers.
+    """Finds facts about values, plus two more: whether they depend on a draw, and the formulas of keys and integers.
 
     Values with the same formula are equal, so draws whose keys have the same formula are the same draw.
 
@@ -643,7 +643,7 @@ def _combined_sum(operation: Operation) -> Sum | None:
 
 
 def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
-    """Maps each draw of a weight, by its source, to the axes of the draw that an equation sums over and keeps.
+    """Maps the source of each draw of a weight to the axes that an equation sums over and those that it keeps.
 
     ``operand`` is the number of the weight among the operands. ``view`` is None if only the array of the weight is
     formed, which keeps all axes. ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its

@@ -33,8 +33,7 @@ def run_delayed(
         """Returns the outputs of a batch, given its program and all values computed so far."""
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
-        # One array is enough as a barrier. If no data is read beside a batch, as for the program's outputs, it runs at
-        # once.
+        # One array suffices as a barrier. A batch without data beside it, as for the program's outputs, runs at once.
         barrier = max(data, key=lambda x: x.ndim, default=None)
         return jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
 

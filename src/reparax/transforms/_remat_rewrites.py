@@ -90,7 +90,7 @@ def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr
 
 
 def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
-    """Returns whether a program computes any value from known inputs alone, itself or perhaps in a body.
+    """Returns whether a program computes any value from known inputs alone, either itself or possibly in a body.
 
     If not, the program is run as it is.
     """
@@ -134,9 +134,9 @@ def _is_large_float32(v: Var) -> bool:
 def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
     """Moves the computation of stacked weights into the scans that read them; returns the program and its constants.
 
-    The constants are the first inputs of the program. In a scan over stacked layers ``w = g * v`` of the shape (12,
-    512, 512), each step then computes a weight (512, 512) from slices of ``g`` and ``v``. If no weight is worth moving,
-    the program is returned as it is, without constants.
+    The constants are the first inputs of the program. In a scan over stacked layers ``w = g * v`` of the shape
+    (12, 512, 512), each step then computes a weight (512, 512) from slices of ``g`` and ``v``. If no weight is worth
+    moving, the program is returned as it is, without constants.
     """
     if not any(map(jaxprs.is_scan, jaxpr.eqns)):
         return jaxpr, []
@@ -183,8 +183,7 @@ def _run_scan_with_weights_inside(
         """Runs one step. Its inputs are those of the scan, the number of the step, and the slices of the sources."""
         consts_and_carry, other_slices, step = inputs[:start], iter(inputs[start:n_operands]), inputs[n_operands]
         slices = iter(inputs[n_operands + 1 :])
-        # In a plan, the slice of one step keeps the axis along which it was sliced, with size 1. A slice of a scan does
-        # not.
+        # In a plan, the slice of one step keeps the sliced axis, with size 1. In a scan, a slice has no such axis.
         values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
         outputs = zip(plan.outputs, plan.run(step, values), strict=True)
         weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in outputs}
@@ -311,7 +310,7 @@ def _packed_axis(type_: Any) -> int | None:
 
 
 def _read_from_bits(mask: Array) -> Array:
-    """Packs a mask into bytes along an axis, which have the name ``STORED``, and unpacks it again.
+    """Packs a mask along an axis into bytes, which are named ``STORED``, and unpacks these again.
 
     For example, (3, 16, 64) is packed into bytes of the shape (3, 2, 64). The result equals ``mask``. In the backward
     pass, it is computed from the bytes alone, because values with this name are stored.
@@ -319,7 +318,7 @@ def _read_from_bits(mask: Array) -> Array:
     axis = _packed_axis(jax.typeof(mask))
     assert axis is not None  # Other masks are not stored.
     groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
-    positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # 0 to 7 in each byte.
+    positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # Each byte has the positions 0 to 7.
     packed = checkpoint_name(lax.reduce_or(groups << positions, (axis + 1,)), STORED)
     bits = jnp.expand_dims(packed, axis + 1) >> positions & jnp.uint8(1)
     return bits.reshape(mask.shape).astype(jnp.bool_)

@@ -77,7 +77,7 @@ class SavedResiduals:
     def _lines(self, kind: str) -> list[str]:
         """Returns the lines for the arrays of a kind, the largest first; similar arrays share a line.
 
-        Each line has a size, a type, and the path or the source line, as in ``2.0 KiB float32[8, 64] x``.
+        Each line has a size, a type, and the path or the source line, as in ``2.0 KiB  float32[8, 64]  x``.
         """
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
         # Only parameters have paths. Paths that differ in a number can be folded into one.
@@ -141,10 +141,11 @@ def saved_residuals(
 
 
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
-    """Returns the report for a function. ``check_this_jax`` calls this one, because it must not check itself.
+    """Returns the report for a function, without checking the installed JAX first.
 
-    The residuals of the gradient are outputs of a traced program (``_residuals``). What a residual depends on in this
-    program decides whether it is a parameter, a weight or an activation. Errors name ``who``.
+    ``check_this_jax`` uses this function too. The residuals of the gradient are outputs of a traced program
+    (``_residuals``). What a residual depends on in this program decides whether it is a parameter, a weight or an
+    activation. Errors name ``who``.
     """
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
