@@ -39,12 +39,12 @@ def _elementwise(view: View, values: Sequence[Value]) -> Axes | None:
 
 
 def _combined_axes(values: Iterable[Value]) -> Axes:
-    """Combines the axes of values of one shape, as an elementwise equation does. Scalars, without axes, are skipped."""
+    """Combines the axes of values of one shape, as elementwise equations do. Scalars have no axes and are skipped."""
     return tuple(map(combined, zip(*(value.axes for value in values if value.axes), strict=True)))
 
 
 def changed_axes(view: View) -> Collection[int]:
-    """Returns the axes of the first operand along which the output has other entries, if it still has these axes.
+    """Returns the axes of the first operand along which an equation changes entries, if the output has these axes.
 
     Along these axes, entries were combined, sorted, selected or added: a ``cumsum`` along axis 1 gives ``[1]``.
     """

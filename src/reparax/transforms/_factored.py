@@ -539,7 +539,7 @@ class _Convolution:
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
     def output(self, split: _SplitKernel) -> Any:
-        """Computes the convolution with a kernel, in the dtype in which it is summed, and mixes its channels.
+        """Computes the convolution with a kernel, in the dtype of its sums, and mixes its channels.
 
         The factors of the kernel are multiplied first, because the kernel is small beside the data.
         """
@@ -567,8 +567,8 @@ class _Convolution:
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     """Returns the product that computes all output channels, as the last axis, from the fewer channels of ``x``.
 
-    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is (8, 32, 32,
-    64).
+    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is
+    (8, 32, 32, 64).
     """
     few, many = mixing.axes
     other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
