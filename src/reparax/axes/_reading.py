@@ -20,7 +20,7 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 class Reading:
-    """Reads a program from its inputs to its outputs. Nothing of it is computed.
+    """Reads a program from its inputs to its outputs, without computing anything.
 
     Attributes:
       uses: The uses of weights that were found.
@@ -34,11 +34,11 @@ class Reading:
         self._read_program(traced.program, _values_of_inputs(arguments, traced.inputs))
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """The values of the outputs of a program, for these values of its inputs. Its uses of weights are recorded."""
+        """Returns the values of a program's outputs, given those of its inputs, and records its uses of weights."""
         env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Value:
-            """The value of a variable, or of a literal."""
+            """Returns the value of a variable or a literal."""
             return _value_of(jaxprs.type_of(v), Source.CONSTANT) if isinstance(v, Literal) else env[v]
 
         for eqn in program.eqns:
@@ -46,9 +46,10 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """The values of the outputs of an equation, for these values of its operands. Its uses are recorded.
+        """Returns the values of an equation's outputs, given those of its operands, and records its uses of weights.
 
-        The bodies of loops, conds and calls are read in place of the equation itself. ``Uses`` reads all others.
+        For loops, conds and calls, the bodies are read instead of the equation itself. ``Uses`` reads all other
+        equations.
         """
         view = view_of(eqn)
         match view:
@@ -68,21 +69,21 @@ class Reading:
                 return self.uses.read_equation(view, operands, describe_read(eqn, "reads it", self._lines))
 
     def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Value]) -> list[Value]:
-        """The values of the outputs of a body, a program inside an equation, whose constants are its first inputs."""
+        """Returns the values of the outputs of an equation's body, a program whose constants are its first inputs."""
         program, consts = body
         return self._read_program(program, [*(_value_of(x, Source.CONSTANT) for x in consts), *operands])
 
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Value]) -> Sequence[Value]:
-        """The values of the outputs of a ``shard_map``.
+        """Returns the values of the outputs of a ``shard_map``.
 
-        In its body, arrays are the shards of one device, so an axis that is split over devices is shorter. Such an axis
-        becomes a single part, with all of its origins, and again when the outputs are put together.
+        Inside the body, arrays are the shards of one device, so an axis that is split over devices is shorter. Such an
+        axis becomes a single part with all of its origins, both where it enters the body and where it leaves it.
         """
         eqn = view.eqn
         program, consts = jaxprs.body(eqn)
 
         def with_shape(value: Value, old: Any, new: Any) -> Value:
-            """The value of the variable ``new``, which has the entries of ``old``, or a shard of them."""
+            """Gives the value of ``old`` the shape of ``new``; one of these variables may be a shard of the other."""
             sizes = zip(value.axes, jaxprs.type_of(old).shape, jaxprs.type_of(new).shape, strict=True)
             return replace(value, axes=tuple(axis if n == m else one_part(m, [axis]) for axis, n, m in sizes))
 
@@ -92,11 +93,11 @@ class Reading:
     def _read_loop(
         self, body: tuple[Jaxpr, list[Any]], consts: Sequence[Value], carry: Sequence[Value], steps: Sequence[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """The final carry of a loop, and the other outputs of its body, which each step has.
+        """Returns the values of a loop's final carry and of the other outputs that its body computes in each step.
 
-        ``steps`` are the slices that a step reads. The carry of a step may be the initial one or the one of an earlier
-        step. So the body is read again, with the combination of both, until this adds nothing new. Uses from earlier
-        readings are deleted, so that each one is in ``uses`` once.
+        ``steps`` holds the values of the slices that a step reads. A step may start from the initial carry or from the
+        carry of an earlier step, so the body is read again with the combination of both until this adds nothing new.
+        Uses from earlier readings are deleted, so that ``uses`` lists each of them once.
         """
         n_uses = len(self.uses)
         while True:
@@ -108,9 +109,9 @@ class Reading:
             del self.uses[n_uses:]
 
     def _read_scan(self, view: Scan, operands: Sequence[Value]) -> list[Value]:
-        """The values of the final carry of a scan, and of its outputs that are stacked along a new first axis.
+        """Returns the values of a scan's final carry and of its other outputs, which are stacked along a new axis 0.
 
-        Each step reads the constants, the carry, and a slice of all other operands.
+        Each step reads the constants, the carry, and a slice of every other operand.
         """
         eqn = view.eqn
         n_consts, n_carry = jaxprs.scan_counts(eqn)
@@ -120,9 +121,9 @@ class Reading:
         return [*carry, *(replace(value, axes=((Part(view.length),), *value.axes)) for value in outs)]
 
     def _read_while(self, view: While, operands: Sequence[Value]) -> list[Value]:
-        """The values of the final carry of a while loop. Its condition is read too, as it may use weights.
+        """Returns the values of a while loop's final carry. The condition is read too, because it may use weights.
 
-        The operands are the constants of the condition, those of the body, and the carry.
+        The operands are the constants of the condition, then those of the body, then the carry.
         """
         n_condition, n_body = view.counts
         consts, carry = operands[n_condition : n_condition + n_body], operands[n_condition + n_body :]
@@ -133,12 +134,12 @@ class Reading:
 
 
 def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value]:
-    """The values of the inputs of a program: its constants, which the function closes over, then the arguments.
+    """Returns the values of a program's inputs: the constants that its function closes over, then the arguments.
 
-    ``inputs`` are the arrays of all of these, and ``arguments`` say which of them hold parameters.
+    ``inputs`` holds the arrays of both, and ``arguments`` says which of the arguments hold parameters.
     """
     pairs = list(zip(arguments.arrays, arguments.is_chosen, strict=True))
-    # If no argument is data, the function closes over its data, so the constants are data.
+    # If no argument holds data, the function must close over its data, so its constants count as data.
     has_no_data = all(is_keys(x) for x, is_parameter in pairs if not is_parameter)
     source_of_constants = Source.DATA if has_no_data else Source.CONSTANT
     values = [_value_of(x, source_of_constants) for x in inputs[: len(inputs) - len(pairs)]]
@@ -146,9 +147,9 @@ def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value
 
 
 def _value_of_argument(number: int, x: Any, *, is_parameter: bool) -> Value:
-    """The value of ``x``, the argument with this number among the arrays. Each axis of a weight is its own origin.
+    """Returns the value of ``x``, the argument array with this number. Each axis of a weight is its own origin.
 
-    Parameters of integers are constants.
+    Parameters that are not floating-point arrays, such as integers, count as constants.
     """
     if is_parameter and is_floating(x):
         return Value(tuple((Part(n, Origins([(number, k)])),) for k, n in enumerate(x.shape)), Source.WEIGHT)
@@ -157,20 +158,20 @@ def _value_of_argument(number: int, x: Any, *, is_parameter: bool) -> Value:
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array holds floating-point or complex numbers."""
+    """Returns whether an array holds floating-point or complex numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _value_of(x: Any, source: Source) -> Value:
-    """The value of an array that is not a weight: its axes come from no axes of parameters."""
+    """Returns the value of an array that is not a weight, so that its axes come from no axes of parameters."""
     return Value(tuple((Part(n),) for n in x.shape), source)
 
 
 def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CONSTANT) -> Value:
-    """The value of an array that may be any of several, such as the outputs of the branches of a cond.
+    """Returns the value of an array that may be any one of several, such as the branch outputs of a cond.
 
-    Its source is the largest of theirs and of ``selector``, the source of the value that selects one. Only the axes
-    count of alternatives with a smaller source: a branch that returns zeros adds nothing else.
+    Its source is the largest among the alternatives and ``selector``, the source of the value that selects one of them.
+    An alternative with a smaller source contributes only its axes: a branch that returns zeros adds nothing else.
     """
     source = max(selector, *(value.source for value in values))
     of_this_source = [value for value in values if value.source is source]
@@ -185,11 +186,11 @@ def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CON
 
 
 def _slice_of_step(value: Value) -> Value:
-    """The slice that a scan reads at each step: one index of the first axis, which is then a stacked axis."""
+    """Returns the slice that a scan reads in each step: one index of the first axis, which becomes a stacked axis."""
     return replace(value, axes=value.axes[1:], stacked=value.stacked | value.origins_of([0]))
 
 
 def _known_facts(value: Value) -> tuple[object, ...]:
-    """All that is known of a value except how its axes are divided into parts, to see whether a loop is read again."""
+    """Returns all facts about a value, except how its axes divide into parts, to decide if a loop is read again."""
     axes = [(origins([axis]), any(part.varies for part in axis)) for axis in value.axes]
     return value.source, value.stacked, value.unread_outputs, value.mixed_outputs, value.products_if_rows, axes

@@ -1,8 +1,8 @@
-"""The public functions: ``roles`` of the axes of parameters in a program, and ``check_axes`` of a chain against these.
+"""Finds the roles of the axes of parameters in a program (``roles``), and checks the axes of a chain (``check_axes``).
 
-``Reading`` finds the products of a program with data, each as the axes of all parameters that take part in it. Here,
-products of two weights are oriented by these, the axes of ensembles are set apart, and the products of each parameter
-become its :class:`Role`.
+``Reading`` finds the products of a program with data, each described by the axes of all parameters that take part in
+it. This module orients the products of two weights by these, moves the axes that index the members of ensembles to the
+stacked axes, and turns the products of each parameter into its :class:`Role`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
 from reparax.programs.call import Arguments, check_call, given_options
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
-"""The unknown role of an argument that no product can multiply, such as integers."""
+"""The role of an argument that no product can multiply, such as integers. It is unknown."""
 
 
 def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
-    """The role of each axis of each parameter in ``fun(*args, **kwargs)``.
+    """Finds the role of each axis of each parameter in ``fun(*args, **kwargs)``.
 
-    The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
-    ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
-    Weights are followed through transposes, reshapes, slices, casts, scales, norms and products with other weights,
-    through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to matrix products,
-    convolutions and table lookups. Indexing with constants counts as a slice, or as a lookup if the result is added to
-    data, as position embeddings are. If the program does not determine a role, the role is ambiguous, or unknown with a
-    reason.
+    The result has the structure of the parameters, with a :class:`Role` in place of each array. The roles are read from
+    the jaxpr of ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be
+    ``jax.ShapeDtypeStruct``. Weights are followed through transposes, reshapes, slices, casts, scales, norms and
+    products with other weights, and through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint``
+    and ``vmap``, up to matrix products, convolutions and table lookups. Indexing with constants counts as a slice, or
+    as a lookup if the result is added to data, as position embeddings are. If the program does not determine a role,
+    the role is ambiguous, or it is unknown and states the reason.
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
@@ -77,17 +77,17 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
     reads = [use for use in uses if isinstance(use, OtherRead)]
 
     def role(i: int, x: Any) -> Role:
-        """The role of the ``i``-th array of the arguments."""
+        """Returns the role of the ``i``-th array of the arguments, with its shape and dtype."""
         known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if is_floating(x) else NO_WEIGHT
         return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
 
     roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
-    # The arguments with a role in the place of each array; of these, the one that holds the parameters.
+    # Put a role in place of each array of the arguments, and return the argument that holds the parameters.
     return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
 
 
 def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
-    """The products that each parameter takes part in, by the number of the parameter among the arguments.
+    """Groups products by the parameters that take part in them, which are numbered as in the arguments.
 
     A product whose weight was computed from several parameters, as in ``x @ (w * g)``, is listed for each of them.
     """
@@ -99,12 +99,12 @@ def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct
 
 
 def _stack_ensembles(products: Sequence[DataProduct], members: Origins) -> list[DataProduct]:
-    """Moves the axes ``members``, which index the networks of an ensemble, from the outputs of products to stacked.
+    """Moves the axes ``members``, which index the networks of an ensemble, from ``outputs`` to ``stacked``.
 
-    With weights (5, 3, 4) of five members that read the same data, the first product has the outputs (0, 2). With the
-    axis 0 among the ``members``, only 2 remains an output.
+    For weights of the shape (5, 3, 4), those of five members that read the same data, the first product has the outputs
+    (0, 2). If axis 0 is among the ``members``, only axis 2 remains an output.
     """
-    members -= union(product.inputs for product in products)  # a product that contracts an axis mixes its entries
+    members -= union(product.inputs for product in products)  # A product that contracts an axis mixes its entries.
     return [
         replace(product, outputs=product.outputs - members, stacked=product.stacked | (product.outputs & members))
         for product in products
@@ -112,10 +112,10 @@ def _stack_ensembles(products: Sequence[DataProduct], members: Origins) -> list[
 
 
 def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
-    """The role of a parameter in the products that it takes part in.
+    """Returns the role of a parameter, given the products that it takes part in.
 
-    Without any, it is an unknown role, which says what else reads the parameter. If the uses disagree, an axis is among
-    both the inputs and the outputs, and the role is ambiguous.
+    Without any product, the role is unknown and says what else reads the parameter. If the uses disagree, an axis is
+    among both the inputs and the outputs, and the role is ambiguous.
     """
     uses = list[Use]()
     for product in products:
@@ -128,10 +128,10 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
-    """The use of one parameter in a product: the axes of this parameter alone, as plain numbers such as ``(0, 1)``."""
+    """Returns the use of one parameter in a product: the axes of this parameter alone, as numbers like ``(0, 1)``."""
 
     def axes_in(origins: Origins) -> Numbers:
-        """The numbers of the axes that belong to the parameter."""
+        """Returns the numbers of the axes that belong to the parameter."""
         return _sorted_axes(axis for owner, axis in origins if owner == parameter)
 
     words = {word: axes_in(getattr(product, word)) for word in (*WORDS, "windows")}
@@ -139,11 +139,12 @@ def _use_of(product: DataProduct, parameter: int) -> Use:
 
 
 def _with_use(uses: list[Use], new: Use) -> list[Use]:
-    """A new list with the uses of a parameter and one more, which is merged with one of them if that is possible.
+    """Returns the uses of a parameter together with a new one, which is merged into an earlier use if possible.
 
-    A use that differs from another one only in its line is not listed again, nor is one without any axes. If an earlier
-    use has none of the new one's axes as an input or output, both describe one use: in ``x @ (W1 @ W2)``, the product
-    with data gives the input of ``W1``, and the product of the two weights gives its output.
+    A use that differs from an earlier one only in its line is not listed again, and a use without axes is not listed at
+    all. If the new use has no axis that is an input or output of an earlier one, the two describe a single use: in
+    ``x @ (W1 @ W2)``, the product with data gives the input of ``W1``, and the product of the two weights gives its
+    output.
     """
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, use in enumerate(uses):
@@ -156,31 +157,31 @@ def _with_use(uses: list[Use], new: Use) -> list[Use]:
 
 
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
-    """The axes in ascending order, each once: ``[1, 0, 1]`` gives ``(0, 1)``."""
+    """Sorts axes in ascending order without duplicates: ``[1, 0, 1]`` gives ``(0, 1)``."""
     return tuple(sorted(set(axes)))
 
 
 def _orient_weight_products(
     data_products: Sequence[DataProduct], weight_products: Sequence[WeightProduct]
 ) -> list[DataProduct]:
-    """Orients products of two weights by the products with data, and returns each as one more product with data.
+    """Orients products of two weights by the products with data, and returns each as another product with data.
 
-    In ``x @ (W1 @ W2)``, the one product with data says that axis 0 of ``W1`` is an input, and axis 1 of ``W2`` an
-    output. So data could be multiplied by ``W1`` first, as in ``(x @ W1) @ W2``: axis 1 of ``W1`` is an output, and
-    axis 0 of ``W2`` an input.
+    In ``x @ (W1 @ W2)``, the one product with data says that axis 0 of ``W1`` is an input and axis 1 of ``W2`` is an
+    output. So data could be multiplied by ``W1`` first, as in ``(x @ W1) @ W2``: axis 1 of ``W1`` is then an output,
+    and axis 0 of ``W2`` is an input.
 
-    A weight product without an orientation that agrees with the products with data, such as one of a penalty, is left
-    out. If the evidence is for both orientations, as where weights are queries and keys, both are returned.
+    A weight product is left out if neither orientation agrees with the products with data, as in a penalty. If the
+    evidence supports both orientations, as for the weights of queries and keys, both are returned.
     """
     inputs = union(product.inputs for product in data_products)
     outputs = union(product.outputs for product in data_products)
     pairs = [(product, product.transposed()) for product in weight_products]
-    # An orientation is out of the question if it calls an axis an output that data are contracted with, or vice versa.
+    # Rule out an orientation that calls an axis an output although data are contracted with it, or vice versa.
     candidates = [[x for x in pair if not (x.middle.outputs & inputs or x.middle.inputs & outputs)] for pair in pairs]
     oriented = _orient_by_known_axes(candidates, inputs, outputs)
     inputs = inputs.union(*(product.middle.inputs for product in oriented))
     outputs = outputs.union(*(product.middle.outputs for product in oriented))
-    # Evidence for the other orientation too: an axis that this one calls an input is an output elsewhere.
+    # The other orientation is supported too if an axis that this one calls an input is an output elsewhere.
     conflicting = [product for product in oriented if product.inputs & outputs or product.outputs & inputs]
     return [product.middle for product in (*oriented, *(product.transposed() for product in conflicting))]
 
@@ -188,14 +189,15 @@ def _orient_weight_products(
 def _orient_by_known_axes(
     candidates: Sequence[Sequence[WeightProduct]], inputs: Origins, outputs: Origins
 ) -> list[WeightProduct]:
-    """The weight products that could be oriented, each in its first candidate orientation that agrees with known axes.
+    """Orients each weight product by the first of its candidates that agrees with the known axes, if there is one.
 
-    ``candidates`` are the possible orientations of each weight product, and ``inputs`` and ``outputs`` the known axes.
-    An orientation agrees if it shares an input or an output with them. The axes of an oriented product are known too
-    and may orient others, as in ``x @ (W1 @ W2 @ W3)``, so this repeats until no more products are oriented.
+    ``candidates`` holds the possible orientations of each weight product, and ``inputs`` and ``outputs`` are the known
+    axes. An orientation agrees if it shares an input or an output with them. The axes of an oriented product are then
+    known too and may orient others, as in ``x @ (W1 @ W2 @ W3)``, so this repeats until no more products are oriented.
+    Products that could not be oriented are left out.
     """
-    oriented = dict[int, WeightProduct]()  # by the number of the weight product
-    n_before = -1  # fewer than none, so that the loop runs once
+    oriented = dict[int, WeightProduct]()  # The keys are the numbers of the weight products.
+    n_before = -1  # This is fewer than none, so that the loop runs once.
     while len(oriented) > n_before:
         n_before = len(oriented)
         for i, orientations in enumerate(candidates):
@@ -212,14 +214,15 @@ def _orient_by_known_axes(
 def check_axes(
     p: Parametrization, fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any
 ) -> Misfits:
-    """The axes of ``p`` that do not fit the products of ``fun(*args, **kwargs)``.
+    """Finds the axes of ``p`` that do not fit the products of ``fun(*args, **kwargs)``.
 
-    A chain with such axes still runs, but does not do what its stages are meant for. Examples are one norm for all
-    attention heads, blocks along outputs, an adapter that takes all layers of a scan as one matrix, or norms of inputs
-    in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to write instead.
+    A chain with such axes still runs, but its stages do not do what they are meant for. Examples are one norm for all
+    attention heads, blocks along outputs, an adapter that treats all layers of a scan as one matrix, or norms of inputs
+    instead of outputs in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to
+    write instead.
 
-    Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and
-    so are arrays that the network uses in several ways, such as tied tables, because no axes fit all of their uses.
+    Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are skipped. So are
+    arrays that the network uses in several ways, such as tied tables, because no axes fit all of their uses.
 
     Args:
       p: The chain.
@@ -229,13 +232,14 @@ def check_axes(
       kwargs: Its keyword arguments.
 
     Returns:
-      A tuple of the axes that do not fit, each with its ``stage``, ``path``, ``field`` (such as ``"axis"``), the axes
-      ``got`` and ``expected``, and the ``role`` of the array. Axes are counted from the back, without the stacked ones;
-      those of ``stacked`` from the front.
+      A tuple with an entry for each setting that does not fit: its ``stage``, ``path`` and ``field`` (such as
+      ``"axis"``), the axes ``got`` and ``expected``, and the ``role`` of the array. Axes are counted from the back,
+      without the stacked ones; only those of the field ``stacked`` are counted from the front.
 
     Raises:
-      TypeError: If ``p`` is not a chain, ``fun`` not a function, or ``argnums`` not the position of one argument.
-      ValueError: If ``init`` of the chain refuses the parameters.
+      TypeError: If ``p`` is not a chain, ``fun`` is not a function, or ``argnums`` is not the position of one of the
+        arguments.
+      ValueError: If ``init`` of the chain rejects the parameters.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -252,10 +256,10 @@ def check_axes(
     misfits_by_stage = list[Sequence[Misfit]]()
 
     def visit(stage: Any, tree: Flat) -> list[Any]:
-        """Collects the misfits of a stage, for the arrays that it sees; the stage itself stays as it is."""
+        """Records the misfits of a stage for the arrays that it sees, and leaves the stage unchanged."""
         misfits_by_stage.append(stage._unwrapped._misfits(tree))
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
-    # The last stage was visited first.
+    # The last stage was visited first, so the order is reversed.
     return Misfits(misfit for misfits in reversed(misfits_by_stage) for misfit in misfits)

@@ -1,4 +1,4 @@
-"""The axes of the outputs of an equation, by a rule for each kind of equation.
+"""Finds the axes of the outputs of an equation, by a rule for each kind of equation.
 
 A rule takes the view of the equation (:mod:`reparax.programs.equations`), which has its parameters as attributes, and
 the ``Value`` of each operand. It returns the axes that all outputs have, a list with the axes of each output, or None
@@ -18,9 +18,9 @@ from reparax.programs.jaxprs import type_of
 
 
 def axes_of(view: View, values: Sequence[Value]) -> list[Axes]:
-    """The axes of each output of an equation, by the rule for its kind, or for the closest base class of this kind.
+    """Returns the axes of each output of an equation, by the rule for its kind or for the closest base class of it.
 
-    Without a rule, or if the rule returns None, they are new axes without origins.
+    If there is no rule, or the rule returns None, the outputs get new axes without origins.
     """
     rule = next((_RULES[kind] for kind in type(view).__mro__ if kind in _RULES), None)
     axes = rule and rule(view, values)
@@ -30,7 +30,7 @@ def axes_of(view: View, values: Sequence[Value]) -> list[Axes]:
 
 
 def _elementwise(view: View, values: Sequence[Value]) -> Axes | None:
-    """The axes of all operands but scalars, combined; None if an array has another rank than the output.
+    """Combines the axes of all operands but scalars; returns None if an array has another rank than the output.
 
     For ``x + b`` of the shapes (8, 3) and (1, 3), the axis of size 3 has the origins of both operands.
     """
@@ -39,14 +39,14 @@ def _elementwise(view: View, values: Sequence[Value]) -> Axes | None:
 
 
 def _combined_axes(values: Iterable[Value]) -> Axes:
-    """The axes of an elementwise result of values of one shape. Scalars, which have no axes, are skipped."""
+    """Combines the axes of values of one shape, as elementwise equations do. Scalars have no axes and are skipped."""
     return tuple(map(combined, zip(*(value.axes for value in values if value.axes), strict=True)))
 
 
 def changed_axes(view: View) -> Collection[int]:
-    """The axes of the first operand along which the output has other entries, if it still has these axes.
+    """Returns the axes of the first operand along which an equation changes entries, if the output has these axes.
 
-    Along them, entries were combined, sorted, selected or added: a ``cumsum`` along axis 1 gives ``[1]``.
+    Along these axes, entries were combined, sorted, selected or added: a ``cumsum`` along axis 1 gives ``[1]``.
     """
     match view:
         case equations.Cumulative() | equations.Sort() | equations.TopK():
@@ -62,40 +62,40 @@ def changed_axes(view: View) -> Collection[int]:
 
 
 def _with_changed_axes(view: View, values: Sequence[Value]) -> Axes:
-    """The axes of all operands combined, as single parts along those axes on which the equation changes entries."""
+    """Combines the axes of all operands; each axis along which the equation changes entries becomes a single part."""
     axes, changed = zip(_combined_axes(values), view.type.shape, strict=True), changed_axes(view)
     return tuple(one_part(n, [axis]) if i in changed else axis for i, (axis, n) in enumerate(axes))
 
 
 def _remove_axes(axes: Axes, removed: Collection[int]) -> Axes:
-    """The axes without those at the numbers ``removed``."""
+    """Returns the axes except those with the numbers ``removed``."""
     return tuple(axis for i, axis in enumerate(axes) if i not in removed)
 
 
 def _slice_axis(axis: Axis, start: int, stop: int, stride: int = 1) -> Axis:
-    """The axis ``x[start:stop:stride]`` of an axis. A slice of one index has no origins, as it no longer runs along it.
+    """Returns the axis of ``x[start:stop:stride]``. A slice of one index has no origins, as it no longer runs along it.
 
-    If the slice is one of equal blocks, such as the first half, the parts inside a block stay. Otherwise, it is not
-    known which parts the slice cuts, and the result is one part.
+    If the slice is one of several equal blocks, such as the first half, the parts inside a block are kept. Otherwise,
+    it is not known which parts the slice cuts, and the result is a single part.
     """
-    n, size = size_of(axis), (stop - start + stride - 1) // stride  # the size is rounded up, as numpy does
+    n, size = size_of(axis), (stop - start + stride - 1) // stride  # Round the size up, as NumPy does.
     if size == n:
         return axis
     if size == 1:
         return (Part(1, varies=False),)
-    if stride != 1 or size == 0 or n % size or start % size:  # not one of equal blocks
+    if stride != 1 or size == 0 or n % size or start % size:  # The slice is not one of several equal blocks.
         return one_part(size, [axis])
-    _, inside = split(axis, (n // size, size))  # the blocks, and the parts inside each block
+    _, inside = split(axis, (n // size, size))  # The first axis counts blocks, the second is one block.
     return tuple(part._replace(origins=origins([axis])) for part in inside)
 
 
 def _slice(view: Slice, values: Sequence[Value]) -> Axes:
-    """The slices of all axes: ``view.bounds`` has the start, the stop and the stride of each."""
+    """Slices every axis; ``view.bounds`` holds the start, stop and stride for each."""
     return tuple(_slice_axis(axis, *bounds) for axis, bounds in zip(values[0].axes, view.bounds, strict=True))
 
 
 def _split(view: SplitAxis, values: Sequence[Value]) -> list[Axes]:
-    """For each output, one of the consecutive slices of the axis that is split, and all other axes.
+    """Returns the axes of each output of a split: one of the consecutive slices of the split axis, and all others.
 
     Splitting (6, 4) along axis 0 into the sizes 2 and 4 gives the axes of ``x[0:2]`` and ``x[2:6]``.
     """
@@ -105,30 +105,31 @@ def _split(view: SplitAxis, values: Sequence[Value]) -> list[Axes]:
 
 
 def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
-    """The axes of a slice whose start is not known: one that is cut becomes a single part, or has one index."""
+    """Returns the axes of a slice with unknown start. An axis cut to more than one index becomes a single part."""
     sizes = zip(values[0].axes, view.slice_sizes, strict=True)
     return tuple(_slice_axis(axis, 0, n) if n in (1, size_of(axis)) else one_part(n, [axis]) for axis, n in sizes)
 
 
 def _dynamic_update_slice(_: View, values: Sequence[Value]) -> Axes:
-    """The axes of an array and of its update combined.
+    """Combines the axes of an array with those of its update.
 
-    An axis of which only a part is replaced becomes a single part, as it is not known which part this is.
+    If the update covers only a part of an axis, the axis becomes a single part, because it is not known which entries
+    are replaced.
     """
     pairs = zip(values[0].axes, values[1].axes, strict=True)
     return tuple(combined((a, b)) if size_of(a) == size_of(b) else one_part(size_of(a), (a, b)) for a, b in pairs)
 
 
 def _product(view: Dot | RaggedDot, values: Sequence[Value]) -> Axes:
-    """The axes that a product of matrices keeps; a batch axis combines those of both operands.
+    """Returns the axes that a matrix product keeps. A batch axis combines the axes of both operands.
 
-    If a weight is multiplied by a constant, the axes that the constant adds stand in for the axes of the weight that
-    are contracted, so they get the origins of these: after ``w @ constant``, axis 1 still comes from axis 1 of ``w``.
+    If a weight is multiplied by a constant, the axes of the constant that are kept replace the contracted axes of the
+    weight, and get their origins: after ``w @ constant``, axis 1 still comes from axis 1 of ``w``.
     """
     contraction = contraction_of(view)
-    assert contraction is not None  # both kinds have one
-    axes_of_index = dict[int, list[Axis]]()  # indices as in einsum: axes that are paired have the same one
-    for indices, value in zip(contraction.operands, values, strict=False):  # the offset of groups has no indices
+    assert contraction is not None  # Both kinds have one.
+    axes_of_index = dict[int, list[Axis]]()  # As in einsum, paired axes have the same index.
+    for indices, value in zip(contraction.operands, values, strict=False):  # The group offset has no indices.
         for index, axis in zip(indices, value.axes, strict=True):
             axes_of_index.setdefault(index, []).append(axis)
     for i, other in ((0, 1), (1, 0)):
@@ -140,9 +141,9 @@ def _product(view: Dot | RaggedDot, values: Sequence[Value]) -> Axes:
 
 
 def _broadcast(view: equations.Broadcast, values: Sequence[Value]) -> Axes:
-    """The axes of the operand, and new ones, in the shape of the output.
+    """Returns the axes of the operand and the new ones, in the shape of the output.
 
-    Entries are equal along new axes, and along axes of size 1 that are repeated; these keep their origins.
+    Entries are equal along new axes and along repeated axes of size 1. The latter keep their origins.
     """
     axes: list[Axis] = [(Part(n, varies=False),) for n in view.shape]
     for k, axis in zip(view.broadcast_dimensions, values[0].axes, strict=True):
@@ -152,10 +153,10 @@ def _broadcast(view: equations.Broadcast, values: Sequence[Value]) -> Axes:
 
 
 def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
-    """The batch axis of the data, windows as single parts, and the output features of the kernel.
+    """Returns the batch axis of the data, windows as single parts, and the output features of the kernel.
 
-    With several feature groups, the output features are divided into a block for each group, as the features of the
-    data are. None for a convolution with groups of examples.
+    With several feature groups, the output features are divided into one block per group, as the features of the data
+    are. Returns None for a convolution that divides its examples into groups.
     """
     if view.batch_group_count != 1:
         return None
@@ -168,7 +169,7 @@ def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
 
 
 def in_blocks(view: Conv, features: Axis) -> list[Axis]:
-    """Divides a feature axis into two: the groups of a convolution, which it keeps apart, and the features of a group.
+    """Divides a feature axis into two: the groups, which the convolution keeps apart, and the features inside a group.
 
     For 12 features in 3 groups, the axes have the sizes 3 and 4.
     """
@@ -177,21 +178,21 @@ def in_blocks(view: Conv, features: Axis) -> list[Axis]:
 
 
 def _gather(view: Gather, values: Sequence[Value]) -> Axes:
-    """The axes of the table that are taken whole, and the axes of the indices.
+    """Returns the axes of the table that are taken whole, and the axes of the indices.
 
-    If constant indices select entries, the axes of the indices get the origins of the axis from which they select, as
-    the axis of a slice would.
+    If constant indices select entries, the axes of the indices get the origins of the axis that they select from, just
+    as the axis of a slice would.
     """
     contraction = contraction_of(view)
-    assert contraction is not None  # all look-ups have one
+    assert contraction is not None  # All look-ups have one.
     table, indices = values
     whole = dict(zip(contraction.operands[0], table.axes, strict=True))
     rows = dict(zip(contraction.operands[1], indices.axes, strict=True))
-    # From several axes at once, it is not known which of them an axis of the indices follows.
+    # If entries are selected from several axes at once, it is not known which of these an axis of the indices follows.
     origins_of_selected = table.origins_of(view.partial_axes) if len(view.partial_axes) == 1 else Origins()
 
     def axis(index: int, size: int) -> Axis:
-        """The axis of the output that has this index in the contraction, and this size."""
+        """Returns the axis of the output that has this index in the contraction, and this size."""
         if index in rows and selects_entries(view, indices):
             row_origins = origins([whole[index]]) if index in whole else origins_of_selected
             return tuple(Part(part.size, row_origins) for part in rows[index])
@@ -199,30 +200,30 @@ def _gather(view: Gather, values: Sequence[Value]) -> Axes:
             return rows[index]
         if index in whole:
             return whole[index]
-        # The index of an axis that slices cut is -1 minus its number. The start of the slice is not known.
+        # An axis that is cut by the slices has the index -1 minus its number. Where its slice starts is not known.
         return _slice_axis(table.axes[-1 - index], 0, 1) if size == 1 else one_part(size, [table.axes[-1 - index]])
 
     return tuple(map(axis, contraction.output, view.type.shape))
 
 
 def selects_entries(view: Gather, indices: Value) -> bool:
-    """Whether an array of indices that does not depend on data selects entries of a table, as a slice does.
+    """Returns whether an array of indices that does not depend on data selects entries of a table, as a slice does.
 
-    ``table[jnp.arange(8)]`` does. A single index, such as the number of a layer, selects one array instead: then, the
-    array of indices has only the axis of the coordinates.
+    This holds for ``table[jnp.arange(8)]``. A single index, such as the number of a layer, selects one array instead;
+    its array of indices has only the axis of the coordinates.
     """
     return indices.source is not Source.DATA and len(view.operands[1].aval.shape) > 1
 
 
 def _reshape(view: equations.Reshape, values: Sequence[Value]) -> Axes:
-    """The parts of all axes, divided into the new axes: (2, 3) becomes one axis with the parts 2 and 3 for (6,)."""
+    """Divides the parts of all axes into the new axes: (2, 3) becomes one axis with the parts 2 and 3 for (6,)."""
     axes = values[0].axes
-    order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
+    order = view.dimensions or range(len(axes))  # Convolutions under vmap read axes in another order.
     return tuple(split((part for k in order for part in axes[k]), view.new_sizes))
 
 
 def _concatenate(view: equations.Concatenate, values: Sequence[Value]) -> Axes:
-    """One axis that comes from those of all operands along which they are joined, and their other axes combined."""
+    """Merges the axes along which the operands are joined into one with all origins, and combines their other axes."""
     along = [value.axes[view.dimension] for value in values]
     others = _combined_axes(Value(_remove_axes(value.axes, [view.dimension]), value.source) for value in values)
     joined = along[0] if len(along) == 1 else one_part(view.type.shape[view.dimension], along)
@@ -230,7 +231,7 @@ def _concatenate(view: equations.Concatenate, values: Sequence[Value]) -> Axes:
 
 
 def _stack(view: equations.Stack, values: Sequence[Value]) -> Axes:
-    """The axes of all operands combined, and the new axis along which they are stacked."""
+    """Combines the axes of all operands, and inserts the new axis along which they are stacked."""
     axes = _combined_axes(values)
     return (*axes[: view.axis], (Part(len(values)),), *axes[view.axis :])
 
@@ -258,4 +259,4 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Value]], Axes | list[Axes] | No
     equations.Concatenate: _concatenate,
     equations.Stack: _stack,
 }
-"""The rule for each kind of equation; a kind without one uses that of its closest base class."""
+"""Maps each kind of equation to its rule. A kind without a rule uses that of its closest base class."""

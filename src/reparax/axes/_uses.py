@@ -1,8 +1,8 @@
-"""How a program uses weights: which axes of parameters its products contract with data, and which they keep.
+"""Finds how a program uses weights: which axes of parameters its products contract with data, and which they keep.
 
 ``Uses`` takes the equations of a program one by one. It returns the values of their outputs, and records what each
-equation does with weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or
-another read together with data (``OtherRead``).
+equation does with weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or any
+other read together with data (``OtherRead``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class WeightProduct:
 
     @classmethod
     def of(cls, dot: Contraction, first: Value, last: Value, line: str) -> WeightProduct:
-        """The product of the weights ``first`` and ``last``, oriented as if data were multiplied by ``first`` first.
+        """Creates the product of two weights, oriented as if data were multiplied by ``first`` first.
 
-        ``dot`` says which of their axes are contracted, kept and batch axes; ``line`` is the text for reports.
+        ``dot`` says which of their axes are contracted, kept or batch axes, and ``line`` is the text shown in reports.
         """
         contracted, kept, batch = (
             (first.origins_of(axes(0)), last.origins_of(axes(1))) for axes in (dot.contracted, dot.kept, dot.batch)
@@ -49,13 +49,13 @@ class WeightProduct:
         return cls(DataProduct(contracted[1], contracted[0], stacked, line), *kept)
 
     def transposed(self) -> WeightProduct:
-        """The other orientation: as if data were multiplied by ``W2`` first, in ``(x @ W2.T) @ W1.T``."""
+        """Returns the other orientation, as if data were multiplied by ``W2`` first, in ``(x @ W2.T) @ W1.T``."""
         return WeightProduct(self.middle.transposed(), self.outputs, self.inputs)
 
 
 @dataclass(frozen=True)
 class OtherRead:
-    """An equation that reads a parameter otherwise than in a product with data.
+    """An equation that reads a parameter in some other way than in a product with data.
 
     Attributes:
       parameter: The number of the parameter among the arguments.
@@ -67,26 +67,27 @@ class OtherRead:
 
 
 class Uses(list[DataProduct | WeightProduct | OtherRead]):
-    """The uses of weights in the equations that were read so far.
+    """The uses of weights in all equations read so far.
 
-    It also finds the axes of ensembles. An ensemble consists of independent networks that read the same data, so in its
-    first layer, the axis of the members looks like an output. Later products show that it is not: their weights have
-    this axis as a batch axis, which keeps the members ``apart``. It is an axis of members only if nothing has ``mixed``
-    entries along it before, as the softmax of a router's scores does, and if no product has ``contracted`` it.
+    This class also finds the axes of ensembles. An ensemble consists of independent networks that read the same data,
+    so in the first layer, the axis that indexes its members looks like an output. Later products show that it is not:
+    their weights have this axis as a batch axis, which keeps the members ``apart``. It indexes members only if nothing
+    has ``mixed`` entries along it before, as the softmax of a router's scores does, and if no product has
+    ``contracted`` it.
     """
 
     def __init__(self) -> None:
-        """No equation has been read.
+        """Starts without any equations.
 
         The three sets collect axes of parameters: those that a product keeps apart, those along which entries of data
-        were mixed before that, and those that a product contracts.
+        were mixed before such a product, and those that a product contracts.
         """
         super().__init__()
         self._apart, self._mixed, self._contracted = Origins(), Origins(), Origins()
 
     @property
     def members(self) -> Origins:
-        """The axes of parameters that index the members of an ensemble, as far as the equations so far show."""
+        """The axes of parameters that index the members of an ensemble, as far as the equations read so far show."""
         return self._apart - self._mixed - self._contracted
 
     def read_equation(self, view: View, operands: Sequence[Value], line: str) -> list[Value]:
@@ -102,32 +103,33 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         outputs = union(product.outputs for product in products)
         outs = [Value(axes_of_out, source, unread_outputs=outputs) for axes_of_out in axes]
         data = [value for value in operands if value.source is Source.DATA]
-        # A product with a weight has read the outputs of earlier products; any other equation passes them on.
+        # A product with a weight reads the outputs of earlier products. Any other equation passes them on.
         if not data or (products and contraction_of(view) is not None):
             return outs
         return [self._pass_on_outputs(view, operands, data, out) for out in outs]
 
     def _pass_on_outputs(self, view: View, operands: Sequence[Value], data: Sequence[Value], out: Value) -> Value:
-        """``out``, an output of an equation that multiplies by no weight, with what is known of the equation's data.
+        """Adds the unread outputs of an equation's data to ``out``, an output of this equation.
 
-        It gets the ``unread_outputs`` and ``mixed_outputs`` of the operands ``data``. If the equation sums over one of
-        their axes, or changes entries along it as a sort does, the unread outputs on this axis are mixed from here on.
+        The equation multiplies by no weight. Its output gets the ``unread_outputs`` and ``mixed_outputs`` of the
+        operands ``data``. If the equation sums over one of their axes, or changes entries along it as a sort does, the
+        unread outputs on this axis are mixed from here on.
         """
         unread = union(value.unread_outputs for value in data)
         kept = out.origins - operands[0].origins_of(changed_axes(view))
         mixed = unread & (union(value.origins for value in data) - kept)
-        if isinstance(view, Dot) and len(data) == 2:  # a product of data with data, as of queries with keys
+        if isinstance(view, Dot) and len(data) == 2:  # Data are multiplied by data, such as queries by keys.
             self._mixed |= mixed
         mixed_before = union(value.mixed_outputs for value in data)
         return replace(out, unread_outputs=out.unread_outputs | unread, mixed_outputs=mixed | mixed_before)
 
     def _read_weights(self, view: View, operands: Sequence[Value], axes: Sequence[Axes], line: str) -> list[Value]:
-        """Records an equation that computes weights from weights, and perhaps constants, and returns its outputs.
+        """Records an equation that computes weights from weights and perhaps constants, and returns its outputs.
 
-        ``axes`` are the axes of each output. An output keeps those of their origins that the weights have, and the
+        ``axes`` holds the axes of each output. An output keeps only the origins that the weights have too, and gets the
         stacked axes of the weights.
         """
-        if type(view) is View:  # an equation of an unknown kind, so its outputs have no origins
+        if type(view) is View:  # The kind of the equation is unknown, so its outputs have no origins.
             for value in operands:
                 self._add_other_read(value, line)
         weights = [value for value in operands if value.source is Source.WEIGHT]
@@ -140,20 +142,21 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         outs = [Value(each, Source.WEIGHT, stacked, products_if_rows=products_if_rows) for each in axes]
         if not _takes_one_index(view, operands):
             return outs
-        # In ``w[0]``, the axes that the output no longer has become stacked ones.
+        # In ``w[0]``, the axes that the output no longer has become stacked axes.
         return [replace(out, stacked=stacked | (operands[0].origins - out.origins)) for out in outs]
 
     def _find_products_if_rows(self, view: View, operands: Sequence[Value], line: str) -> frozenset[DataProduct]:
-        """The look-ups and products up to this equation, if entries that constants chose are rows of a table.
+        """Returns the look-ups and products up to this equation, if entries chosen by constants are rows of a table.
 
-        ``table[jnp.arange(8)]`` is a slice of a weight, or a look-up of eight positions; in ``table[jnp.arange(8)] @
-        w``, these would then be data that ``w`` multiplies. Both products are returned, and recorded only if the result
-        is later used as data, such as positions that are added to embeddings. Empty if constants chose no entries.
+        ``table[jnp.arange(8)]`` may be a slice of a weight, or a look-up of eight positions. If it is a look-up,
+        ``table[jnp.arange(8)] @ w`` multiplies data by ``w``. Both the look-up and the product are returned, but they
+        are recorded only if the result is later used as data, such as positions that are added to embeddings. The
+        result is empty if constants chose no entries.
         """
         earlier = union(value.products_if_rows for value in operands)
-        multiplied = list[int]()  # the operands that are weights even if the chosen entries are data
+        multiplied = list[int]()  # Operands that are weights even if the chosen entries are data.
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
-            if len(view.partial_axes) > 1:  # only the indices themselves say along which of these axes they select
+            if len(view.partial_axes) > 1:  # Only the indices themselves say along which axes they select.
                 self._add_other_read(operands[0], line)
             multiplied = [0] if _takes_vectors(view) else []
         elif earlier:
@@ -164,7 +167,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     def _add_reads(self, view: View, operands: Sequence[Value], line: str) -> list[DataProduct]:
         """Records how an equation with data reads each of its weights: in a product with the data, or otherwise.
 
-        Returns the products with data that this adds to the list: none for an equation such as ``x + b``.
+        Returns the products with data that this adds to the list; an equation such as ``x + b`` adds none.
         """
         n_before = len(self)
         for i, value in enumerate(operands):
@@ -179,24 +182,24 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             else:
                 self._add_other_read(value, line)
                 long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
-                # Whole rows meet data here, so they were looked up; a penalty would read a sum of their squares.
+                # Whole rows are combined with data here, so they were looked up. A penalty would read a sum of squares.
                 are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
             if are_rows:
                 self.extend(value.products_if_rows)
         return [use for use in self[n_before:] if isinstance(use, DataProduct)]
 
     def _add_product(self, product: DataProduct, view: View, operands: Sequence[Value], i: int) -> None:
-        """Records a product of data with the operand ``i``, a weight.
+        """Records a product of data with the operand ``i``, which is a weight.
 
         It also records which axes of earlier layers the product contracts, and which of them it keeps apart by batch
-        axes. These say which axes are those of ensemble members.
+        axes. These show which axes index the members of an ensemble.
         """
         self.append(product)
         if isinstance(view, Conv):
             self._read_convolution(view, *operands)
         elif isinstance(view, Dot | RaggedDot):
             data, contraction = operands[1 - i], contraction_of(view)
-            assert contraction is not None  # both kinds have one
+            assert contraction is not None  # Both kinds have one.
             batch = contraction.batch(1 - i)
             other_axes = [k for k in range(len(data.axes)) if k not in batch]
             self._contracted |= data.origins_of(contraction.contracted(1 - i))
@@ -207,7 +210,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         """Records the features that a convolution contracts, and the blocks of features that it keeps apart.
 
         Blocks of features are the groups of a grouped convolution, such as one for each member of an ensemble. If each
-        block has one feature or one output, as in a depthwise convolution, no blocks are recorded.
+        block has a single feature or a single output, as in a depthwise convolution, no blocks are recorded.
         """
         count, numbers = view.feature_group_count, view.dimension_numbers
         features, outputs = data.axes[numbers.lhs_spec[1]], kernel.axes[numbers.rhs_spec[0]]
@@ -219,24 +222,24 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._apart |= origins([blocks]) - origins([inside])
 
     def _add_apart(self, data: Value, axes: Origins) -> None:
-        """Records that a product keeps these axes of its data apart, or mixed if entries along them were mixed before.
+        """Records that a product keeps these axes of its data apart, or as mixed if their entries were mixed before.
 
-        Only axes that are ``unread_outputs`` of the data count: this product is the first one to read them.
+        Only axes that are ``unread_outputs`` of the data count, because this product is the first to read them.
         """
         self._apart |= (axes & data.unread_outputs) - data.mixed_outputs
         self._mixed |= axes & data.unread_outputs & data.mixed_outputs
 
     def _add_other_read(self, value: Value, line: str) -> None:
-        """Records that an equation reads a weight otherwise than in a product: once for each parameter behind it."""
+        """Records that an equation reads a weight other than in a product, once for each parameter behind it."""
         parameters = {parameter for parameter, _ in value.origins | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
 
 def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
-    """Whether the outputs of an equation are data, weights or constants.
+    """Returns whether the outputs of an equation are data, weights or constants.
 
-    Usually the largest source of an operand counts: data before weights, and weights before constants. But a weight
-    stays one if data only scale it by a number, or choose one whole array of a stack.
+    Usually, the largest source among the operands counts: data before weights, and weights before constants. But a
+    weight remains a weight if data only scale it by a number, or choose one whole array of a stack.
     """
     is_of_weight = bool(operands) and operands[0].source is Source.WEIGHT
     # Vectors that data look up are data. Whole arrays that data choose, such as those of an expert, are still weights.
@@ -245,29 +248,29 @@ def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
     if is_of_weight and isinstance(view, DynamicSlice) and _takes_whole_array(view):
         return Source.WEIGHT
     if isinstance(view, equations.Multiply | equations.Divide):
-        # A weight times a scalar that is computed from data is still a weight, so scalars do not count beside others.
+        # A weight times a scalar computed from data is still a weight, so scalars count only if there is nothing else.
         operands = [value for value in operands if value.varies] or operands
     return max((value.source for value in operands), default=Source.CONSTANT)
 
 
 def _takes_whole_array(view: DynamicSlice) -> bool:
-    """Whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3), and not a vector or a part of one.
+    """Returns whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3), not a vector or a part.
 
-    It is whole along each axis of which it has more than one index, and there are several such axes.
+    It must be whole along each axis of which it has more than one index, and there must be several such axes.
     """
     are_whole = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
     return len(are_whole) > 1 and all(are_whole)
 
 
 def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
-    """Whether an equation may take one index of an axis, as ``w[0]`` does, so that the axis is then a stacked one."""
+    """Returns whether an equation may take one index of an axis, as ``w[0]`` does. The axis is then a stacked axis."""
     if isinstance(view, Gather):
         return not selects_entries(view, operands[1])
     return isinstance(view, equations.Slice | equations.SplitAxis | equations.Unstack | DynamicSlice)
 
 
 def _takes_vectors(view: Gather) -> bool:
-    """Whether a look-up takes vectors, or parts of an axis, as from a table, and not whole arrays, as of experts.
+    """Returns whether a look-up takes vectors, or parts of an axis, from a table, and not whole arrays, as of experts.
 
     It takes vectors (3,) from a table (8, 3), and arrays (8, 3) from the stacked weights (5, 8, 3) of experts.
     """
@@ -278,39 +281,39 @@ def _takes_vectors(view: Gather) -> bool:
 
 
 def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProduct | None:
-    """The product with data of ``value``, the operand ``i`` and a weight; None if the equation does not multiply it.
+    """Returns the product of data with ``value``, the weight at operand ``i``; None if it is not multiplied.
 
-    In ``x @ w``, axis 0 of ``w`` is an input and axis 1 an output. A look-up is a product too: it contracts the rows of
-    a table, as a product with one-hot vectors would.
+    In ``x @ w``, axis 0 of ``w`` is an input and axis 1 is an output. A look-up counts as a product too: it contracts
+    the rows of a table, as a product with one-hot vectors would.
     """
     contraction = contraction_of(view)
     if contraction is None or not _is_multiplied(view, contraction, i):
         return None
     inputs, outputs = value.origins_of(contraction.contracted(i)), value.origins_of(contraction.kept(i))
-    # If slices of an axis were put together again, one of them may have been a single index, which made it stacked.
+    # If slices of an axis were joined again, one of them may have been a single index, which made the axis stacked.
     stacked = value.origins_of(contraction.batch(i)) | (value.stacked - inputs - outputs)
     windows = value.origins_of(view.dimension_numbers.rhs_spec[2:]) if isinstance(view, Conv) else Origins()
     return DataProduct(inputs, outputs, stacked, line, _how_multiplied(view), windows)
 
 
 def _how_multiplied(view: View) -> str:
-    """The word for how a contraction multiplies a weight, as in :class:`reparax.core.roles.Use`."""
-    if isinstance(view, Conv):  # a dilation of the data is what makes a convolution a transposed one
+    """Returns the word for how a contraction multiplies a weight, as in :class:`reparax.core.roles.Use`."""
+    if isinstance(view, Conv):  # A transposed convolution dilates its data.
         return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
     return PRODUCT if isinstance(view, Dot | RaggedDot) else LOOKUP
 
 
 def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
-    """Whether a contraction multiplies data by its operand ``i``.
+    """Returns whether a contraction multiplies data by its operand ``i``.
 
-    It does not if the operand holds the data of a convolution, or the indices of a look-up.
+    This is not the case if the operand holds the data of a convolution or the indices of a look-up.
     """
     match view:
         case Conv():
             return i == 1
         case Gather():
             return i == 0 and bool(view.partial_axes)
-        case DynamicSlice():  # the one axis that it cuts holds the rows
+        case DynamicSlice():  # The one axis that it cuts holds the rows.
             return i == 0 and len(contraction.contracted(0)) == 1
         case _:
             return True

@@ -1,9 +1,9 @@
-"""What is known of each value of a program: which axes of parameters its axes come from.
+"""Describes each value of a program: which axes of parameters its axes come from.
 
 A :class:`Value` describes one array. A reshape may merge axes and divide them again later, so each axis is a tuple of
 :class:`Part`: reshaping (2, 3) to (6,) gives one axis with the parts 2 and 3. Each part has :data:`Origins`, the axes
-of parameters that it comes from. A :class:`DataProduct` is the result of the analysis: one product of a weight with
-data, as the axes of parameters that take part in it.
+of parameters that it comes from. The analysis results in :class:`DataProduct` objects, each of which describes one
+product of a weight with data by the axes of parameters that take part in it.
 """
 
 import enum
@@ -22,13 +22,13 @@ Origins = frozenset[tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """One of the factors that the size of an axis has: an axis of size 6 that a reshape merged has the parts 2 and 3.
+    """One factor of the size of an axis. An axis of size 6 that was merged from (2, 3) has the parts 2 and 3.
 
     Attributes:
       size: The number of indices.
       origins: In a weight, the axes of parameters that it comes from. In data, the axes of parameters along which it
         was computed, such as the outputs of a product.
-      varies: Whether entries may differ along it. False after a broadcast.
+      varies: Whether entries may differ along it. This is False after a broadcast.
     """
 
     size: Any
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     varies: bool = True
 
     def combined_with(self, other: "Part") -> "Part":
-        """The part of ``x + y`` if ``x`` has this part and ``y`` has the other one. It keeps the size of this one."""
+        """Returns the part of ``x + y`` if ``x`` has this part and ``y`` the other. It keeps the size of this part."""
         return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
 
 
@@ -48,33 +48,33 @@ Axes = tuple[Axis, ...]
 
 
 def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
-    """The union of several sets."""
+    """Returns the union of several sets."""
     return frozenset[T]().union(*sets)
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
-    """The axes of parameters that any of these axes of an array comes from."""
+    """Returns the axes of parameters that any of these axes of an array comes from."""
     return union(part.origins for axis in axes for part in axis)
 
 
 def size_of(axis: Axis) -> Any:
-    """The number of indices of an axis."""
+    """Returns the number of indices of an axis."""
     return prod(part.size for part in axis)
 
 
 def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
-    """An axis of one part with all origins of ``axes``, for when it is not known where in the axis each of them is."""
+    """Returns an axis of one part with all origins of ``axes``, for when it is not known where each of them lies."""
     return (Part(size, origins(axes)),)
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Divides a sequence of parts into axes of these sizes, as a reshape does. Both have the same number of entries.
+    """Divides a sequence of parts into axes of these sizes, as a reshape does. The number of entries is the same.
 
     Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
     first two parts become one part of size 6, and the axes are (3,) and (2, 4).
     """
     remaining: Sequence[Part] = tuple(parts)
-    if any(n == 0 for n in sizes):  # an empty array, whose sizes do not divide each other
+    if any(n == 0 for n in sizes):  # The array is empty, so the sizes need not divide each other.
         return [one_part(n, [tuple(remaining)]) for n in sizes]
     axes = list[Axis]()
     for n in sizes:
@@ -87,9 +87,9 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
     """Takes an axis of this size from the front of a sequence of parts; returns the axis and the remaining parts.
 
     Parts of the sizes 2, 3 and 4 and the size 6 give the axis (2, 3) and leave (4,). A part that is too large is
-    divided: the size 4 gives (2, 2) of the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
-    neighboring parts become one: (6, 4) become (24,), of which the size 8 leaves (3,). The size 1 takes a part only if
-    that has size 1 too; otherwise, it is a new axis, as ``x[None]`` has.
+    divided: the size 4 gives (2, 2) from the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
+    neighboring parts are merged: (6, 4) become (24,), from which the size 8 leaves (3,). The size 1 takes a part only
+    if that part has size 1 too; otherwise, it gives a new axis, like that of ``x[None]``.
     """
     if size == 1:
         has_part = bool(parts) and parts[0].size == 1
@@ -108,15 +108,15 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
 
 
 def combined(axes: Iterable[Axis]) -> Axis:
-    """The axis that an elementwise result of several values has in the place of these axes of theirs.
+    """Returns the axis of an elementwise result that takes the place of these axes of the operands.
 
-    It is divided wherever one of them is, and has all of their origins. Axes of size 1 are broadcast.
+    It is divided wherever one of them is, and has the origins of all of them. Axes of size 1 are broadcast.
     """
-    return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # long ones first
+    return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # Axes of size 1 come last.
 
 
 def _combined_pair(a: Axis, b: Axis) -> Axis:
-    """The axis of an elementwise result of two values: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
+    """Combines two axes, as an elementwise equation does: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
     if size_of(b) == 1:
         return tuple(part.combined_with(b[0]) for part in a)
     pairs = zip(split(a, [part.size for part in b]), b, strict=True)
@@ -124,12 +124,12 @@ def _combined_pair(a: Axis, b: Axis) -> Axis:
 
 
 def restrict_origins(axes: Axes, allowed: Origins) -> Axes:
-    """The axes, with only those of their origins that are ``allowed``."""
+    """Removes all origins from the axes except those that are ``allowed``."""
     return tuple(tuple(part._replace(origins=part.origins & allowed) for part in axis) for axis in axes)
 
 
 class Source(enum.IntEnum):
-    """What a value is computed from. If it is computed from several of these, it usually counts as the largest."""
+    """What a value is computed from. A value that is computed from several of these usually counts as the largest."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -157,22 +157,22 @@ class DataProduct:
     windows: Origins = frozenset()
 
     def transposed(self) -> "DataProduct":
-        """The product with the transposed weight, which contracts the axes that this one keeps."""
+        """Returns the product with the transposed weight, which contracts the axes that this one keeps."""
         return replace(self, inputs=self.outputs, outputs=self.inputs)
 
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of one array of a program.
+    """What is known about one array of a program.
 
     Attributes:
       axes: Its axes.
       source: Whether it is data, a weight or a constant.
-      stacked: The axes of parameters of which it has one entry, such as the layer axis inside a scan over layers.
+      stacked: The axes of parameters of which it has a single index, such as the layer axis inside a scan over layers.
       unread_outputs: In data, the outputs of products with weights that no other product with a weight has read since.
-      mixed_outputs: In data, those ``unread_outputs`` along which entries were mixed, as a softmax does.
-      products_if_rows: In a weight from which constants chose entries, as in ``table[jnp.arange(8)]``: the look-ups and
-        products by which it was computed if these entries turn out to be rows of a table, and so data.
+      mixed_outputs: In data, the ``unread_outputs`` along which entries were mixed, for example by a softmax.
+      products_if_rows: In a weight whose entries were chosen by constants, as in ``table[jnp.arange(8)]``: the look-ups
+        and products that computed it if these entries turn out to be rows of a table, and thus data.
     """
 
     axes: Axes
@@ -184,7 +184,7 @@ class Value:
 
     @property
     def varies(self) -> bool:
-        """Whether its entries may differ. They do not in a scalar, or in a scalar that was broadcast."""
+        """Whether its entries may differ. The entries of a scalar, or of a broadcast scalar, do not."""
         return any(part.varies for axis in self.axes for part in axis)
 
     @property
@@ -193,5 +193,5 @@ class Value:
         return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:
-        """The axes of parameters that those of its axes with these numbers come from."""
+        """Returns the axes of parameters that the axes with these numbers come from."""
         return origins(self.axes[k] for k in axes)

@@ -1,9 +1,9 @@
 """Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do.
 
-``_remat`` (with three files of its own), ``_factored`` and ``_local`` are the transforms, and say at the start how they
-work. ``_explain`` and ``_saved_residuals`` are the reports. To write a new transform, follow ``_factored``: check the
-function by ``check_call``, which also refuses a function that ``remat`` returned, trace it by
-``Arguments.of(...).trace()``, and follow weights by a class of ``Rules`` for the ``Interpreter``.
+``_remat`` (with three files of its own), ``_factored`` and ``_local`` hold the transforms; each starts with a
+description of how it works. ``_explain`` and ``_saved_residuals`` hold the reports. To write a new transform, follow
+``_factored``: check the function with ``check_call``, which also rejects a function that ``remat`` returned, trace it
+with ``Arguments.of(...).trace()``, and follow weights with a class of ``Rules`` for the ``Interpreter``.
 """
 
 from reparax.transforms._explain import explain as explain

@@ -1,4 +1,4 @@
-"""The report ``explain``: which weights ``factored`` never forms, or which noisy weights draw for each row."""
+"""Defines ``explain``, which reports what ``factored`` or ``local_reparametrization`` does with each weight."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from reparax.transforms._factored import explain_sums
 
 
 def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
-    """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
+    """Reports which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and why it forms others.
 
-    For ``rpx.transforms.local_reparametrization(loss)``, it says which noisy weights have a draw for each row, and of
-    how many rows; and where and why all rows share one draw.
+    For ``rpx.transforms.local_reparametrization(loss)``, the report says which noisy weights draw separately for each
+    row and for how many rows; and where and why all rows share a single draw.
 
-    It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
+    ``explain`` traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The result of :func:`factored` or :func:`local_reparametrization`, also under ``jax.jit``; or a loss, for
+      fun: The result of :func:`factored` or :func:`local_reparametrization`, possibly under ``jax.jit``; or a loss, for
         which the report says what :func:`factored` would do.
       args: Its arguments, or their shapes and dtypes.
-      argnums: For a loss, as for :func:`factored`.
+      argnums: If ``fun`` is a loss, the positions of the arguments from which weights are computed, as in
+        :func:`factored`.
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, which prints as a table. Each of its ``weights`` has a ``path``, a ``type`` with the shape, a flag
-      ``is_transformed`` that says whether all products with it are transformed, and the ``reason``.
+      A report that prints as a table. Each entry of its ``weights`` has a ``path``, a ``type`` with the shape, a flag
+      ``is_transformed`` that says whether all products with the weight are transformed, and a ``reason``.
 
     Raises:
-      TypeError: If ``fun`` is not a function, and as :func:`factored`.
+      TypeError: If ``fun`` is not a function, or for the same reasons as in :func:`factored`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -48,7 +49,7 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     who = check_call("explain", fun, argnums, follows_weights=True, own_options=given_options(argnums=argnums))
-    for function in (fun, getattr(fun, "__wrapped__", None)):  # the second is what `jax.jit` wraps
+    for function in (fun, getattr(fun, "__wrapped__", None)):  # The second is the function that `jax.jit` wraps.
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)
     report = explain_sums(who, fun, argnums, args, kwargs)

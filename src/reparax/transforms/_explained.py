@@ -1,4 +1,4 @@
-"""The report of a transform, which prints what happens to each weight as a table."""
+"""Defines the report of a transform: a table of what happens to each weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Weight:
     """One line of a report: what a transform does with one weight.
 
     Attributes:
-      path: The path of the parameter from which it is computed, or the common path of several.
+      path: The path of the parameter that it is computed from, or the common path of several parameters.
       type: Its dtype and shape.
       is_transformed: Whether all products with it are transformed: they multiply by its factors, or draw for each row.
       reason: Why it is transformed or not, and where.
@@ -26,11 +26,11 @@ class Weight:
 
 @dataclass(frozen=True, repr=False)
 class Explained:
-    """What a transform does to each weight; its repr is a table.
+    """A report of what a transform does with each weight. Its repr is a table.
 
     Attributes:
       weights: The weights that have factors, or those with Gaussian noise.
-      head: The first line, with ``{}`` where the number of transformed weights is put, such as "1 of 2".
+      head: The first line, in which ``{}`` stands for the number of transformed weights, such as "1 of 2".
       titles: The title of the transformed weights, and the title of the others.
     """
 
@@ -39,7 +39,7 @@ class Explained:
     titles: tuple[str, str]
 
     def __repr__(self) -> str:
-        """The table: the head, then the weights under each title. Equal weights of numbered layers share a line."""
+        """Returns a table: the head, then weights under each title. Equal weights of numbered layers share a line."""
         n = sum(weight.is_transformed for weight in self.weights)
         lines = [self.head.format(f"{n} of {len(self.weights)}")]
         for title, flag in zip(self.titles, (True, False), strict=True):

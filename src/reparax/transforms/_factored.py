@@ -1,9 +1,9 @@
-"""Adapters without materializing the weight: losses whose products multiply by the factors of weights.
+"""Computes the products of a loss with the factors of weights, as of adapters, without materializing the weights.
 
 If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
-gradient costs its full size. This is not necessary. A product is linear in the weight, so it can multiply by one factor
-after the other, in the cheapest order. You need not rewrite the network, because the jaxpr of the loss shows which
-arrays are multiplied.
+gradient costs as much as for a dense weight of its size. This is not necessary: a product is linear in the weight, so
+it can multiply by one factor after the other, in the cheapest order. You need not rewrite the network, because the
+jaxpr of the loss shows which arrays are multiplied.
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
 >>> p = rpx.Freeze() >> rpx.LoRA(8)
@@ -17,15 +17,15 @@ arrays are multiplied.
 >>> operations(rpx.factored(loss)) < 0.6 * operations(loss)
 True
 
-How it works. While a program is interpreted, a weight is a :class:`reparax.programs.sums.Sum`: a sum of products of
-smaller arrays, its factors. An equation creates a sum by multiplying arrays of named arguments, or because a stage
-declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the factors. Products with data
-multiply by one factor after the other (``weight_use``). To form a sum is to compute its array.
+How it works. While a program is interpreted, a weight is represented by a :class:`reparax.programs.sums.Sum`: a sum of
+products of smaller arrays, its factors. A sum is created where an equation multiplies arrays of named arguments, or
+where a stage declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the factors.
+Products with data multiply by one factor after the other (``weight_use``). To form a sum is to compute its array.
 
 ``Factoring`` holds these rules for the interpreter, which goes through the program twice. The first time, it evaluates
-types only, and ``SumPlan`` records what reads each sum and what this costs in factors and with the array. The plan then
-decides which sums are cheaper to form, and the second time, the program is computed that way. The ``maker`` of a sum,
-which identifies the equation that created it, is its key in the plan.
+only types, and ``SumPlan`` records what reads each sum and what each read costs, with the factors and with the array.
+The plan then decides which sums are cheaper to form. The second time, the program is computed accordingly. The plan
+identifies each sum by its ``maker``, which stands for the equation that created it.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class SumRead:
     Attributes:
       eqn: The equation; None if the sum is the result of a program or of a body.
       times: How often the equation runs.
-      in_formula: Whether it is part of a parametrization rather than of the network.
+      in_formula: Whether the equation is part of a parametrization rather than of the network.
       cost_in_factors: The cost of the read if it multiplies by the factors; None if it needs the array.
-      cost_as_array: The cost of the read if it multiplies by the array. Zero if it needs the array anyway, because its
-        cost is then the same whatever the plan decides.
+      cost_as_array: The cost of the read if it multiplies by the array. It is zero if the read needs the array anyway,
+        because the cost is then the same whatever the plan decides.
     """
 
     eqn: JaxprEqn | None
@@ -88,16 +88,16 @@ class SumRead:
 
 @dataclass
 class Record:
-    """What a plan records about a sum.
+    """What a plan records about one sum.
 
     Attributes:
       eqn: The equation that creates it.
       type: Its shape and dtype.
-      origins: The numbers of the arguments on which it depends.
-      parents: The makers of the sums from which it is computed.
+      origins: The numbers of the arguments that it depends on.
+      parents: The makers of the sums that it is computed from.
       cost_to_form: The cost to form it and its parents.
       times: How often it is created.
-      reads: What reads it, except other sums that are computed from it.
+      reads: All reads of it, except by equations that compute other sums from it.
       is_formed: Whether it is formed where it is created.
       read_if_formed: How it reads its parents if it is formed; None if it then needs their arrays.
     """
@@ -114,12 +114,13 @@ class Record:
 
     @property
     def costs(self) -> tuple[float, float]:
-        """The cost of all reads of the sum if it stays in factors, and if it is formed where it is created.
+        """The cost of all reads of the sum if it stays in factors, and the cost if it is formed where it is created.
 
-        A read that needs the array costs nothing by itself in either case, but in factors, the array is formed for it.
+        A read that needs the array costs nothing by itself in either case, but if the sum stays in factors, the array
+        must be formed for that read.
         """
-        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created. One that
-        # is created in a loop without steps has ``times`` 0.
+        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created. A sum
+        # that is created in a loop without steps has ``times`` 0.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
@@ -127,7 +128,7 @@ class Record:
 
     @property
     def is_cheaper_formed(self) -> bool:
-        """Whether the sum costs less if it is formed, or the same and something needs the array."""
+        """Whether forming the sum costs less than keeping its factors, or the same while something needs the array."""
         cost_in_factors, cost_formed = self.costs
         is_array_needed = any(read.needs_array for read in self.reads)
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
@@ -151,18 +152,18 @@ class SumPlan:
             self.records[x.maker].reads.append(read)
 
     def forms(self, maker: Hashable) -> bool:
-        """Whether a sum is formed where it is created.
+        """Returns whether a sum is formed where it is created.
 
-        A sum without a record is formed too: it arises only in the second evaluation, from sums that are formed.
+        A sum without a record is formed too: it arises only in the second evaluation, from sums that were formed.
         """
         return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
         """Decides which sums are formed: sets ``is_formed`` of each record.
 
-        The last sum comes first, because a sum that stays in factors needs its parents in factors too, and one that is
-        formed reads its parents once more, which is added to their records. For ``w = a @ b`` and ``v = 2 * w``, ``v``
-        is decided before ``w``.
+        Sums are decided from the last to the first, for two reasons. A sum that stays in factors needs its parents in
+        factors too. A sum that is formed reads its parents once more, which is added to their records. For
+        ``w = a @ b`` and ``v = 2 * w``, ``v`` is decided before ``w``.
         """
         needed_in_factors = set[Hashable]()
         for maker, record in reversed(self.records.items()):
@@ -176,10 +177,11 @@ class SumPlan:
         self.is_decided = True
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-        """The entries of the report: each sum that the network reads, with the reason why it is formed or not.
+        """Yields the entries of the report: each sum that the network reads, with the reason why it is formed or not.
 
-        If only formulas of the parametrization read the sums of a parameter, the last of these is listed. ``paths`` are
-        the paths of the arguments by their numbers, and ``lines`` the source lines of equations, as in ``sources``.
+        If only formulas of the parametrization read the sums of a parameter, the last of these sums is listed.
+        ``paths`` maps the numbers of arguments to their paths, and ``lines`` gives the source lines of equations, as in
+        ``sources``.
         """
         listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
         listed = [(record, reads) for record, reads in listed if reads]
@@ -194,14 +196,14 @@ class SumPlan:
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-    """The parts of a reason: how many products use the factors, at what share of the cost, and what needs the array.
+    """Yields the parts of a reason: how many products use the factors, at what cost, and what needs the array.
 
-    An example with both parts is "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
+    For example, the two parts may be "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
     """
     n_products = sum(not read.needs_array for read in reads)
     if n_products:
         cost_in_factors, cost_formed = record.costs
-        share = cost_in_factors / cost_formed if cost_formed else 1.0  # an empty array costs nothing
+        share = cost_in_factors / cost_formed if cost_formed else 1.0  # An empty array costs nothing.
         would = "; factors would take" if record.is_formed else ","
         yield f"{n_products} product{'s' if n_products > 1 else ''}{would} {share:.2f} of the operations"
     yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in reads if read.needs_array)
@@ -211,43 +213,44 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
 
 
 def declares_terms(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of ``record_terms``, which declares the terms of its first output.
+    """Returns whether an equation is a call of ``record_terms``, which declares the terms of its first output.
 
-    Its name holds the specs of the terms, such as ``"ir,rj->ij"``. Its other outputs are the arrays of the terms, and
-    an integer, the sentinel, which the derivative of the call does not have.
+    The name of the call holds the specs of the terms, such as ``"ir,rj->ij"``. Its other outputs are the arrays of the
+    terms, and an integer, the sentinel, which is absent from the derivative of the call.
     """
     view = view_of(eqn)
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
 def declared_sum(operation: Operation) -> Sum | None:
-    """The sum whose terms an equation declares. For the spec ``"ir,rj->ij"``, it is the product of two factors.
+    """Returns the sum whose terms an equation declares; for the spec ``"ir,rj->ij"``, a product of two factors.
 
-    None if it declares none, depends on data or is a derivative; if other outputs than the array are read; if factors
-    may overflow in its dtype; or if an array of the terms has only some of several batch axes, which are not known.
-    The caller then goes on with the body of the call, as with that of any other.
+    Returns None if the equation declares no terms, depends on data or is a derivative; if outputs other than the array
+    are read; if factors may overflow in its dtype; or if some array of the terms has only some of several batch axes,
+    because it is then not known which. The caller then interprets the body of the call, as for any other call.
     """
     if not (operation.out_facts.known and operation.only_first_read and declares_terms(operation.eqn)):
         return None
     specs = specs_of(Jit(operation.eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
     outvars = operation.eqn.outvars
-    # The outputs are the array, the arrays of the terms and the sentinel. Derivatives have others.
+    # The outputs are the array, the arrays of the terms and the sentinel. A derivative has other outputs.
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
     if not sums.holds_factors(output.dtype, array_types):
         return None
-    factors = iter(_declared_factors(operation, n_arrays))  # those of the first term, then those of the second, ...
+    factors = iter(_declared_factors(operation, n_arrays))  # The factors are in the order of the terms.
     factors_of_terms = [[next(factors) for _ in spec.letters] for spec in specs]
     products = sums.all_or_none(map(_declared_product, specs, factors_of_terms, itertools.repeat(output)))
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
 def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
-    """The arrays of the terms that an equation declares, as factors whose labels are still empty.
+    """Returns the arrays of the terms that an equation declares, as factors whose labels are still empty.
 
-    They are outputs of its body, which is interpreted without the other outputs. So the declared array is not computed.
+    The arrays are outputs of the body, which is interpreted without its other outputs. So the declared array is not
+    computed.
     """
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
@@ -261,12 +264,12 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
-    """The product of one declared term, from its factors without labels and the type of the declared array.
+    """Returns the product of one declared term, given its unlabeled factors and the type of the declared array.
 
-    For ``"ir,rj->ij"``, each letter becomes a label. Factors of the shapes (8, 2) and (2, 3) get the labels (i, r) and
-    (r, j), and the axes of the product are those of i and j. Under ``vmap``, the output has batch axes in front, and so
-    does each factor that differs in the batch: (5, 8, 2) gets (batch, i, r). With several batch axes, None if a factor
-    has only some of them, as it is not known which.
+    Each letter of the spec becomes a label. For ``"ir,rj->ij"``, factors of the shapes (8, 2) and (2, 3) get the labels
+    (i, r) and (r, j), and the product has the axes i and j. Under ``vmap``, the output has batch axes in front, and so
+    does each factor that differs in the batch: a factor (5, 8, 2) gets (batch, i, r). Returns None if a factor has only
+    some of several batch axes, because it is not known which.
     """
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
@@ -286,7 +289,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
 
 
 def _is_sentinel(v: Any) -> bool:
-    """Whether an output has the type of the integer by which ``record_terms`` marks its calls."""
+    """Returns whether an output has the type of the integer by which ``record_terms`` marks its calls."""
     output = jaxprs.type_of(v)
     return output.shape == () and jnp.issubdtype(output.dtype, jnp.integer)
 
@@ -310,10 +313,10 @@ class WeightUse:
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
-    """The product of data and one sum that an equation computes; None if it needs the array of the weight.
+    """Returns the product of data and one sum that an equation computes; None if it needs the array of the weight.
 
-    It needs the array if it is not a product, look-up or convolution, if several operands are sums, if it specifies the
-    sharding of its output, or if the rule of its kind returns None. Nothing is computed yet.
+    The array is needed if the equation is not a product, look-up or convolution, if several operands are sums, if the
+    sharding of the output is specified, or if the rule for this kind of equation returns None. Nothing is computed yet.
     """
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -323,12 +326,12 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
 
 
 def _is_fixed(x: Sum) -> bool:
-    """Whether none of the factors of a sum gets a gradient."""
+    """Returns whether none of the factors of a sum gets a gradient."""
     return all(factor.fixed for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
-    """A product with one factor of the shape and dtype of a sum, to compute the costs of its array."""
+    """Returns a product of one factor that has the shape and dtype of a sum, to compute the costs of its array."""
     return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
@@ -336,11 +339,11 @@ def _as_one_factor(x: Sum) -> Product:
 
 
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight in a matrix product, or in one for each group of rows (``ragged_dot``).
+    """Returns the use of a weight in a matrix product, or in one for each group of rows (``ragged_dot``).
 
-    For ``x @ w`` with ``w = a @ b``, it computes ``(x @ a) @ b``. None if the operands have different dtypes, if the
-    product may overflow in factors, if it does not compute all groups, or if the factors cannot be contracted along its
-    axes.
+    For ``x @ w`` with ``w = a @ b``, the use computes ``(x @ a) @ b``. Returns None if the operands have different
+    dtypes, if the product may overflow in factors, if it does not compute all groups, or if the factors cannot be
+    contracted along the axes of the product.
     """
     x, y, *group_sizes = args
     if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(group_sizes[0], Sum)):
@@ -349,7 +352,7 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
     if x.dtype != y.dtype or not _multiplies_in_range(view):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
-    data = (args[1 - operand], *group_sizes)  # the other operand is data
+    data = (args[1 - operand], *group_sizes)  # The other operand is data.
     products = sums.contract_with_data(view, operand, data, weight.products)
     products_with_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_with_array is None:
@@ -364,7 +367,7 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
 
 
 def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
-    """Whether an equation multiplies floating-point numbers, with a precision that keeps the range of their dtype."""
+    """Returns whether an equation multiplies floating-point numbers at a precision that keeps their range."""
     return jnp.issubdtype(view.type.dtype, jnp.inexact) and sums.keeps_range(view.precision)
 
 
@@ -372,14 +375,15 @@ def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
 
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
-    """Three costs of looking up matrices in a stacked weight, such as ``w[expert]`` in (experts, 8, 3).
+    """Returns three costs of looking up matrices in a stacked weight, such as ``w[expert]`` in (experts, 8, 3).
 
-    The cost to look up the factors only, to form the matrices from these factors, and to look up the matrices in the
-    array of the weight. ``rows`` are the matrices in factors, as ``move_sum`` looks them up in ``weight``.
+    The first is the cost to look up only the factors, the second to form the matrices from these factors, and the third
+    to look up the matrices in the array of the weight. ``rows`` holds the matrices in factors, as ``move_sum`` looks
+    them up in ``weight``.
     """
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
-    # A factor without the axis of the look-up, which all matrices share, keeps its labels and is not looked up.
+    # A factor without the look-up axis is shared by all matrices: it keeps its labels and is not looked up.
     looked_up = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
     # Entries are written in the forward pass and, if the factor gets a gradient, once more in the backward pass.
     cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in looked_up)
@@ -387,7 +391,7 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
 
 
 def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
-    """The cost to compute rows of a weight from their factors, and to look them up in the array of the weight.
+    """Returns the cost to compute rows of a weight from their factors, and to look them up in the weight's array.
 
     With the array, the gradient has the size of the whole weight, however few rows are looked up.
     """
@@ -397,21 +401,21 @@ def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight as a table whose rows are looked up along one axis; None for other look-ups.
+    """Returns the use of a weight as a table whose rows are looked up along one axis; None for other look-ups.
 
-    For ``w[ids]`` with ``w = a @ b``, it computes ``a[ids] @ b``.
+    For ``w[ids]`` with ``w = a @ b``, the use computes ``a[ids] @ b``.
     """
     weight, indices = args
     if not isinstance(weight, Sum) or isinstance(indices, Sum) or view.axis is None or view.mode not in _MODES:
         return None
-    # In a smaller dtype, the indices could not be compared with the number of rows.
+    # In a smaller integer dtype, the indices could not be compared with the number of rows.
     indices = indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
     rows, size = look_up(view, weight, [indices], nearest=True), weight.shape[view.axis]
     if rows is None:
         return None
 
     def product() -> Any:
-        """The rows, computed from the factors."""
+        """Computes the rows from the factors."""
         numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
         return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
@@ -419,19 +423,19 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
-"""What a look-up in factors can do with indices that are out of bounds."""
+"""The ways to treat indices out of bounds that a look-up in factors supports."""
 
 
 def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
-    """``rows``, with those whose indices are out of bounds treated as the mode of the look-up says.
+    """Returns ``rows``, where those with indices out of bounds are treated as the mode of the look-up says.
 
-    They come from a table of ``size`` rows, and are those of the nearest index until here. In the mode CLIP, they stay
-    so. In FILL_OR_DROP, they get the fill value, which is NaN by default. Otherwise, they keep their values but get no
-    gradient.
+    The rows come from a table of ``size`` rows. Where an index is out of bounds, the row given here is that of the
+    nearest index. The mode CLIP keeps it. FILL_OR_DROP replaces it by the fill value, which is NaN by default. The
+    other mode keeps its values, but stops its gradient.
     """
     if view.mode == lax.GatherScatterMode.CLIP:
         return rows
-    offset = view.dimension_numbers.offset_dims  # the axes of the result that a row has, beside those of the indices
+    offset = view.dimension_numbers.offset_dims  # The axes of the result that belong to a row.
     is_inside = ((indices >= 0) & (indices < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
     if view.mode != lax.GatherScatterMode.FILL_OR_DROP:
         return _stop_gradient_outside(rows, is_inside)
@@ -440,9 +444,9 @@ def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> An
 
 @jax.custom_jvp
 def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
-    """``rows``, without gradients where the index was out of bounds.
+    """Returns ``rows`` unchanged, but without gradients where the index was out of bounds.
 
-    JAX clips such indices when it reads, but drops their updates when it adds gradients.
+    JAX clips such indices when it reads rows, but drops their updates when it adds up gradients.
     """
     del is_inside
     return rows
@@ -450,7 +454,7 @@ def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
 
 @_stop_gradient_outside.defjvp
 def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The derivative: zero where the index was out of bounds."""
+    """Computes the derivative, which is zero where the index was out of bounds."""
     return _stop_gradient_outside(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
@@ -458,14 +462,14 @@ def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 class _SplitKernel(NamedTuple):
-    """A kernel as a smaller one, followed by a matrix that mixes its output channels.
+    """A kernel that is split into a smaller one and a matrix that then mixes its output channels.
 
-    A kernel (3, 3, 16, 64) of rank 4 is an example: a kernel (3, 3, 16, 4), then a matrix (4, 64).
+    For example, a kernel (3, 3, 16, 64) of rank 4 is split into a kernel (3, 3, 16, 4) and a matrix (4, 64).
 
     Attributes:
       kernel: The smaller kernel.
       n_channels: Its number of output channels.
-      mixing: The matrix from these channels to all output channels; None if the kernel is the whole one.
+      mixing: The matrix from these channels to all output channels; None if the kernel is not split.
     """
 
     kernel: Product
@@ -474,14 +478,14 @@ class _SplitKernel(NamedTuple):
 
 
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight as the kernel of a convolution without groups.
+    """Returns the use of a weight as the kernel of a convolution without groups.
 
-    None for other convolutions, and for a kernel that is a diagonal along its output channels and another axis.
+    Returns None for other convolutions, and for a kernel that is a diagonal along its output channels and another axis.
     """
     data, weight = args
     if not isinstance(weight, Sum) or not _multiplies_in_range(view):
         return None
-    # With groups, one matrix after a smaller kernel would mix channels of different groups.
+    # With groups, a matrix after a smaller kernel would mix channels of different groups.
     if view.feature_group_count != 1 or view.batch_group_count != 1:
         return None
     channel_axis = view.dimension_numbers.rhs_spec[0]
@@ -499,7 +503,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of data with a weight, whose output is the sum of a convolution with each product of the weight.
+    """A convolution of data with a weight: the sum of the convolutions with each product of the weight.
 
     Attributes:
       view: The equation, a convolution without groups.
@@ -512,32 +516,32 @@ class _Convolution:
     weight: Sum
 
     def kernel_shape(self, n_channels: int) -> list[int]:
-        """The shape of the weight, with another number of output channels."""
+        """Returns the shape of the weight, but with the given number of output channels."""
         channel_axis = self.view.dimension_numbers.rhs_spec[0]
         return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
 
     def cost(self, split: _SplitKernel) -> float:
-        """The cost of the convolution with a kernel and of mixing its channels, including gradients.
+        """Returns the cost of the convolution with a kernel and of mixing its channels, including gradients.
 
-        It also counts what it takes to multiply the factors of the kernel.
+        The cost of multiplying the factors of the kernel is included.
         """
-        # The forward pass, the gradient of the data, and that of the kernel if it has one.
+        # The passes are the forward pass, the gradient of the data, and the gradient of the kernel if it has one.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
-        window_size = sums.count_entries(self.kernel_shape(1))  # the entries that are multiplied for one output
+        window_size = sums.count_entries(self.kernel_shape(1))  # The entries multiplied for one output.
         cost_of_kernel = n_passes * 2.0 * n_places * window_size * split.n_channels + cost(split.kernel)
         if split.mixing is None:
             return cost_of_kernel
-        # For costs, all places of the output are one axis, and the channels are axis 1.
+        # To compute costs, all positions of the output are merged into axis 0, and the channels are axis 1.
         channels = jax.ShapeDtypeStruct((n_places, split.n_channels), self.weight.dtype)
         mix = functools.partial(_mix_channels, channel_axis=1, mixing=split.mixing)
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
     def output(self, split: _SplitKernel) -> Any:
-        """The output of the convolution with a kernel, in the dtype of its sums, with its channels mixed.
+        """Computes the convolution with a kernel, in the dtype of its sums, and mixes its channels.
 
-        The factors of the kernel are multiplied first, as it is small beside the data.
+        The factors of the kernel are multiplied first, because the kernel is small beside the data.
         """
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
@@ -554,21 +558,21 @@ class _Convolution:
         if split.mixing is None:
             return channels
         channel_axis = view.dimension_numbers.out_spec[1]
-        product = _mix_channels(channels, channel_axis, split.mixing)  # with the channels as the last axis
+        product = _mix_channels(channels, channel_axis, split.mixing)  # The channels are the last axis.
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
         mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
-    """The product that computes all output channels, as the last axis, from the fewer channels of ``x``.
+    """Returns the product that computes all output channels, as the last axis, from the fewer channels of ``x``.
 
-    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is (8, 32, 32,
-    64).
+    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is
+    (8, 32, 32, 64).
     """
     few, many = mixing.axes
     other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
-    # The axes of ``x``. That of the channels may be divided into several labels, which the mixing sums over.
+    # Label the axes of ``x``. The channel axis may be divided into several labels, which the mixing sums over.
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
     data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
@@ -576,21 +580,21 @@ def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
 
 
 def _split_kernel(product: Product, channel_axis: int) -> _SplitKernel | None:
-    """Splits a kernel into the factors with axes of the window, and those that mix channels after them.
+    """Splits a kernel into the factors that have axes of the window, and those that mix channels after them.
 
-    A kernel with the factors (3, 3, 16, 4) and (4, 64), the second of which has only output channels and the rank, is
-    split into these two. If no factor only mixes channels, the kernel stays whole. None if the output channels share a
-    label with another axis, as on a diagonal.
+    If a kernel has the factors (3, 3, 16, 4) and (4, 64), the second of which has only the output channels and the
+    rank, it is split into these two. If no factor only mixes channels, the kernel stays whole. Returns None if the
+    output channels share a label with another axis, as on a diagonal.
     """
     channels = product.axes[channel_axis]
-    # All axes but the output channels count as the window, also that of the input features.
+    # All axes except the output channels count as the window, including the axis of the input features.
     window = {label for i, axis in enumerate(product.axes) if i != channel_axis for label in axis}
     if window.intersection(channels):
         return None
     mixing = tuple(x for x in product.factors if x.labels and window.isdisjoint(x.labels))
     kernel = tuple(x for x in product.factors if not x.labels or not window.isdisjoint(x.labels))
     kernel_labels = {label for factor in kernel for label in factor.labels}
-    # The whole kernel is used if one of both has no factors, or if a factor of the window has output channels too.
+    # The kernel stays whole if either half has no factors, or if a factor of the window has output channels too.
     if not mixing or not kernel or kernel_labels.intersection(channels):
         return _SplitKernel(product, math.prod(label.size for label in channels))
     rank = tuple(dict.fromkeys(label for x in mixing for label in x.labels if label in kernel_labels))
@@ -605,7 +609,7 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
-"""What finds the use of a weight in each kind of equation, from the view of the equation and its operands."""
+"""Maps each kind of equation to the function that finds the use of a weight in it, from its view and its operands."""
 
 
 # ---- the rules, and the transform
@@ -615,30 +619,32 @@ class Factoring:
     """Rules of the interpreter that keep weights in factors, except those that a plan forms.
 
     Attributes:
-      plan: The plan. Until it is decided, reads of weights are recorded in it.
+      plan: The plan of which weights to form. Until it is decided, reads of weights are recorded in it.
       analysis: The analysis that finds which values depend on named arguments only, and which get gradients.
     """
 
     counts_steps = False
 
     def __init__(self, plan: SumPlan) -> None:
-        """Takes the plan, which is decided or still empty. One analysis serves all programs that are interpreted."""
+        """Takes a plan, which is decided or still empty. One analysis serves all programs that are interpreted."""
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation without sums among its operands may create one, itself or in its body."""
+        """Returns whether an equation that reads no sums may create one, either itself or in its body."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
         return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs as sums, or as arrays that are computed from factors; None if the equation needs arrays.
+        """Returns the outputs as sums, or as arrays computed from factors; None if the equation needs arrays.
 
-        After None, the interpreter evaluates the equation itself, and calls ``form`` for each sum that it reads.
+        After None, the interpreter evaluates the equation itself, and calls ``form`` for each sum that the equation
+        reads.
 
         Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
-        slices, come before new sums, because they cost nothing. Products come last, when only those with data are left.
+        slices, come before new sums, because they cost nothing. Products come last, when only products with data
+        remain.
         """
         eqn = operation.eqn
         declared = declared_sum(operation)
@@ -649,12 +655,12 @@ class Factoring:
         moved = move_sum(eqn, operation.args)
         if moved is not None:
             return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-        # Only values of parameters and keys become sums: a product with data is an activation.
+        # Only values that are computed from parameters and keys become sums. A product with data is an activation.
         known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
         return self._multiply(operation) if known_sum is None else self._create_sum(operation, known_sum)
 
     def _multiply(self, operation: Operation) -> Outs:
-        """The product of data with a weight in factors; None if the equation needs the array of the weight.
+        """Returns the product of data with a weight in factors; None if the equation needs the array of the weight.
 
         Until the plan is decided, the product is only recorded, and a stand-in of its type is returned.
         """
@@ -668,7 +674,7 @@ class Factoring:
         return [stand_in(eqn.outvars[0])]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a sum, for an equation that needs it; the read is recorded in the plan.
+        """Computes the array of a sum for an equation that needs it, and records the read in the plan.
 
         ``eqn`` is None if the sum is the result of a program or of a body.
         """
@@ -676,9 +682,9 @@ class Factoring:
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """The output of a look-up of matrices in a stacked weight: ``matrices``, or their array if the plan forms them.
+        """Returns the matrices looked up in a stacked weight: as a sum, or as an array if the plan forms them.
 
-        They get a maker, and so a record of their own in the plan.
+        The matrices get a maker of their own, and so a record of their own in the plan.
         """
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
@@ -686,10 +692,10 @@ class Factoring:
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
     def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
-        """The record of looked-up matrices, which can be formed from their factors or taken from the weight's array.
+        """Returns the record of looked-up matrices, formed from their factors or taken from the array of the weight.
 
-        Its cost to form is the cheaper of both. Its first read is the look-up of the factors itself, which costs
-        something only if the matrices stay in factors.
+        The cost to form them is that of the cheaper way. The first read in the record is the look-up of the factors,
+        which costs something only if the matrices stay in factors.
         """
         eqn, weight, interpreter = operation.eqn, operation.args[0], operation.interpreter
         times, origins = interpreter.times, operation.facts[0].origins
@@ -702,9 +708,9 @@ class Factoring:
         return record
 
     def _create_sum(self, operation: Operation, weight: Sum) -> Outs:
-        """The outputs of an equation that creates the sum ``weight``, its first output; None if the plan forms it.
+        """Returns the outputs of an equation whose first output is the sum ``weight``; None if the plan forms it.
 
-        Nothing reads its other outputs, which are None: an equation that declares terms has some.
+        An equation that declares terms has more outputs. Nothing reads these, so they are None.
         """
         weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
@@ -712,8 +718,8 @@ class Factoring:
         return None if self.plan.forms(weight.maker) else [weight, *(None for _ in operation.eqn.outvars[1:])]
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
-        """The record of a sum that an equation creates from arrays, or from other sums, which are its parents."""
-        # Costs are totals: what the equation costs, times how often it runs, and the cost to form its parents.
+        """Returns the record of a sum that an equation creates from arrays, or from other sums, its parents."""
+        # The cost is a total: the cost of the equation times how often it runs, plus the cost to form the parents.
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
@@ -723,7 +729,7 @@ class Factoring:
 
 
 def _with_data_formed(operation: Operation) -> Sequence[Any]:
-    """The operands. If several are sums, those that depend on data, such as looked-up matrices, are formed.
+    """Returns the operands. If several are sums, those that depend on data, such as looked-up matrices, are formed.
 
     A product can multiply by the factors of one operand only, so the others must be arrays.
     """
@@ -735,35 +741,35 @@ def _with_data_formed(operation: Operation) -> Sequence[Any]:
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
-    """Whether an equation may create a sum in its body, or declares one."""
+    """Returns whether an equation declares a sum, or may create one in its body."""
     return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:
-    """Whether an equation of a program, or of a program inside one of its equations, may create a sum."""
+    """Returns whether any equation of a program, or of a program inside its equations, may create a sum."""
     return any(may_make_sum(eqn) or _may_make_sum_inside(eqn) for eqn in jaxpr.eqns)
 
 
 def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
-    r"""``fun`` with products that multiply by the factors of weights and never form the weights.
+    r"""Returns ``fun`` with products that multiply by the factors of weights and never form the weights.
 
     For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
-    then need no gradient of the whole ``W``. It finds the factors in the jaxpr of ``fun``, so the network's code does
-    not change: wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`, :class:`Delta`,
-    :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`, :class:`Quantized`,
-    chains of these, or your own formulas; and if a stage defines ``terms_leaf``.
+    then require no gradient of the whole ``W``. The factors are found in the jaxpr of ``fun``, so the network's code
+    does not change. They are found wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`,
+    :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`,
+    :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
-    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For all other operations, the array is formed
-    once. It is also formed in float16 and float8 and before a cast to a dtype of less range, where factors may overflow
-    although their product does not; before a cast to more digits, which keeps an earlier rounding; and if the factors
-    cost more operations than the array, including all gradients. :func:`explain` says which weights are formed, where
-    and why. Values and gradients are those of ``fun`` up to rounding.
+    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For any other operation, the array is formed
+    once. The array is also formed in float16 and float8 and before a cast to a dtype of smaller range, because factors
+    may overflow although their product does not; before a cast to more digits, which keeps an earlier rounding; and if
+    the factors cost more operations than the array, including all gradients. :func:`explain` says which weights are
+    formed, where and why. Values and gradients are those of ``fun`` up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
-    ``jax.vmap``, ``jax.jit`` and other transformations outside of it. Gradients taken inside ``fun``, as in
-    meta-learning, form the weights that they read.
+    ``jax.vmap``, ``jax.jit`` and other transformations to the result. If ``fun`` itself takes gradients, as in
+    meta-learning, these form the weights that they read.
 
     Args:
       fun: A loss, or any pure function of arrays.
@@ -802,7 +808,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
 
 def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> Explained:
-    """The report of ``factored`` for these arguments, or for their shapes and dtypes. ``who`` is named in errors."""
+    """Returns the report of ``factored`` for these arguments, or for their shapes and dtypes; errors name ``who``."""
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     call = arguments.trace()
@@ -818,7 +824,7 @@ def check_this_jax() -> None:
 
 
 def _is_compatible() -> bool:
-    """Whether all three products with the one weight of ``jaxprs.small_network`` use its factors."""
+    """Returns whether all three products with the one weight of ``jaxprs.small_network`` use its factors."""
     # The weight is ``a @ b`` of rank 1, so factors are cheaper for every product.
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
@@ -828,10 +834,10 @@ def _is_compatible() -> bool:
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
-    """The plan for a program with inputs of these types, and the facts about the inputs that it is based on.
+    """Returns the plan for a program with inputs of these types, and the facts about the inputs that it is based on.
 
     ``is_chosen`` says which inputs are parameters or keys. The program is interpreted once, for types only. The second
-    evaluation, which computes, must take the same facts, so that it meets the same sums.
+    evaluation, which computes values, must take the same facts, so that it meets the same sums.
     """
     plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)

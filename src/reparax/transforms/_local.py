@@ -1,12 +1,12 @@
-"""Losses in which each example has noise of its own, drawn for the results of products instead of the weights.
+"""Gives each example noise of its own, drawn for the results of products instead of for the weights.
 
-How it works. While a program is interpreted, a noisy weight is a :class:`reparax.programs.sums.Sum` of which some
+How it works. While a program is interpreted, a noisy weight is a :class:`reparax.programs.sums.Sum` in which some
 factors are draws: arrays of independent normal numbers. ``Drawing`` holds the rules by which the interpreter follows
 these weights to their products with data. There, ``NoisyWeight`` separates the mean of a weight from its standard
 deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each of its rows.
 
-Some reads need the array of a weight, so all rows of all its products must share one draw. Only the whole program shows
-which draws these are, so it is rewritten until no more are found (``_draws_to_share``).
+Some reads need the array of a weight, so all rows of all products with this weight must share one draw. Only the whole
+program shows which draws these are, so it is rewritten until no more are found (``_draws_to_share``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NoisyWeight:
     For ``w + 0.1 * noise``, the mean is ``w``, and the standard deviation is ``0.1`` for each entry.
 
     Attributes:
-      mean: The mean :math:`m`; without any products if it is zero.
+      mean: The mean :math:`m`. It has no products if it is zero.
       std: The standard deviations, with one product :math:`s_k` for each draw.
       key: The random key, or keys, of the first draw.
       entries_may_repeat: Whether several entries may have the same noise.
@@ -68,9 +68,9 @@ class NoisyWeight:
 
     @classmethod
     def of(cls, x: Sum) -> NoisyWeight | None:
-        """A sum as mean and standard deviations; None if its entries do not have independent noise.
+        """Separates a sum into mean and standard deviations; returns None if its entries have no independent noise.
 
-        Products with a draw become standard deviations, without the draw; all others are the mean.
+        Products with a draw become standard deviations, without the draw. All other products form the mean.
         """
         if not has_independent_noise(x):
             return None
@@ -79,23 +79,24 @@ class NoisyWeight:
         mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
         deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
         std = replace(x, products=deviations, dtype=dtype)
-        # Along an axis that the draw lacks, as after a broadcast, all entries read the same numbers.
+        # Along an axis that the draw lacks, for example after a broadcast, all entries read the same numbers.
         may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
         _, _, first_draw = draws[0]
         return cls(mean, std, first_draw.key, may_repeat)
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """For each factor of a sum that is a draw of normal numbers: its product, the factor, and what is known of it."""
+    """Yields, for each factor of a sum that is a draw: its product, the factor itself, and its ``Draw``."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
 def has_independent_noise(x: Sum) -> bool:
-    """Whether a sum has noise that is independent between its entries, except where entries are repeated.
+    """Returns whether a sum has noise that is independent between its entries, except where entries are repeated.
 
-    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not if a draw
-    occurs twice, as in ``s * e + t * e``, or if two are in one product, as in ``e1 * e2``. False without any noise.
+    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not add up if a
+    draw occurs twice, as in ``s * e + t * e``, or if two draws are in one product, as in ``e1 * e2``. Returns False if
+    there is no noise.
     """
     draws = list(_draws_in(x))
     n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
@@ -104,26 +105,26 @@ def has_independent_noise(x: Sum) -> bool:
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
-    """Whether no two entries of a product read the same numbers of a draw, except entries that are repeated.
+    """Returns whether no two entries of a product read the same numbers of a draw, except for repeated entries.
 
-    An entry may sum over several numbers of the draw, as ``sum(noise, 0)`` does: their variances add up. It may not sum
-    over a label that the draw lacks, because ``_square_factors`` would then give a sum of squares in place of the
-    square of a sum. Nor may two axes have the same label, as on a diagonal.
+    An entry may sum over several numbers of the draw, as in ``sum(noise, 0)``, because their variances add up. It may
+    not sum over a label that the draw lacks, because ``_square_factors`` would then give a sum of squares instead of
+    the square of a sum. Nor may two axes have the same label, as on a diagonal.
     """
     labels = product.labels_of_axes
     return len(set(labels)) == len(labels) and _long_labels(product.labels) <= {*labels, *draw.labels}
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """The labels of more than one index: an axis of size 1 repeats nothing and sums nothing."""
+    """Returns the labels of size above 1. An axis of size 1 repeats nothing and sums nothing."""
     return {label for label in labels if label.size != 1}
 
 
 def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
-    """The standard deviation that a product multiplies its draw by: the product of its other factors.
+    """Returns the standard deviation that a product multiplies its draw by: the product of its other factors.
 
     If an entry is a sum of n numbers of the draw, its variance is n times as large. So labels that only the draw has,
-    and that are summed over, get a factor of ones in its place. The deviation of a draw alone is a one.
+    and that are summed over, get a factor of ones in place of the draw. The deviation of a draw alone is 1.
     """
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     remaining = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
@@ -135,18 +136,18 @@ def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
 # ---- the mean and the noise of a product
 
 Noise = Callable[[Any, Array], Array]
-"""A function of a random key and the mean of a result, which returns the result with noise."""
+"""A function that takes a random key and the mean of a result, and returns the result with noise."""
 
 
 def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeight) -> tuple[Array, Noise] | None:
-    """The mean of a product of data and a noisy weight, and the function that adds the noise of each row.
+    """Returns the mean of a product of data and a noisy weight, and the function that adds the noise of each row.
 
     The weight is the operand ``weight_operand``. For ``x @ w``, the mean is ``x @ m``, in float32 or wider, and the
-    noise has the variance ``x**2 @ s**2``. None if the equation is not linear in the weight, or if its rows do not have
-    independent noise.
+    noise has the variance ``x**2 @ s**2``. Returns None if the equation is not linear in the weight, or if the entries
+    of a row would not have independent noise.
     """
     view, operands = operation.view, list(operation.args)
-    is_sum = isinstance(view, equations.Add | equations.Subtract)  # its noise does not depend on the data
+    is_sum = isinstance(view, equations.Add | equations.Subtract)  # The noise of a sum does not depend on the data.
     data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
@@ -156,12 +157,12 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeigh
 
 
 def _number_labels(std: Sum) -> Sum:
-    """Standard deviations with numbers as labels, for ``jax.jit``: those of equal sizes are equal, and traced once."""
+    """Numbers the labels of standard deviations, so that those of equal sizes are equal, and JAX traces them once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
-    """The array of a sum, computed in float32 or wider, and rounded once to its dtype; zeros without any products."""
+    """Computes the array of a sum in float32 or wider, and rounds it once to its dtype; zeros if it has no products."""
     wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
@@ -169,14 +170,14 @@ def array_of(x: Sum) -> Array:
 
 
 def _dtype_to_compute_in(dtype: Any) -> Any:
-    """The dtype in which arrays of a floating dtype are computed: float32, or itself if it is wider."""
+    """Returns the dtype in which to compute arrays of a floating dtype: float32, or the dtype itself if it is wider."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _square_factors(x: Sum) -> Sum:
-    """A sum with all of its factors squared, so that standard deviations become variances.
+    """Squares all factors of a sum, which turns standard deviations into variances.
 
-    This is the sum of the squared products, not the square of the sum: the draws are independent.
+    The result is the sum of the squared products, not the square of the sum, because the draws are independent.
     """
     return map_factors(x, lambda factor: replace(factor, array=jnp.square(factor.dense)))
 
@@ -185,18 +186,19 @@ def _square_factors(x: Sum) -> Sum:
 def _add_noise(
     view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
 ) -> Any:
-    """The mean of an equation's output, plus normal noise with the variance of the output.
+    """Returns the mean of an equation's output plus normal noise that has the variance of the output.
 
-    ``view`` is the equation, ``weight_operand`` the weight among its operands, ``std`` the standard deviations of the
-    weight, and ``data`` the other operands. If ``view`` is None, the output is the weight itself. The backward pass
-    computes the noise again from the data, ``std`` and the key. JAX traces this function once for equal equations and
-    types.
+    ``view`` is the equation, ``weight_operand`` is the position of the weight among its operands, ``std`` holds the
+    standard deviations of the weight, and ``data`` holds the other operands. If ``view`` is None, the output is the
+    weight itself. The backward pass computes the noise again from the data, ``std`` and the key. JAX traces this
+    function once for equal equations and types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
-        """The noise, which is not stored for the backward pass."""
+        """Draws the noise, which is not stored for the backward pass."""
         variance = _variance(view, weight_operand, data, _square_factors(std))
-        # The cotangent holds the draw. Unless deviations are scalars, their gradients and those of the data read it.
+        # The cotangent of the variance contains the draw. Unless the deviations are scalars, both their gradients and
+        # those of the data read it.
         variance = pull_back_once(variance) if any(product.labels for product in std.products) else variance
         return _scale_noise(variance.astype(mean.dtype), random.normal(key, mean))
 
@@ -206,44 +208,44 @@ def _add_noise(
 
 @jax.custom_jvp
 def _scale_noise(variance: Array, noise: Array) -> Array:
-    """Standard normal noise, scaled to a variance. The derivative where the variance is zero is zero."""
+    """Scales standard normal noise to a variance. Where the variance is zero, the derivative is zero."""
     return jnp.sqrt(variance) * noise
 
 
 @_scale_noise.defjvp
 def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The derivative of ``_scale_noise``, which is zero where the variance is zero."""
-    (variance, noise), (variance_dot, _) = primals, tangents  # noise is drawn from a key, so it has no tangent
+    """Computes the derivative of ``_scale_noise``, which is zero where the variance is zero."""
+    (variance, noise), (variance_dot, _) = primals, tangents  # Noise is drawn from a key and has no tangent.
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
     return _scale_noise(variance, noise), slope * variance_dot
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """The precision for squares of the operands. A ``DotAlgorithm`` is left out, as squares may have other dtypes."""
+    """Returns the precision for squares of the operands, without a ``DotAlgorithm``: squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
 def _square(x: Any) -> Array:
-    """The squares of data, in float32 or wider."""
+    """Squares data in float32 or wider."""
     return jnp.square(widened(x))
 
 
 def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: NoisyWeight) -> bool:
-    """Whether an equation is linear in a weight, and the entries of each row of its output have independent noise.
+    """Returns whether an equation is linear in a weight and gives the entries of each output row independent noise.
 
-    The weight is the operand ``weight_operand``; ``data`` are the others. ``_variance`` has a formula for each equation
-    for which this is True.
+    The weight is the operand ``weight_operand``, and ``data`` holds the others. ``_variance`` has a formula for each
+    equation for which this function returns True.
     """
     match view:
         case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
-        case equations.Divide():  # of the weight, not by the weight
+        case equations.Divide():  # The weight must be the numerator: w / x, not x / w.
             return weight_operand == 0
-        case _ if weight.entries_may_repeat:  # a product sums over entries, and variances of equal noise do not add up
+        case _ if weight.entries_may_repeat:  # A product sums entries, but variances of equal noise do not add up.
             return False
         case equations.Gather():
             return weight_operand == 0
-        case equations.Conv():  # the second operand is the kernel
+        case equations.Conv():  # The second operand is the kernel.
             return weight_operand == 1 and view.batch_group_count == 1
         case equations.RaggedDot() if weight_operand == 2 or not view.is_whole:
             return False
@@ -254,41 +256,41 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 
 
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
-    """The variance of the output of an equation, from data and the squared standard deviations of a weight.
+    """Returns the variance of an equation's output, given data and the squared standard deviations of a weight.
 
-    It is the equation with squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that are added do not change it. If
-    ``view`` is None, it is the variance of the weight itself.
+    The variance is the equation applied to squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that is only added
+    does not change it. If ``view`` is None, it is the variance of the weight itself.
     """
     match view:
         case equations.Dot() | equations.RaggedDot():
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            assert products is not None  # `_is_linear` has tried it
+            assert products is not None  # `_is_linear` has checked this.
             return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
-        case equations.Gather():  # rows that are out of bounds have no noise
+        case equations.Gather():  # Rows out of bounds have no noise.
             new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
             return view.bind(array_of(squares), data[0], **new_params)
         case equations.Multiply():
             return _square(data[0]) * array_of(squares)
         case equations.Divide():
             return array_of(squares) / _square(data[0])
-        case _:  # a sum with data, or the weight itself
+        case _:  # The output is a sum with data, or the weight itself.
             return array_of(squares)
 
 
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
-    """The variance of a convolution of ``x``, from the squared standard deviations of the kernel.
+    """Returns the variance of a convolution of ``x``, given the squared standard deviations of the kernel.
 
-    With one scale for all output channels of a group, as with ``VarNoise``, the variance is equal for all of these. It
-    is then computed for one channel of each group, and repeated.
+    If all output channels of a group share one scale, as with ``VarNoise``, they also share one variance. It is then
+    computed for one channel of each group, and repeated.
     """
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels  # one for each group
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # If equal, one per group suffices.
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -299,12 +301,12 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """What is known of a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
+    """What is known about a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
 
     Attributes:
       facts: The facts about the output of the equation that computed it.
       type: Its type before it was moved or contracted, for reports.
-      steps: The scans around it, by their depth, in whose steps data changes the weight but not its noise.
+      steps: The depths of the scans around it in whose steps data changes the weight but not its noise.
     """
 
     facts: Facts
@@ -326,7 +328,7 @@ class NoisyRead:
       eqn: The equation that reads it; None if the weight is the result of a program or of a body.
       weight: The record of the weight.
       sides: For each draw of the weight, which of its axes the equation sums over and keeps.
-      rows: How many rows of the result have a draw of their own; None if all share one.
+      rows: How many rows of the result have a draw of their own; None if all rows share one.
     """
 
     eqn: JaxprEqn | None
@@ -336,9 +338,9 @@ class NoisyRead:
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""The sources of the draws that all rows share, each with the equations that need this, and what these do.
+"""Maps the source of each draw that all rows share to the equations that need this, and to what these do.
 
-What an equation does is in words, such as "takes one draw for all", for the report."""
+What an equation does is described in words for the report, such as "takes one draw for all"."""
 
 
 DRAW_ORIGIN = -1
@@ -346,51 +348,51 @@ DRAW_ORIGIN = -1
 
 
 class _FactsOfDraws(AllFacts):
-    """Facts about values, with two more: whether they depend on a draw, and the formulas of keys and integers.
+    """Finds facts about values, plus two more: whether they depend on a draw, and the formulas of keys and integers.
 
-    Values with the same formula are equal, so draws with keys of one formula are the same draw.
+    Values with the same formula are equal, so draws whose keys have the same formula are the same draw.
 
     Attributes:
       multiplies_data: Whether a value that depends on a draw, but not on data, multiplies data, perhaps in a loop.
     """
 
     def __init__(self) -> None:
-        """No formula has a number yet."""
+        """Starts without any numbered formulas."""
         super().__init__()
         self._formulas = dict[Hashable, int]()
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """The facts about the outputs of an equation, as in ``AllFacts``, with the formula, and the origin of a draw.
+        """Returns the facts about an equation's outputs, as in ``AllFacts``, with the formula and the origin of a draw.
 
         Sets ``multiplies_data`` if the equation multiplies data by noise.
         """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
-        # A body is not analyzed if it is that of a loop, which counts if it reads both a draw and data.
+        # The body of a loop is not analyzed here. A loop counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
         return replace(facts, origins=facts.origins | {DRAW_ORIGIN}) if is_draw(eqn) else facts
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
-        """The number of the formula that computes the output of an equation, the same number for equal formulas.
+        """Returns the number of the formula that computes an equation's output; equal formulas have the same number.
 
-        So two calls of ``jax.random.fold_in(key, 3)`` have one number. None if anything but keys and integers is
-        involved, or if the equation has several outputs.
+        For example, two calls of ``jax.random.fold_in(key, 3)`` have one number. Returns None if anything but keys and
+        integers is involved, or if the equation has several outputs.
         """
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # a floating-point output; or two runs may differ
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # Floating-point, or two runs may differ.
             return None
         try:
             return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
-        except TypeError:  # a parameter that cannot be compared
+        except TypeError:  # A parameter of the equation cannot be compared.
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """As in ``AllFacts``, but a draw is one equation, although it is a call too."""
+        """Returns whether the body of an equation is analyzed, as in ``AllFacts``, but never that of a draw."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -401,8 +403,8 @@ class Drawing:
     """Rules of the interpreter that follow noisy weights from their draws to products with data, which draw per row.
 
     Attributes:
-      shared: The draws that all rows share, which thus stay as ``fun`` computes them.
-      reads: The reads of weights that were met so far, by their place in the program.
+      shared: The draws that all rows share. These stay as ``fun`` computes them.
+      reads: The reads of weights that were found so far, by where they occur in the program.
       takes_gradients: Whether the program recomputes something for a gradient, as ``jax.checkpoint`` does.
       analysis: The analysis that finds the facts about values.
     """
@@ -410,27 +412,27 @@ class Drawing:
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
-        """Takes the draws to share. Nothing has been read; ``analysis`` serves all programs that are interpreted."""
+        """Takes the draws to share, without any reads yet. ``analysis`` serves all programs that are interpreted."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Whether an equation draws normal numbers, itself or in its body: a sum begins with its draw."""
-        del facts, out_facts  # the interpreter passes them to all rules
+        """Returns whether an equation draws normal numbers, itself or in its body: each sum begins with its draw."""
+        del facts, out_facts  # The interpreter passes these to all rules.
         return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        """The outputs: noisy weights as sums, or arrays with noise for each row; None if the equation needs arrays.
+        """Returns the outputs as noisy weights, or as arrays with noise per row; None if the equation needs arrays.
 
         Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
-        factor. Products with data come last; without any rows, the output is still a weight. After None, the
-        interpreter evaluates the equation itself, and calls ``form`` for each weight that it reads.
+        factor. Products with data come last; an output without rows is still a weight. After None, the interpreter
+        evaluates the equation itself, and calls ``form`` for each weight that the equation reads.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):  # JAX marks a `jax.checkpoint` that is part of a derivative
+        if has_body(eqn):  # JAX marks a `jax.checkpoint` in a derivative.
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
@@ -445,10 +447,10 @@ class Drawing:
         return None if x is None else [x]
 
     def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
-        """A product of data with a noisy weight, in which each row draws noise of its own.
+        """Returns a product of data with a noisy weight, in which each row draws noise of its own.
 
-        ``rows`` are the sizes of the axes of rows: [8] for ``x @ w`` with data of the shape (8, 3). None if there are
-        several weights, if no operand is data, or if rows cannot draw independently.
+        ``rows`` holds the sizes of the axes of rows: [8] for ``x @ w`` with data of the shape (8, 3). Returns None if
+        there are several weights, if no operand is data, or if rows cannot draw independently.
         """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
@@ -458,7 +460,7 @@ class Drawing:
         if noisy is None or parts is None:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
-        # On each shard of the data, and in each step of a scan in which data changes the weight, there are other rows.
+        # Each shard of the data has other rows, and so does each step of a scan in which data changes the weight.
         mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
         shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
@@ -467,17 +469,17 @@ class Drawing:
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
     def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
-        """``x`` as mean and deviations; None if all rows share one of its draws, or these are not independent."""
+        """Separates ``x`` into mean and deviations; None if rows share one of its draws, or if these are dependent."""
         return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _draws_in(x)) else None
 
     def _with_noise(
         self, interpreter: Interpreter, read: NoisyRead, noisy: NoisyWeight, facts: Facts, mean: Array, add_noise: Noise
     ) -> Array | None:
-        """The mean with noise that is drawn for a read; the read is recorded.
+        """Returns the mean with noise that is drawn for a read, and records the read.
 
         The key is that of the weight's first draw, changed by the number of the read, so that two uses of a weight draw
-        independently, and so do two shards along the mesh axes over which the result differs, and two steps of a scan.
-        None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
+        independently. So do two shards along the mesh axes over which the result differs, and two steps of a scan.
+        Returns None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
         """
         number = self._record_read(interpreter, read)
         key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
@@ -486,22 +488,22 @@ class Drawing:
         return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
     def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
-        """Records a read, and returns its number, which is part of the key of its noise.
+        """Records a read and returns its number, which becomes part of the key of its noise.
 
-        The number is the same whenever this equation reads these draws: JAX traces the body of a scan several times. A
-        program that occurs twice is told apart by the equations around it (``interpreter.path``). ``read.sides`` lists
-        the draws of the weight, because an equation may read two weights.
+        The number is the same whenever this equation reads these draws, because JAX traces the body of a scan several
+        times. If a program occurs twice, the equations around it (``interpreter.path``) tell the two apart.
+        ``read.sides`` lists the draws of the weight, because an equation may read two weights.
         """
         place = (*interpreter.path, id(read.eqn), *read.sides)
         self.reads[place] = read
         return list(self.reads).index(place)
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """The array of a weight, which all rows share, for an equation that needs it; the read is recorded.
+        """Returns the array of a weight, shared by all rows, for an equation that needs it, and records the read.
 
         ``eqn`` is None if the weight is the result of a program or of a body. If data changes the weight in the steps
-        of a scan while its noise was drawn before, as where a mask comes from data, the steps are rows: each draws an
-        array of its own.
+        of a scan although its noise was drawn before, as with a mask that comes from data, the steps count as rows:
+        each draws an array of its own.
         """
         record: WeightRecord = x.maker
         read = NoisyRead(eqn, record, _sides(None, 0, x))
@@ -510,7 +512,7 @@ class Drawing:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:  # otherwise, the read is recorded again, as one without rows
+            if result is not None:  # Otherwise, the read is recorded again, without rows.
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
@@ -527,7 +529,7 @@ LINEAR = (
 
 
 def _row_sizes(operation: Operation) -> list[Any]:
-    """The sizes of the axes of an output along which no weight has noise of its own, so that each index may draw.
+    """Returns the sizes of the output axes along which no weight has noise of its own, so that each index may draw.
 
     For ``x @ w`` with data of the shape (8, 3), it is [8]: the noise of ``w`` differs along outputs, not along
     examples. If data looked up the weight, the number of look-ups is one of the sizes.
@@ -536,27 +538,27 @@ def _row_sizes(operation: Operation) -> list[Any]:
     contraction = contraction_of(view)
 
     def is_row(axis: int) -> bool:
-        """Whether no weight has noise of its own along this axis of the output."""
-        # An elementwise equation has the same axes in all operands, but scalars have none.
+        """Returns whether no weight has noise of its own along this axis of the output."""
+        # In an elementwise equation, all operands have the same axes, except scalars, which have none.
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
         return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
 
     looked_up = {draw.source: draw.rows for _, x in weights for *_, draw in _draws_in(x)}
     sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up.values()]
-    return [n for n in sizes if n != 1]  # draws that were not looked up count as 1
+    return [n for n in sizes if n != 1]  # A draw that was not looked up has one row.
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Whether any draw of a weight has numbers of its own at each index of an axis. False for an axis of size 1."""
+    """Returns whether any draw of a weight has different numbers along an axis. An axis of size 1 gives False."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
 
 def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
-    """The record of the output of an equation, which is a weight of this type, for reports.
+    """Returns the record of an equation's output, which is a weight of the given type, for reports.
 
-    Its ``steps`` are those of the scans in which data changes the weight, as a mask does, while its noise is drawn
+    Its ``steps`` are those of the scans in which data changes the weight, as a mask does, although its noise is drawn
     before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
@@ -567,15 +569,15 @@ def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
 
 
 def _drawn_sum(operation: Operation) -> Sum:
-    """The normal numbers that an equation draws, as a sum of one product with one factor. The noise is drawn here.
+    """Draws the normal numbers of an equation, and returns them as a sum of one product with one factor.
 
-    If it is not read as an array later, it is dead code, which is not computed.
+    If they are not read as an array later, they are dead code and are not computed.
     """
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws of one shape with keys of the same formula are equal, so they have the same source. A key without a formula
-    # is taken to be a new one in each equation.
+    # Draws of the same shape whose keys have the same formula are equal, so they get the same source. A key without a
+    # formula is assumed to be different in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
@@ -583,21 +585,21 @@ def _drawn_sum(operation: Operation) -> Sum:
 
 
 def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
-    """Separate draws from a batch of draws with a key each, which an equation splits; None for other equations.
+    """Returns the separate draws into which an equation splits a batch of draws; None for any other equation.
 
-    The noise of arrays of equal shapes is drawn at once: 3 keys give (3, 8, 4), which is split into 3 draws (1, 8, 4).
-    Their numbers are independent, so each gets a source of its own.
+    The noise of arrays of equal shapes is drawn at once, with a key for each: 3 keys give (3, 8, 4), which is split
+    into 3 draws (1, 8, 4). Their numbers are independent, so each draw gets a source of its own.
     """
     view, (x, *_) = operation.view, operation.args
     if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
         return None
     draws = [draw for *_, draw in _draws_in(x)]
-    # Only a plain draw is split, and only along an axis of keys. All other splits are those of ``move_sum``.
+    # Only a plain draw is split here, and only along an axis of keys. ``move_sum`` handles all other splits.
     if len(x.products) > 1 or len(x.products[0].factors) > 1 or view.axis >= draws[0].key.ndim:
         return None
 
     def with_own_source(factor: Factor, i: int) -> Factor:
-        """The factor of the ``i``-th output."""
+        """Gives the factor of the ``i``-th output a source of its own."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
@@ -605,7 +607,7 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
-    """A weight that an equation casts to fewer digits, in the new dtype; None for other equations.
+    """Returns a weight that an equation casts to fewer digits, in the new dtype; None for any other equation.
 
     The factors stay as they are, because the weight is rounded only once, when it is multiplied.
     """
@@ -618,20 +620,20 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
-    """The weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
+    """Returns the weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    None if this is not a sum of products, or if its noise would not be independent: the array of each weight that the
-    equation reads is then formed, with one draw for all rows.
+    Returns None if the result is not a sum of products, or if its noise would not be independent. The array of each
+    weight that the equation reads is then formed, with one draw for all rows.
     """
     # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
-    weight = next(x for x in args if isinstance(x, Sum))  # the first one, of which reports show the type
+    weight = next(x for x in args if isinstance(x, Sum))  # Reports show the type of the first one.
     match view:
         case equations.Select():
             x = select_sum(args)
-        case equations.Gather():  # in the weight; as indices, it would have to be an array
+        case equations.Gather():  # The weight must be the table, not the indices.
             x = look_up(view, weight, args[1:]) if weight is args[0] else None
         case _:
             x = make_sum(operation.eqn, args, operation.facts)
@@ -641,12 +643,12 @@ def _combined_sum(operation: Operation) -> Sum | None:
 
 
 def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
-    """For each draw of a weight, by its source, the axes of it that an equation sums over, and those that it keeps.
+    """Maps the source of each draw of a weight to the axes that an equation sums over and those that it keeps.
 
     ``operand`` is the number of the weight among the operands. ``view`` is None if only the array of the weight is
     formed, which keeps all axes. ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its
     gradient with respect to the data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both
-    directions, so its axes are on both sides. Sums and look-ups have no sides, as their gradients do not read the
+    directions, so its axes are on both sides. Sums and look-ups have no sides, because their gradients do not read the
     weight.
     """
     if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
@@ -656,7 +658,7 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
     axes_of_batch = contraction.batch(operand) if contraction else ()
 
     def sides(product: Product, draw: Factor) -> Sides:
-        """The axes of a draw, the factor of a product. Batch axes are on neither side, as a gradient has them too."""
+        """Returns the sides of a draw in a product. Batch axes are on neither side, because a gradient has them too."""
         kept_labels = {label for axis in axes_kept for label in product.axes[axis]}
         batch_labels = {label for axis in axes_of_batch for label in product.axes[axis]}
         axes = {label: len(draw.labels) - i for i, label in enumerate(draw.labels) if label.size != 1}
@@ -669,19 +671,19 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
 
 
 def _facts_of_arrays(operation: Operation) -> list[Facts]:
-    """The facts about the operands that are not weights."""
+    """Returns the facts about the operands that are not weights."""
     return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws an array of independent normal numbers, as a call with the name of our function."""
+    """Returns whether an equation draws independent normal numbers, recognized as a call with our function's name."""
     view = equations.view_of(eqn)
     has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
 def _has_draw_inside(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws in a body, or in a body inside that."""
+    """Returns whether an equation has a draw in its body, at any depth."""
     return any(is_draw(x) or _has_draw_inside(x) for program in jaxprs.inner_programs(eqn) for x in program.eqns)
 
 
@@ -689,7 +691,7 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """The draws that all rows must share, beyond those that are shared already; empty if none are left.
+    """Returns the draws that all rows must share, beyond those already shared; empty if there are no more.
 
     All rows share a draw if something needs the array of its weight. A gradient that the loss itself takes must also
     see the same weights as the value. So if a product sums over an axis that another one keeps, as such a gradient
@@ -708,16 +710,16 @@ def _draws_to_share(rules: Drawing) -> Shared:
     if any(conflicting.values()) or rules.takes_gradients:
         for draw, reads in reads_of.items():
             how = "along the other side, as a gradient does" if conflicting[draw] else "again, beside a gradient"
-            # The first read alone would be no reason: a draw that is read once stays a draw for each row.
+            # The first read alone is no reason: a draw that is read only once remains separate for each row.
             shared[draw] += [(read.eqn, f"reads it {how}") for read in conflicting[draw] or reads[1:]]
     return {draw: reasons for draw, reasons in shared.items() if reasons}
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """The reads by rows that use a draw along the other side than an earlier one does, as ``g @ w.T`` after ``x @ w``.
+    """Yields reads by rows that use a draw along the other side than an earlier read, as ``g @ w.T`` after ``x @ w``.
 
-    They sum over an axis of the draw that an earlier read keeps, or keep one that it sums over. ``reads`` are those of
-    this draw, in the order of the program.
+    They sum over an axis of the draw that an earlier read keeps, or keep one that it sums over. ``reads`` holds all
+    reads of this draw, in the order of the program.
     """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
@@ -731,59 +733,60 @@ def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[N
 
 
 def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
-    r"""``fun`` with separate noise for each row of data, without a copy of the weights for each.
+    r"""Returns ``fun`` with separate noise for each row of data, without a copy of the weights for each row.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
     batch, so the errors of their gradients are correlated. In a product :math:`x w`, each row of the result is a
     Gaussian vector with the mean :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This function
-    draws that vector instead: numbers for the result, not for the weight, and new ones for each row. The network's code
-    does not change.
+    draws that vector instead: random numbers for the result rather than for the weight, and new ones for each row. The
+    network's code does not change.
 
     It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
-    all operations that leave entries independent: sums, multiples, selections and contractions with other arrays, such
-    as the masks of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along axes,
-    one row of a table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and
-    ``vmap``. A result without rows is still a weight. Each row gets its own draw in
+    all operations that leave the entries independent: sums, multiples, selections and contractions with other arrays,
+    such as the masks of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along
+    axes, single rows of a table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
+    ``jax.checkpoint`` and ``vmap``. A result without rows is still a weight. Each row gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
     - rows of tables.
 
     A row is anything that the noise does not index: an example, a position in a sentence or an image, a look-up in a
-    table, or the step of a loop. The rows of ``A`` in ``A @ w`` are rows too, as ``A`` looks like a batch. Two rows of
-    one example get different draws, while a weight drawn for the example would be the same in both; the mean and the
-    variance of each entry of the result are those of such weights. Each use of a weight draws independently: both uses
-    of a tied table, and each step of a loop over time. So the mean of the gradient stays the same for a loss that is
-    linear in the products of each weight, or a sum of functions of one product each; its variance falls with the number
-    of examples.
+    table, or a step of a loop. The rows of ``A`` in ``A @ w`` are rows too, because ``A`` looks like a batch. Two rows
+    of one example get different draws, whereas a weight drawn for the example would be the same in both; the mean and
+    the variance of each entry of the result are still those of such weights. Each use of a weight draws independently:
+    both uses of a tied table, and each step of a loop over time. Therefore, the mean of the gradient stays the same for
+    a loss that is linear in the products of each weight, or a sum of functions of one product each; its variance falls
+    with the number of examples.
 
-    In all other cases, all rows share one draw, the one that ``fun`` itself computes from the key: factorized noise,
-    :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
-    mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
-    arguments; any other read, such as the square of a weight; and a ``shard_map`` with ``check_vma=False``. If one read
-    of a weight needs this, all of its reads take the same draw.
+    In all other cases, all rows share one draw, the one that ``fun`` itself computes from the key. This applies to
+    factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and weights in float16; to weights
+    whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; to products with arrays that
+    depend only on named arguments; to any other read, such as the square of a weight; and to a ``shard_map`` with
+    ``check_vma=False``. If one read of a weight requires this, all of its reads take the same draw.
 
-    A gradient that ``fun`` itself takes, as for forces, gradient penalties and meta-learning, sees the same weights as
-    the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is recomputed for
-    a gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is not
-    recognized, nor is a gradient that does not multiply by a noisy weight: there, value and derivative draw
-    independently. ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how
-    many rows, and where and why others share one draw.
+    If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
+    weights as the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is
+    recomputed for a gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is
+    not recognized, nor is a gradient that does not multiply by a noisy weight; in these cases, value and derivative
+    draw independently. ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw
+    for how many rows, and where and why others share one draw.
 
-    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass through both; the backward pass
+    Means are computed as in ``fun``, and variances in float32 or wider. Gradients pass through both; the backward pass
     computes variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of
-    it. ``jax.vmap`` outside of it with a single key gives every example the same draws: map inside, or over keys too.
-    ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+    this function. With a single key, ``jax.vmap`` outside of it gives every example the same draws: map inside, or over
+    keys too. ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
-        first, and keys. All others are data; closed-over arrays are not, so pass the data as an argument.
+        first, and keys. All other arguments are data. Closed-over arrays are not, so pass the data as an argument.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
-      ValueError: If no row draws because the data is not among the data arguments, or ``fun`` does not call ``apply``.
+      ValueError: If no row draws because the data is not among the data arguments, or because ``fun`` does not call
+        ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -814,13 +817,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         rules, program, consts = _rewrite(arguments, call)
         if all(read.rows is None for read in rules.reads.values()):
             _require_data(who, rules, arguments, call)
-        # A draw that nothing reads is not drawn.
+        # Removing dead code removes the draws that nothing reads.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """The report for these arguments, or for their shapes and dtypes.
+        """Returns the report for these arguments, or for their shapes and dtypes.
 
-        It says of a weight with one draw for all rows if this is only because what multiplies it is no data.
+        If a weight has one draw for all rows only because what multiplies it does not count as data, its reason says
+        so.
         """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
@@ -837,14 +841,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
 
 _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
-"""Why a weight of a report has one draw for all rows, which would draw for each if this were mended."""
+"""The reason in a report for a weight with one draw for all rows, which would draw for each row if this were fixed."""
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
-    """Raises an error if no row draws because nothing is data, or because ``apply`` was called outside.
+    """Raises an error if no row draws because nothing counts as data, or because ``apply`` was called outside.
 
-    It is called if no row draws. There is no error if ``fun`` calls ``apply`` and draws no noise, as with a
-    deterministic chain, or if noise meets data but all rows must share it.
+    This function is called if no row draws. It raises no error if ``fun`` calls ``apply`` and draws no noise, as with a
+    deterministic chain, or if noise is combined with data but all rows must share it.
     """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
@@ -852,7 +856,7 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
             "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
         )
     if rules.reads and not rules.analysis.multiplies_data:
-        for weight in _weights_if_all_is_data(arguments, call):  # the first one, if there is any
+        for weight in _weights_if_all_is_data(arguments, call):  # The error names the first one, if any.
             raise ValueError(
                 f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
                 "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
@@ -861,19 +865,19 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """The weights that would draw for each row if everything were data that is not read by an ``apply``.
+    """Returns the weights that would draw for each row if everything were data, except what an ``apply`` reads.
 
-    For these, one draw for all rows is a mistake of the caller, and not what the program needs.
+    For these weights, one draw for all rows is a mistake of the caller, not something that the program needs.
     """
     rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
 
 
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
-    """The entries of the report of ``explain``, one for each path of a parameter, which may be read several times.
+    """Yields the entries of the report of ``explain``, one for each parameter path, which may be read several times.
 
     A weight counts as transformed, which means that each row draws, if none of its draws is shared. The reason says how
-    many rows draw, and what reads the weight in such a way that its draws are shared (``rules.shared``).
+    many rows draw, and which reads of the weight require its draws to be shared (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
@@ -887,7 +891,7 @@ def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterat
 
 
 def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
-    """How many rows draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; an empty list if no rows do."""
+    """Returns how many rows draw in how many uses, as in ``["2 uses, 3 and 8 rows"]``; an empty list if no rows do."""
     rows = [read.rows for read in reads if read.rows is not None]
     sizes = " and ".join(dict.fromkeys(map(str, rows)))
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
@@ -896,15 +900,16 @@ def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
 def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
     """Rewrites the program of a call so that rows draw.
 
-    With ``all_is_data``, arguments for weights and closed-over arrays are data too, unless an ``apply`` reads them.
+    With ``all_is_data``, arguments for weights and closed-over arrays count as data too, unless an ``apply`` reads
+    them.
 
-    Returns the rules of the last rewriting, which hold all reads and shared draws, the new program, and its constants,
-    which are its first inputs. The program of the call stays as it is.
+    Returns the rules of the last rewriting, which hold all reads and shared draws; the new program; and its constants,
+    which are its first inputs. The program of the call is not changed.
     """
-    program = jaxprs.without_dead_code(call.program)  # dead equations must not count as reads of weights
-    n_closed_over = len(call.inputs) - len(arguments.arrays)  # closed-over arrays are the first inputs, and no data
+    program = jaxprs.without_dead_code(call.program)  # Dead equations must not count as reads.
+    n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays are the first inputs, not data.
     flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
-    # Inputs have negative numbers as formulas, and equations those from 0 on.
+    # The formulas of inputs have negative numbers, and those of equations have the numbers from 0 on.
     facts = [
         replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
         for i, each in enumerate(facts_of_inputs(program, flags))
@@ -913,7 +918,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
-        """The rules and the program with these draws shared; again with more of them, until no more must be shared."""
+        """Rewrites the program with these draws shared, and again with more, until no more draws must be shared."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)

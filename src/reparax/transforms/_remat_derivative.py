@@ -1,9 +1,9 @@
-"""The derivative of a program that recomputes values of known inputs, parameters and keys, instead of storing them.
+"""Differentiates a program so that values of known inputs, parameters and keys, are recomputed instead of stored.
 
 Our own primitives hold a program in one equation, a :class:`RematCall`, so that JAX asks us for its derivative.
-``recomputed_call`` is a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals, the values
-that the linear program reads, are stored if they depend on data. ``linear`` is the rest: a program that recomputes the
-other residuals, each just before it is used, and is linear in the tangents, its last inputs.
+``recomputed_call`` holds a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals are the
+values that the linear program reads; those that depend on data are stored. ``linear`` holds the remaining program,
+which recomputes the other residuals, each just before it is used, and is linear in the tangents, its last inputs.
 
 For ``sum(x @ sin(w))`` with data ``x``, the gradient of ``w`` reads ``x`` and ``cos(w)``. Only ``x`` is kept until the
 backward pass, which computes ``cos(w)`` from ``w``.
@@ -34,13 +34,13 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RematCall:
-    """What an equation of our own primitives holds.
+    """The contents of an equation of our own primitives.
 
     Attributes:
       program: A program without constants.
-      known_inputs: Which inputs are known: parameters and keys, from which weights are computed. Values that depend on
-        known inputs alone are recomputed in the backward pass.
-      n_tangents: The number of inputs that are tangents; they are the last inputs. Zero for a ``recomputed_call``.
+      known_inputs: Which inputs are known: the parameters and keys from which weights are computed. Values that depend
+        on known inputs alone are recomputed in the backward pass.
+      n_tangents: The number of inputs that are tangents, which come last. It is zero for a ``recomputed_call``.
       keeps_masks: Whether the backward pass reads stored masks instead of drawing them again.
     """
 
@@ -56,26 +56,26 @@ class RematCall:
 
 
 class CallPrimitive:
-    """A primitive whose equations hold a :class:`RematCall`; its rules read nothing else.
+    """A primitive whose equations hold a :class:`RematCall`. Its rules read nothing else.
 
     Args:
       name: The name of the primitive.
       run: Takes a call and its inputs, and returns the outputs.
       jvp: Takes a call, its inputs and their tangents, and returns the outputs and their tangents.
       transpose: Takes a call, the cotangents of its outputs, and its inputs, and returns the cotangents of all inputs.
-        It is used only for calls that are linear in some inputs.
+        It is used only for calls that are linear in some of their inputs.
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        """Creates the primitive and registers its rules with JAX, each in the form in which JAX calls it."""
+        """Creates the primitive and registers each rule with JAX, in the form in which JAX calls it."""
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
-            """``run``, as JAX calls it for an equation."""
+            """Runs an equation, with the arguments that JAX passes."""
             return run(call_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
-            """The types of the outputs, and the effects, whatever the operands."""
+            """Returns the types of the outputs and the effects, which do not depend on the operands."""
             program = call_of(params).program
             return jaxprs.types(program), program.effects
 
@@ -85,17 +85,17 @@ class CallPrimitive:
         ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp(call_of(params), primals, tangents)
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
-        # One more argument since jax 0.12.0.
+        # Since JAX 0.12.0, this rule gets one more argument, so the equation is taken as the last one.
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """The outputs of a call. If JAX traces it, the call becomes one equation, whose parameters hold its program."""
+        """Returns the outputs of a call. When JAX traces the call, it becomes one equation that holds its program."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
-        """The outputs of a call under ``jax.vmap``, and the batch axis of each; None for one without.
+        """Returns the outputs of a call under ``jax.vmap``, and the batch axis of each; None for an output without one.
 
-        ``dims`` are the batch axes of the inputs. The program is batched as a whole, and its constants become inputs.
+        ``dims`` holds the batch axes of the inputs. The program is batched as a whole, and its constants become inputs.
         """
         call = call_of(params)
         program, consts, out_dims = jaxprs.batch_program(call.program, args, dims, axis)
@@ -109,18 +109,18 @@ class _Primitive(Primitive):
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
-        """The outputs of a call, which becomes one equation.
+        """Returns the outputs of a call, which becomes one equation.
 
-        Where our rules cannot be used, the program is evaluated instead: under ``jet``, and if JAX has added outputs to
-        a linear call.
+        Where our rules cannot be used, the program is evaluated instead. This happens under ``jet``, and if JAX has
+        added outputs to a linear call.
         """
-        if has_series(args):  # jax.experimental.jet, which has no rule for our primitives
+        if has_series(args):  # Under jax.experimental.jet, our primitives have no rule.
             return jaxprs.evaluate(call_of(params).program, args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
-        # JAX passes a function instead of the program. Its first inputs are those that JAX has added.
+        # JAX has passed a function instead of the program. The inputs that JAX has added come first.
         function, operands = jaxprs.function_and_operands(args, params)
-        if params["n_tangents"]:  # the outputs that JAX has added need not be linear
+        if params["n_tangents"]:  # The outputs that JAX has added need not be linear.
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         n_added = len(operands) - len(params["known_inputs"])
@@ -130,7 +130,7 @@ class _Primitive(Primitive):
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
-    """The rule for dead code: which operands are needed for the used outputs, and the equation for these alone.
+    """Removes dead code: returns which operands the used outputs need, and the equation reduced to these.
 
     The equation is None if nothing needs it, so that JAX removes it.
     """
@@ -146,7 +146,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(call: RematCall) -> dict[str, Any]:
-    """A call as the parameters of an equation, which JAX requires to be hashable. The inverse is ``call_of``."""
+    """Returns a call as parameters of an equation, which JAX requires to be hashable. The inverse is ``call_of``."""
     return {
         jaxprs.PROGRAM: call.program,
         "known_inputs": tuple(call.known_inputs),
@@ -156,7 +156,7 @@ def _params(call: RematCall) -> dict[str, Any]:
 
 
 def call_of(params: Any) -> RematCall:
-    """The call that the parameters of an equation hold, as ``_params`` wrote them."""
+    """Returns the call that the parameters of an equation hold, as written by ``_params``."""
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
@@ -164,20 +164,20 @@ def call_of(params: Any) -> RematCall:
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
+    """Returns ``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
 
-    It takes the inputs of ``jaxpr``, which has no constants, and returns the list of its outputs. ``known_inputs`` says
-    which inputs are parameters and keys; the inputs of each ``apply`` are known too. With ``keeps_masks``, masks are
-    stored in bits.
+    The function takes the inputs of ``jaxpr``, which has no constants, and returns the list of its outputs.
+    ``known_inputs`` says which inputs are parameters and keys; the inputs of each ``apply`` are known too. With
+    ``keeps_masks``, masks are stored in bits.
     """
     known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
-        """The outputs of ``jaxpr``, rewritten for these arguments into one equation."""
+        """Returns the outputs of ``jaxpr``, rewritten for these arguments into one equation."""
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
-        for rewrite in rewrites:  # constants become the first inputs, and are known
+        for rewrite in rewrites:  # Constants become the first inputs and are known.
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
@@ -186,37 +186,37 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """A rule for the equations of a call: one with a body, such as a scan, is run with a body that recomputes too.
+    """Returns a rule that runs equations with bodies, such as scans, with bodies that recompute too.
 
-    Without it, a scan over layers would store the weights of all of its steps.
+    Without this rule, a scan over layers would store the weights of all of its steps.
     """
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
 
 def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a call, with each weight computed just before it is read."""
+    """Returns the outputs of a call, with each weight computed just before it is read."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The outputs of a call and their tangents: its rule for derivatives.
+    """Returns the outputs of a call and their tangents. This is its rule for derivatives.
 
-    Linearizing the call gives residuals and a linear program. A forward call computes the outputs and the residuals
-    that must be stored. A linear call reads these, and recomputes the other residuals. Outputs that are integers have
-    the tangent zero.
+    Linearizing the call gives residuals and a linear program. A forward call computes the outputs and those residuals
+    that must be stored. A linear call reads the stored residuals and recomputes the others. Integer outputs have the
+    tangent zero.
     """
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     # Inputs without a tangent are left out of the linear program.
     tangent_of = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
-    if not any(map(dependence.has_tangent, outvars)):  # integers only
+    if not any(map(dependence.has_tangent, outvars)):  # All outputs are integers.
         outs = _run_for_derivative(tangent_of.values(), call, primals)
         return outs, list(map(_zero_tangent, outs))
     try:
         program, consts, linear_program = _linearize(call, primals, list(tangent_of))
-    except ValueError:  # some functions have forward derivatives only; if it is another error, JAX raises it again here
+    except ValueError:  # Some functions have forward derivatives only. JAX raises any other error again here.
         return _jvp_without_linearization(call, primals, tangent_of)
-    # The outputs of ``program`` are those of the call, then the residuals.
+    # The outputs of ``program`` are those of the call, followed by the residuals.
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
@@ -232,20 +232,20 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _zero_tangent(x: Any) -> Any:
-    """The tangent of a value that does not depend on any tangents: JAX's symbol for zero, not an array."""
+    """Returns the tangent of a value that depends on no tangents: JAX's symbol for zero, which is not an array."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals of a linearized program, and how the backward pass gets them.
+    """The residuals of a linearized program, and how the backward pass obtains them.
 
-    Each residual is an input of the program, which is read again; known, and recomputed; or stored. If a residual is
-    recomputed from a value that is not known, that value is stored too.
+    A residual is read again if it is an input of the program, recomputed if it is known, and stored otherwise. If a
+    residual is recomputed from a value that is not known, that value is stored too.
 
     Attributes:
       atoms: The residuals, as variables and literals of the program.
-      recompute: The program that recomputes the known residuals, from inputs and stored values.
+      recompute: The program that recomputes the known residuals from inputs and stored values.
       read: The inputs that the backward pass reads.
       stored: The other values that it reads, which the forward pass stores.
     """
@@ -261,23 +261,23 @@ class _Residuals:
         inputs = set(program.invars)
         recomputed = [v for v in jaxprs.variables(atoms) if is_known[v] and v not in inputs]
         recompute = dependence.recomputing_program(program, recomputed, is_known)
-        # What the backward pass needs: the residuals, and what it computes them from.
+        # The backward pass needs the residuals, and the values that it recomputes them from.
         needed = jaxprs.variables([*atoms, *recompute.invars])
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
         return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
 
     def forward_call(self, program: Jaxpr, n_outputs: int, is_known: Known) -> RematCall:
-        """A call that computes the first ``n_outputs`` outputs of ``program``, and then the values to store."""
+        """Returns a call that computes the first ``n_outputs`` outputs of ``program``, then the values to store."""
         outvars = [*program.outvars[:n_outputs], *self.stored]
         forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, outvars))
         return RematCall(forward, dependence.are_known(is_known, forward.invars))
 
     def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
-        """A call that recomputes residuals and runs the linear ``program`` on them.
+        """Returns a call that recomputes residuals and runs the linear ``program`` on them.
 
-        Its inputs are the inputs that are read, the stored values and the tangents. The first inputs of ``program`` are
-        the residuals, in the order of ``atoms``; the others are the tangents.
+        The inputs of the call are the inputs of the original program that are read, the stored values and the tangents.
+        The first inputs of ``program`` are the residuals, in the order of ``atoms``; the others are the tangents.
         """
         residual_vars = program.invars[: len(self.atoms)]
         late = jaxprs.substitute_inputs(program, dict(zip(residual_vars, self.atoms, strict=True)))
@@ -290,18 +290,18 @@ class _Residuals:
 def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> tuple[Jaxpr, list[Any], Jaxpr]:
     """Linearizes a call with respect to its ``moving`` inputs, those with a tangent, without computing anything.
 
-    Returns a program of the outputs and the residuals, its constants, which are its first inputs, and a linear program.
-    That takes the residuals and the tangents of the ``moving`` inputs, and returns the tangents of all outputs that can
-    have any.
+    Returns a program that computes the outputs and the residuals; its constants, which are its first inputs; and a
+    linear program. The linear program takes the residuals and the tangents of the ``moving`` inputs, and returns the
+    tangents of all outputs that can have one.
     """
-    linear_programs = list[Jaxpr]()  # tracing adds the linear program, which is no output of the traced function
+    linear_programs = list[Jaxpr]()  # Tracing adds the linear program, which cannot be an output.
 
     def outputs_and_residuals(*args: Any) -> list[Any]:
-        """All outputs of the call, then the residuals."""
+        """Returns all outputs of the call, then the residuals."""
         inputs = dict(zip(call.program.invars, args, strict=True))
 
         def outputs_at(*points: Any) -> tuple[list[Any], list[Any]]:
-            """The floating-point outputs, which are linearized, and all outputs, from values of the moving inputs."""
+            """Returns the floating-point outputs, to be linearized, and all outputs, given the moving inputs."""
             values = jaxprs.values(inputs | dict(zip(moving, points, strict=True)), call.program.invars)
             outs = dependence.run(call.program, values, _rule_of_call(call))
             return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
@@ -317,15 +317,15 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
 
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
-    """The outputs of a call and their tangents, computed together by forward derivatives.
+    """Computes the outputs of a call together with their tangents, by forward derivatives.
 
-    ``moving`` are the tangents of the inputs that have one. Functions without
-    linearization, such as ``jax.lax.while_loop``, have no backward pass.
+    ``moving`` maps each input that has a tangent to its tangent. Functions that cannot be linearized, such as
+    ``jax.lax.while_loop``, have no backward pass.
     """
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        """The outputs, from values of the moving inputs."""
+        """Returns the outputs for values of the moving inputs."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
@@ -334,7 +334,7 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """The cotangents of the inputs of a call that is linear in some of them, which need not be its last inputs.
+    """Returns the cotangents of the inputs of a call that is linear in some of them, not necessarily the last ones.
 
     JAX marks the linear inputs among ``args``. ``_transpose_linear`` needs them last, so inputs and cotangents are
     reordered.
@@ -355,25 +355,26 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a linear call, with each weight computed just before it is read."""
+    """Returns the outputs of a linear call, with each weight computed just before it is read."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    """The outputs of a linear call and their tangents.
+    """Returns the outputs of a linear call and their tangents.
 
-    If only the linear inputs have tangents, the tangents of the outputs are the same call on these. In derivatives of
-    higher order, residuals have tangents too. The program is then differentiated with respect to both at once.
+    If only the linear inputs have tangents, the tangents of the outputs are the same call applied to these. In
+    derivatives of higher order, residuals have tangents too. The program is then differentiated with respect to both at
+    once.
     """
     n = call.n_fixed
     linear_dots = [ad.instantiate_zeros(dot) for dot in tangents[n:]]
-    # The fixed inputs, such as residuals, that have a tangent.
+    # These are the inputs before the linear ones, such as residuals, that have a tangent.
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *linear_dots])
 
     def function(values: list[Any], dots: list[Any]) -> list[Any]:
-        """The outputs, from values of the moving residuals and of the linear inputs."""
+        """Returns the outputs for values of the moving residuals and of the linear inputs."""
         moving_values = dict(zip(moving, values, strict=True))
         return jaxprs.evaluate(call.program, [*(moving_values.get(i, x) for i, x in enumerate(primals[:n])), *dots])
 
@@ -382,13 +383,13 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 
 
 def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """The cotangents of the inputs of a linear call, from those of its outputs; None for inputs that are not tangents.
+    """Returns the cotangents of a linear call's inputs, given those of its outputs; None for inputs without tangents.
 
-    The early half of the program, which recomputes residuals, stays as it is. Only the linear half is transposed. Each
-    residual is computed just before the transposed half reads it.
+    Only the late half of the program, which is linear, is transposed. The early half, which recomputes residuals, stays
+    as it is. Each residual is computed just before the transposed half reads it.
     """
     n = call.n_fixed
-    # The early half depends on the fixed inputs alone, the late half on tangents too.
+    # The early half depends only on inputs that are not tangents; the late half depends on tangents too.
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
     # An output whose cotangent is zero needs no computation.
     used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
@@ -406,19 +407,19 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a call, where JAX differentiates with these tangents.
+    """Returns the outputs of a call where JAX differentiates with these tangents.
 
-    If tangents are not known yet, the call must stay one equation: JAX would search each equation of its program for
-    values that depend on them, and split loops to separate these.
+    If tangents are not known yet, the call must stay one equation. Otherwise, JAX would search each equation of its
+    program for values that depend on the tangents, and split loops to separate these values.
     """
     is_partial = any(isinstance(dot, partial_eval.JaxprTracer) for dot in tangents)
     return (linear if is_partial else _run_linear)(call, args)
 
 
 def _partially_evaluate_linear(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """The outputs of a linear call under JAX's partial evaluation, as in ``jax.grad``.
+    """Returns the outputs of a linear call under JAX's partial evaluation, as in ``jax.grad``.
 
-    They are computed if JAX knows all inputs. Otherwise, the call stays one equation for later.
+    The outputs are computed if JAX knows all inputs. Otherwise, the call stays one equation for later.
     """
     values = [x.pval.get_known() for x in tracers]
     if any(x is None for x in values):

@@ -1,8 +1,8 @@
-"""How ``remat`` rewrites a program before it is differentiated.
+"""Rewrites a program for ``remat`` before it is differentiated.
 
-A value is known if it depends on known inputs only: parameters and keys. Every ``apply`` is inlined, so that its known
-values are visible. Bodies of loops and calls that mix known and other values recompute the known ones too. If a scan
-reads one layer of a stacked weight in each step, the weight is computed in the body, layer by layer. With
+A value is known if it depends only on known inputs: parameters and keys. Every ``apply`` is inlined, so that its known
+values are visible. Bodies of loops and calls that mix known and other values are made to recompute the known ones too.
+If a scan reads one layer of a stacked weight in each step, the weight is computed inside its body, layer by layer. With
 ``keep="masks"``, random masks are stored in bits.
 """
 
@@ -26,42 +26,42 @@ from reparax.programs.steps import LARGE
 from reparax.transforms._remat_order import change_outputs, read_as_more_than_views
 
 FunctionOfBody = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
-"""Returns a function that runs a body and recomputes in its backward pass, from the body and its known inputs."""
+"""Takes a body and its known inputs, and returns a function that runs it and recomputes in its backward pass."""
 
 
 def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """The program with every ``apply`` inlined and constants as its first inputs, and these constants.
+    """Returns the program with every ``apply`` inlined, and its constants, which are its first inputs.
 
-    ``args`` are its inputs, of which only the types are read. A ``jit`` that contains an ``apply`` is inlined too, so
-    that all readers share its values.
+    ``args`` are the program's inputs, of which only the types are read. A ``jit`` that contains an ``apply`` is inlined
+    too, so that all readers share the values of this ``apply``.
     """
-    has_apply = functools.cache(contains_apply)  # many equations hold the same program
+    has_apply = functools.cache(contains_apply)  # Many equations hold the same program.
 
     def is_inlined(eqn: JaxprEqn) -> bool:
-        """Whether an equation is an ``apply``, or a ``jit`` that contains one."""
+        """Returns whether an equation is an ``apply``, or a ``jit`` that contains one."""
         return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(has_apply, jaxprs.inner_programs(eqn))))
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-        """Runs the body of an inlined equation, and inlines in the body too."""
+        """Returns a function that runs the body of an inlined equation and inlines inside it too; None for others."""
         if not is_inlined(eqn):
             return None
         inner_jaxpr, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    # If two calls share a body, its equations cannot be moved, and the program is traced again.
+    # If two calls share a body, its equations cannot be moved, so the program is traced again.
     return jaxprs.inline_calls(jaxpr, is_inlined) or dependence.rewrite(jaxpr, args, rule)
 
 
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
-    """A rule that runs equations whose bodies mix known and other values, so that these bodies recompute too.
+    """Returns a rule that runs equations whose bodies mix known and other values with bodies that recompute too.
 
     ``function_of_body`` makes a recomputing function of a body. Other equations are left as they are: if all operands
-    are known, the whole equation is computed again; if none is, there is nothing to recompute in it.
+    are known, the whole equation is computed again; if none is known, there is nothing to recompute in it.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """The function that runs an equation with a recomputing body; None to run it as it is."""
+        """Returns the function that runs an equation with a recomputing body; None to run it as it is."""
         run_with_body = jaxprs.runner_of(eqn)
         known_operands = dependence.are_known(is_known, eqn.invars)
         if run_with_body is None or all(known_operands) or not any(known_operands):
@@ -75,9 +75,9 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
 
 
 def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr, Sequence[Any], Flags]:
-    """The body of an equation, its constants, which are its first inputs, and which inputs are known.
+    """Returns the body of an equation, its constants, which are its first inputs, and which inputs are known.
 
-    An input of a scan's body is known only if it is known in every step: a carry that is zero at first, but is computed
+    An input of a scan's body is known only if it is known in every step. A carry that is zero at first, but is computed
     from data in each step, is not known. Large weights that a scan reads slice by slice are marked.
     """
     body, consts = jaxprs.body(eqn)
@@ -90,9 +90,9 @@ def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr
 
 
 def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
-    """Whether a program computes any value from known inputs alone, itself or perhaps in a body.
+    """Returns whether a program computes any value from known inputs alone, either itself or possibly in a body.
 
-    If not, it is run as it is.
+    If not, the program is run as it is.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
     known_operands = ((eqn, dependence.are_known(is_known, eqn.invars)) for eqn in jaxpr.eqns)
@@ -100,11 +100,11 @@ def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
 
 
 def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
-    """The body of a scan with large weights marked by ``read_in_step``, and its constants, which are its first inputs.
+    """Marks large weights in a scan's body by ``read_in_step``; returns the body and its constants, its first inputs.
 
-    The mark makes compilers for TPUs convert a weight only in the step that reads it. Only weights that the body reads
-    in place are marked, not those from which it computes others. The inputs from ``start`` on are the slices of one
-    step. Without any such weight, the body stays as it is, and has no new constants.
+    The mark makes compilers for TPUs convert a weight only in the step that reads it. It is given only to weights that
+    the body reads in place, not to those from which it computes other weights. The inputs from ``start`` on are the
+    slices of one step. If there is no such weight, the body stays as it is and has no new constants.
     """
     not_in_place = read_as_more_than_views(jaxpr, known_inputs)
     slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
@@ -113,7 +113,7 @@ def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[
         return jaxpr, []
 
     def with_marks(*args: Any) -> list[Any]:
-        """The outputs of the body."""
+        """Returns the outputs of the body, which reads marked weights."""
         pairs = zip(jaxpr.invars, args, strict=True)
         return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in weights else x for v, x in pairs])
 
@@ -121,31 +121,32 @@ def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[
 
 
 def _is_large_float32(v: Var) -> bool:
-    """Whether a variable is an array in float32 of more than ``LARGE`` bytes."""
+    """Returns whether a variable is an array in float32 of more than ``LARGE`` bytes."""
     return jaxprs.type_of(v).dtype == jnp.float32 and size_in_bytes(v.aval) > LARGE
 
 
 # ---- stacked weights
 #
-# A stacked weight is followed back from the scan to values that are in memory anyway, such as raw arrays, keys and
+# A stacked weight is traced back from the scan to values that are in memory anyway, such as raw arrays, keys and
 # lengths. The scan reads these instead, and its body computes the weight of one step, as if it called ``apply`` itself.
 
 
 def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
-    """The program with stacked weights computed inside the scans that read them, and its constants, its first inputs.
+    """Moves the computation of stacked weights into the scans that read them; returns the program and its constants.
 
-    In a scan over stacked layers ``w = g * v`` of the shape (12, 512, 512), each step then computes a weight (512, 512)
-    from slices of ``g`` and ``v``. The program is returned as it is, without constants, if no weight is worth moving.
+    The constants are the first inputs of the program. In a scan over stacked layers ``w = g * v`` of the shape
+    (12, 512, 512), each step then computes a weight (512, 512) from slices of ``g`` and ``v``. If no weight is worth
+    moving, the program is returned as it is, without constants.
     """
     if not any(map(jaxprs.is_scan, jaxpr.eqns)):
         return jaxpr, []
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    # What computes each scan that is changed, by the id of the equation that takes its place.
+    # Maps the id of each equation that replaces a scan to the function that computes it.
     functions = dict[int, Callable[..., Sequence[Any]]]()
 
     def without_weights(eqn: JaxprEqn) -> JaxprEqn:
-        """The equation or, for a scan, one that reads the sources of weights instead, with a function to compute it."""
-        # The first operands of a scan are constants and the carry; the others are stacked.
+        """Replaces a scan that reads weights worth moving by one that reads their sources. Others stay as they are."""
+        # The first operands of a scan are its constants and its carry. The others are stacked.
         start = sum(jaxprs.scan_counts(eqn)) if jaxprs.is_scan(eqn) else len(eqn.invars)
         weights = [v for v in jaxprs.variables(eqn.invars[start:]) if is_known[v] and _is_worth_moving(jaxpr, v)]
         if not weights:
@@ -167,10 +168,11 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
 def _run_scan_with_weights_inside(
     eqn: JaxprEqn, plan: steps.StepPlan, operands: Sequence[Any], sources: Sequence[Any]
 ) -> Sequence[Any]:
-    """The outputs of a scan that computes its slices of some weights in each step, instead of reading them stacked.
+    """Returns the outputs of a scan that computes slices of some weights in each step instead of reading them stacked.
 
-    ``operands`` are its other operands, and ``sources`` are the values from which the plan computes the weights: one
-    for each of ``plan.parts``. One with an axis there is sliced along it; one without is read as a whole in each step.
+    ``operands`` holds its other operands, and ``sources`` the values from which the plan computes the weights, one for
+    each of ``plan.parts``. A source with an axis there is sliced along it; one without an axis is read as a whole in
+    each step.
     """
     jaxpr, consts = jaxprs.body(eqn)
     start, n_operands = sum(jaxprs.scan_counts(eqn)), len(operands)
@@ -178,10 +180,10 @@ def _run_scan_with_weights_inside(
     sliced = [jnp.moveaxis(x, axis, 0) for x, axis in parts if axis is not None]
 
     def body(*inputs: Any) -> list[Any]:
-        """One step: the inputs are those of the scan, the number of the step, and the slices of the sources."""
+        """Runs one step. Its inputs are those of the scan, the number of the step, and the slices of the sources."""
         consts_and_carry, other_slices, step = inputs[:start], iter(inputs[start:n_operands]), inputs[n_operands]
         slices = iter(inputs[n_operands + 1 :])
-        # In a plan, a part keeps the axis along which it is one step, with size 1. A slice of a scan has no such axis.
+        # In a plan, the slice of one step keeps the sliced axis, with size 1. In a scan, a slice has no such axis.
         values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
         outputs = zip(plan.outputs, plan.run(step, values), strict=True)
         weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in outputs}
@@ -194,17 +196,17 @@ def _run_scan_with_weights_inside(
 
 
 def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
-    """Whether a stacked value should be computed inside a scan, step by step, instead of before it.
+    """Returns whether a stacked value should be computed inside a scan, step by step, instead of before it.
 
     It should if this saves memory: the value, or a stacked array that it is computed from, has more than ``LARGE``
-    bytes, and what must be stored for the scan besides the inputs of the program has at most half of this size. A
+    bytes, and whatever must be stored for the scan besides the program's inputs has at most half of this size. A
     stacked array counts because its cotangent is as large.
     """
-    # Without sizes, nothing can be compared. An input is in memory anyway.
+    # Symbolic sizes cannot be compared. An input is in memory anyway.
     if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
         return False
     parts = steps.plan(jaxpr, [(v, 0)]).parts
-    # An input is not stored, unless it is sliced along another axis than the first, for which it is transposed.
+    # An input need not be stored, unless it is sliced along an axis other than the first: then it is transposed.
     stored_size = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
     largest_size = max(size_in_bytes(u.aval) for u in [v, *(u for u, axis in parts if axis == 0)])
     return largest_size > LARGE and 2 * stored_size <= largest_size
@@ -212,35 +214,36 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
 
 # ---- random masks
 #
-# A mask is a boolean array that is computed from a key, such as that of dropout, and whose random numbers nothing else
-# reads. Eight of its entries are packed into one byte. The bytes have a name in the program (``STORED``), by which
-# ``recomputing_program`` knows that they are stored.
+# A mask is a boolean array that is computed from a key, as for dropout, and whose random numbers nothing else reads.
+# Eight of its entries are packed into one byte. The bytes have a name in the program (``STORED``), which tells
+# ``recomputing_program`` that they are stored.
 
 SMALLEST_MASK = 1024
 """Masks of fewer entries are drawn again, because storing them saves no time."""
 
 
 def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
-    """The program with its masks read from stored bits and constants as its first inputs, and these constants.
+    """Returns the program with its masks read from stored bits, and its constants, which are its first inputs.
 
-    ``args`` are the inputs of the program, of which only the types are read. Without masks to store, it stays as it is.
+    ``args`` are the inputs of the program, of which only the types are read. If there are no masks to store, the
+    program stays as it is.
     """
     masks = _masks_to_store(jaxpr, known_inputs)
     if not masks:
         return jaxpr, []
 
     def change(v: Var, x: Any) -> Any:
-        """A mask through bits; any other output of its equation as it is."""
+        """Passes a mask through bits, and returns any other output of its equation as it is."""
         return _read_from_bits(x) if v in masks else x
 
     return dependence.rewrite(jaxpr, args, change_outputs(jaxpr, masks, change))
 
 
 def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
-    """The masks computed from known inputs whose random numbers nothing else needs, so that storing them saves these.
+    """Returns the masks computed from known inputs that save random numbers if stored: nothing else needs these.
 
-    A mask that is left out because its numbers are needed anyway makes the program need more: everything from which it
-    is computed. So this repeats until no mask is left out.
+    A mask is left out if its random numbers are needed anyway. The program then also needs everything from which this
+    mask is computed, so this repeats until no more masks are left out.
     """
     random_arrays = _random_arrays_by_mask(jaxpr, dependence.known_variables(jaxpr, known_inputs))
     masks = set(random_arrays)
@@ -253,19 +256,19 @@ def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
 
 
 def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var, set[Var]]:
-    """For each large mask computed from known inputs, the random arrays behind it of at least as many entries.
+    """Maps each large mask computed from known inputs to the random arrays behind it with at least as many entries.
 
-    A random array is any array that is computed from a key and is not boolean. For ``mask = uniform(key, (64, 64)) <
-    0.9``, these are the uniform numbers and the bits that they are made of. A mask is the first boolean array on a
-    path: ``~mask`` is computed from booleans alone, so it is none.
+    A random array is any array that is computed from a key and is not boolean. For
+    ``mask = uniform(key, (64, 64)) < 0.9``, these are the uniform numbers and the bits that they are made of. Only the
+    first boolean array on a path is a mask; ``~mask``, which is computed from booleans alone, is not.
     """
     key_type = jax.dtypes.prng_key
-    # The random arrays from which each value is computed; keys are not among them.
+    # Maps each value to the random arrays that it is computed from. Keys are not among these.
     arrays_behind = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
     random_arrays = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
         arrays_behind_operands = [arrays_behind[v] for v in jaxprs.variables(eqn.invars) if v in arrays_behind]
-        if not arrays_behind_operands:  # nothing random
+        if not arrays_behind_operands:  # The equation reads nothing random.
             continue
         arrays = set[Var]().union(*arrays_behind_operands)
         arrays_behind.update((v, arrays if _is_bool(v) else {*arrays, v}) for v in eqn.outvars)
@@ -278,9 +281,9 @@ def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var
 
 
 def _needed_if_stored(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
-    """The values that the outputs of a program still need if these masks are stored, and so not computed.
+    """Returns the values that the outputs of a program still need if these masks are stored and so not computed.
 
-    It goes backward from the outputs, and stops at the masks.
+    The search goes backward from the outputs, and stops at the masks.
     """
     needed = set(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
@@ -290,15 +293,15 @@ def _needed_if_stored(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
 
 
 def _is_bool(v: Any) -> bool:
-    """Whether a variable is a boolean array."""
+    """Returns whether a variable is a boolean array."""
     return v.aval.dtype == jnp.bool_
 
 
 def _packed_axis(type_: Any) -> int | None:
-    """The first axis whose entries can be packed into bytes: not sharded by its type, its size a multiple of 8.
+    """Returns the first axis whose entries can be packed into bytes.
 
-    It is 1 for (3, 16, 64). None if there is no such axis, or if the array is small or its shape is symbolic: such an
-    array is not stored in bits.
+    Its size must be a multiple of 8, and its type must not shard it. For (3, 16, 64), it is axis 1. Returns None if
+    there is no such axis, or if the array is small or has a symbolic shape. Such an array is not stored in bits.
     """
     if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < SMALLEST_MASK:
         return None
@@ -307,15 +310,15 @@ def _packed_axis(type_: Any) -> int | None:
 
 
 def _read_from_bits(mask: Array) -> Array:
-    """A mask, packed into bytes along an axis and unpacked again; the bytes have the name ``STORED``.
+    """Packs a mask along an axis into bytes, which are named ``STORED``, and unpacks these again.
 
-    (3, 16, 64) is packed into bytes of the shape (3, 2, 64). The result equals ``mask``. In the backward pass, it is
-    computed from the bytes alone, because values with this name are stored.
+    For example, (3, 16, 64) is packed into bytes of the shape (3, 2, 64). The result equals ``mask``. In the backward
+    pass, it is computed from the bytes alone, because values with this name are stored.
     """
     axis = _packed_axis(jax.typeof(mask))
-    assert axis is not None  # other masks are not stored
+    assert axis is not None  # Other masks are not stored.
     groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
-    positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # of each entry in its byte: 0 to 7
+    positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # Each byte has the positions 0 to 7.
     packed = checkpoint_name(lax.reduce_or(groups << positions, (axis + 1,)), STORED)
     bits = jnp.expand_dims(packed, axis + 1) >> positions & jnp.uint8(1)
     return bits.reshape(mask.shape).astype(jnp.bool_)

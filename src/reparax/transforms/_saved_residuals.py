@@ -1,4 +1,4 @@
-"""A report of what a loss stores between its forward and its backward pass."""
+"""Reports what a loss stores between its forward and its backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reparax.programs.sources import line_of_output, lines_by_origin
 from reparax.transforms._remat_derivative import recomputing_function
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
-# The kinds in the order of the report, with the words for each.
+# Maps each kind to its title in the report, in the order of the report.
 _TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alone", ACTIVATIONS: "activations and data"}
 
 
@@ -30,11 +30,11 @@ class Kept:
     """One array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed from these only,
-        ``"activations"`` for all others.
+      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed from these alone,
+        and ``"activations"`` for all others.
       type: Its dtype and shape.
-      bytes: Its size.
-      origin: The path of the argument, or the line of source that computed it.
+      bytes: Its size in bytes.
+      origin: The path of the argument, or the source line that computed it.
     """
 
     kind: str
@@ -45,9 +45,9 @@ class Kept:
 
 @dataclass(frozen=True, repr=False)
 class SavedResiduals:
-    """What is stored between the forward and the backward pass; its repr is a table, largest arrays first.
+    """A report of what is stored between the forward and the backward pass. Its repr is a table, largest arrays first.
 
-    Equal lines, and arguments whose paths differ only in a number, are shown once, with their count.
+    Equal lines are shown once, with their count, and so are arguments whose paths differ only in a number.
 
     Attributes:
       kept: The arrays.
@@ -56,7 +56,7 @@ class SavedResiduals:
     kept: tuple[Kept, ...]
 
     def bytes(self, kind: str | None = None) -> int:
-        """The total size, or the size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
+        """Returns the total size, or the size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
 
         Raises:
           ValueError: If ``kind`` is none of these.
@@ -68,23 +68,23 @@ class SavedResiduals:
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
-        """The table: the total size, then each kind with its size and its arrays."""
+        """Returns a table of the total size, then of each kind with its size and its arrays."""
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines += [f"  {title}: {readable_size(self.bytes(kind))}", *self._lines(kind)]
         return "\n".join(lines)
 
     def _lines(self, kind: str) -> list[str]:
-        """The lines for the arrays of a kind, the largest first; similar arrays share a line.
+        """Returns the lines for the arrays of a kind, the largest first; similar arrays share a line.
 
-        Each has a size, a type, and the path or the line of source, as in ``2.0 KiB  float32[8, 64]  x``.
+        Each line has a size, a type, and the path or the source line, as in ``2.0 KiB  float32[8, 64]  x``.
         """
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
-        # Only parameters have paths, which can be folded into one if they differ in a number.
+        # Only parameters have paths. Paths that differ in a number can be folded into one.
         folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)
         largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
         types = [f"{line.times}{line.value[0]}" for line in largest_first]
-        width = max([20, *map(len, types)])  # so that most sections have equal columns
+        width = max([20, *map(len, types)])  # A minimum width aligns the columns of most sections.
         sizes = [readable_size(line.count * line.value[1]) for line in largest_first]
         rows = zip(sizes, types, largest_first, strict=True)
         return [f"    {size:>10}  {type:<{width}} {line.path}" for size, type, line in rows]
@@ -93,26 +93,27 @@ class SavedResiduals:
 def saved_residuals(
     fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any
 ) -> SavedResiduals:
-    """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
+    """Reports what JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
-    It traces ``fun`` and computes nothing. The report lists raw parameters, values computed from parameters and keys
-    only (which :func:`remat` recomputes instead), and activations. Keys that ``fun`` closes over count as keys.
+    ``saved_residuals`` traces ``fun`` and computes nothing. The report lists raw parameters, values computed only from
+    parameters and keys (which :func:`remat` recomputes instead), and activations. Keys that ``fun`` closes over count
+    as keys.
 
     Args:
       fun: The loss.
       args: Its arguments, or their shapes and dtypes.
-      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are taken with respect to
-        their floating-point arrays.
-      has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
+      argnums: The positions of the arguments that hold parameters and keys, as in :func:`remat`. Gradients are taken
+        with respect to their floating-point arrays.
+      has_aux: Whether ``fun`` returns a pair of the loss and auxiliary values that are not differentiated.
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, whose repr is a table. ``report.kept`` holds the arrays, with their ``kind``, ``type``, ``bytes`` and
-      ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")`` is the size of one kind, and so
-      are ``"weights"`` and ``"activations"``.
+      A report whose repr is a table. ``report.kept`` holds the arrays, each with its ``kind``, ``type``, ``bytes`` and
+      ``origin``. ``report.bytes()`` is the total size, and ``report.bytes("parameters")`` is the size of one kind; the
+      other kinds are ``"weights"`` and ``"activations"``.
 
     Raises:
-      TypeError: If no named argument holds a floating-point array, or ``argnums`` is wrong as for :func:`remat`.
+      TypeError: If no named argument holds a floating-point array, or ``argnums`` is not valid for :func:`remat`.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -140,10 +141,11 @@ def saved_residuals(
 
 
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
-    """What is stored for the gradient of a function, for ``check_this_jax`` too, which must not check itself.
+    """Returns the report for a function, without checking the installed JAX first.
 
-    The residuals of the gradient are outputs of a traced program (``_residuals``). Each is a parameter, a weight or an
-    activation by what it depends on in this program. ``who`` is named in errors.
+    ``check_this_jax`` uses this function too. The residuals of the gradient are outputs of a traced program
+    (``_residuals``). What a residual depends on in this program decides whether it is a parameter, a weight or an
+    activation. Errors name ``who``.
     """
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
@@ -157,7 +159,7 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     loss, constants = jaxprs.consts_first(traced_loss)
     residuals = functools.partial(_residuals, loss, constants, operands)
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
-    # The inputs of the program are the constants that the function closes over, then its arguments.
+    # The inputs of the program are the constants that the function closes over, followed by its arguments.
     origins = dict(zip(program.invars, ["closed over" for _ in consts] + arguments.paths, strict=True))
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
     is_known = dependence.known_variables(program, known_inputs)
@@ -165,7 +167,7 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     lines = lines_by_origin(loss)
 
     def kept(v: Var) -> Kept:
-        """The entry of the report for a residual, which is an input of the program or computed by an equation."""
+        """Returns the entry for a residual, which is an input of the program or is computed by an equation."""
         kind_if_known = PARAMETERS if v in origins else WEIGHTS
         origin = origins[v] if v in origins else line_of_output(eqn_of[v], eqn_of[v].outvars.index(v), lines)
         kind = kind_if_known if is_known[v] else ACTIVATIONS
@@ -175,14 +177,14 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
 
 
 def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *arrays: Any) -> list[Any]:
-    """The values stored for the gradient of the first output of ``loss`` with respect to the ``operands``.
+    """Returns the values stored for the gradient of the first output of ``loss`` with respect to the ``operands``.
 
-    ``arrays`` are the inputs of ``loss`` after its ``constants``, and ``operands`` are positions in them. The first
-    output is the loss; with ``has_aux``, there are others.
+    ``arrays`` are the inputs of ``loss`` after its ``constants``, and ``operands`` are positions in ``arrays``. The
+    first output is the loss; with ``has_aux``, there are others.
     """
 
     def first_output(*values: Any) -> Any:
-        """The first output for other values of the operands."""
+        """Returns the first output for other values of the operands."""
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
         return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
 
@@ -199,17 +201,17 @@ def check_this_jax() -> None:
 
 
 def _is_compatible() -> bool:
-    """Whether small programs are read correctly.
+    """Returns whether small programs are read correctly.
 
-    Weights must be distinguished from data through each kind of call, and a network must store its weights without
-    ``remat`` but not with it, and as many activations in both cases.
+    Weights must be distinguished from data through each kind of call. A network must store its weights without
+    ``remat`` but not with it, and the same number of activations in both cases.
     """
     args = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
     program, consts = jaxprs.consts_first(jax.make_jaxpr(_weight_and_data)(*args))
     is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
 
     def recomputed(w: Array, x: Array) -> Array:
-        """The network under ``remat``, without its checks."""
+        """Runs the network under ``remat``, without the checks of ``remat``."""
         network, consts = jaxprs.consts_first(jax.make_jaxpr(_network)(w, x))
         # No input is declared as known, so only the mark of ``apply`` shows which values are weights.
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
@@ -221,13 +223,13 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """A value that depends on ``w`` only, and one that depends on ``x`` too, passed through each kind of call.
+    """Returns a value that depends on ``w`` only and one that depends on ``x`` too, passed through each kind of call.
 
-    It is traced to see whether the analysis tells both apart, and never computed.
+    The function is traced to see whether the analysis tells the two apart, and is never computed.
     """
 
     def pair(w: Array, x: Array) -> tuple[Array, Array]:
-        """Both values after one more call."""
+        """Returns both values after one more call."""
         return jnp.sin(w), x @ w
 
     by_hand = jax.custom_jvp(pair)
@@ -239,5 +241,5 @@ def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """A small network whose weight is computed in the way of ``apply``."""
+    """Runs a small network whose weight is computed in the way of ``apply``."""
     return jaxprs.small_network(recompute(lambda w, _: jnp.sin(w), w, None), x)
