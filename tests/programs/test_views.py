@@ -222,7 +222,7 @@ def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 2, 4)),
     ):
-        assert the(Gather, other, X, N).row is None
+        assert the(Gather, other, X, N).entry_axis_and_column is None
 
 
 def test_moves_say_where_axes_go():

@@ -90,7 +90,7 @@ class Rules(Protocol):
         """Computes the outputs of an equation that reads sums or may introduce one; returns None if it needs arrays."""
         ...
 
-    def form(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
+    def materialize(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
         """Forms the array of a sum because ``eqn`` needs it as an operand.
 
         ``eqn`` is None if the program returns the sum.
@@ -138,7 +138,7 @@ class Interpreter:
 
         ``eqn`` is None if the program returns ``x``.
         """
-        return self.rules.form(self, x, eqn) if isinstance(x, Sum) else x
+        return self.rules.materialize(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, branch: int = 0, step: LoopStep | None = None) -> "Interpreter":
         """Returns the interpreter for a body of an equation.

@@ -639,7 +639,7 @@ class Factoring:
     def outputs(self, operation: Operation) -> Outs:
         """Returns the outputs as sums, or as arrays computed from factors; None if the equation needs arrays.
 
-        After None, the interpreter evaluates the equation itself, and calls ``form`` for each sum that the equation
+        After None, the interpreter evaluates the equation itself, and calls ``materialize`` for each sum that the equation
         reads.
 
         Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
@@ -673,7 +673,7 @@ class Factoring:
         self.plan.record_read(use.weight, SumRead(eqn, interpreter.times, interpreter.in_formula, *use.costs()))
         return [stand_in(eqn.outvars[0])]
 
-    def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         """Computes the array of a sum for an equation that needs it, and records the read in the plan.
 
         ``eqn`` is None if the sum is the result of a program or of a body.

@@ -427,7 +427,7 @@ class Drawing:
 
         Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
         factor. Products with data come last; an output without rows is still a weight. After None, the interpreter
-        evaluates the equation itself, and calls ``form`` for each weight that the equation reads.
+        evaluates the equation itself, and calls ``materialize`` for each weight that the equation reads.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
@@ -498,7 +498,7 @@ class Drawing:
         self.reads[place] = read
         return list(self.reads).index(place)
 
-    def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         """Returns the array of a weight, shared by all rows, for an equation that needs it, and records the read.
 
         ``eqn`` is None if the weight is the result of a program or of a body. If data changes the weight in the steps
