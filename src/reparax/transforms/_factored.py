@@ -639,7 +639,7 @@ class Factoring:
     def outputs(self, operation: Operation) -> Outs:
         """Returns the outputs as sums, or as arrays computed from factors; None if the equation needs arrays.
 
-        After None, the interpreter evaluates the equation itself, and calls ``materialize`` for each sum that the equation
+        After None, the interpreter evaluates the equation itself, and calls ``materialize`` for each sum that it
         reads.
 
         Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
