@@ -444,7 +444,7 @@ class LoRA(RowsAndColumns):
 
     @property
     def _divisor(self) -> float:
-        """The number by which alpha is divided."""
+        """The number that divides ``alpha`` in the factor c."""
         return self.rank**0.5 if self.use_rslora else self.rank
 
     def _difference(self, a: Array, b: Array) -> Array:

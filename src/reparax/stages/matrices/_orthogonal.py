@@ -24,7 +24,7 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """Splits ``x`` into a skew matrix, which rotates the base within its span, and what is orthogonal to that span."""
+    """Splits ``x`` into a skew matrix, which rotates the base within its span, and a part orthogonal to that span."""
     along = product(adjoint(base), x)
     return along - adjoint(along), x - product(base, along)
 
@@ -36,7 +36,7 @@ def cayley(base: Array, x: Array) -> Array:
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # Only a tall base leaves room for an orthogonal part.
+    if base.shape[-2] != base.shape[-1]:  # Nothing is orthogonal to the columns of a square base.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base

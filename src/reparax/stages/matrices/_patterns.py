@@ -381,7 +381,7 @@ def eigen(w: Array) -> tuple[Array, Array]:
 
 
 def positive_eigen(w: Array) -> tuple[Array, Array]:
-    """Does the same as :func:`eigen`, but raises small eigenvalues to a value that is nonzero despite rounding."""
+    """Does the same as :func:`eigen`, but raises small or negative eigenvalues to a value that rounding cannot hide."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 

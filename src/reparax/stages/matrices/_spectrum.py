@@ -102,7 +102,7 @@ class LowRank(RowsAndColumns, Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
-    """Returns balanced factors of the nearest matrix of this rank, padded with zeros beyond the size of ``w``."""
+    """Returns balanced factors of the nearest matrix of this rank, padded with zeros if ``rank`` exceeds its size."""
     left_vectors, singular, right_vectors = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
@@ -160,7 +160,7 @@ class Kronecker(RowsAndColumns, Constraint):
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
     def _rearrange(self, w: Array) -> Array:
-        """Rearranges W to one row per entry of A and one column per entry of B, of rank 1 for a Kronecker product."""
+        """Rearranges W to one row per entry of A and one column per entry of B; a Kronecker product gets rank 1."""
         blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
@@ -389,7 +389,7 @@ class SpecialLinear(_SingularValues):
         logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # Logarithms near 0 have small rounding errors.
         count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
         sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
-        # Zeros get the value that makes the determinant 1, but at most `least`, so that they stay zero up to rounding.
+        # Zeros become the value that makes the determinant 1, but at most `least`, to stay zero up to rounding.
         log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
         s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)

@@ -98,7 +98,7 @@ class WeightNorm(_PerChannel):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        if self.detach:  # Here `v` may be the base of an adapter, which must equal `w`.
+        if self.detach:  # Keep `v = w`: it may be the base of an adapter, which must equal the weights.
             return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 

@@ -318,7 +318,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """Returns the output axis of a convolution's kernel in a list, which is empty if ``columns`` is not such an axis."""
+        """Returns a convolution's output axis in a list; the list is empty if it is not the first or last axis."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
