@@ -306,7 +306,7 @@ def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Returns the first rows of R and the first columns of Q, transposed, where ``w.T = Q R``."""
+    """Returns the first rows of R and the first columns of Q, both transposed, where ``w.T = Q R``."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T
