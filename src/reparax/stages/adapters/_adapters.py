@@ -1,8 +1,8 @@
-"""Adapters: trained changes of fixed weights, such as low-rank differences, factors, slices and rotations.
+"""Adapters: trained changes to fixed weights, such as low-rank differences, factors, slices and rotations.
 
 Most of these stages store the array of the model as the *base*, the fixed raw value ``w``, and train other raw values,
-which initially change nothing. In a chain, stages that store or freeze weights act on the base, all others on the
-trained values.
+which initially change nothing. In a chain, earlier stages that store or freeze weights act on the base, and all other
+earlier stages act on the trained values.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a fini
 
 
 class Delta(Reparametrization):
-    r"""A trained difference of full size to fixed weights: :math:`w = w_0 + x`.
+    r"""A trained, full-size difference added to fixed weights: :math:`w = w_0 + x`.
 
     Raw values: ``x`` (main), like ``w``, initially zeros; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
-    store or freeze act on the base: ``Quantized("int8") >> Delta()``.
+    store or freeze weights act on the base, as in ``Quantized("int8") >> Delta()``.
 
     Args:
-      strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls
-        towards the base (L2-SP). A number that is not negative, or a traced scalar.
+      strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls the
+        weights towards the base (L2-SP). Takes a non-negative number or a traced scalar.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
@@ -94,9 +94,9 @@ class Hadamard(Reparametrization):
     r"""The elementwise product of two trained arrays (LoHa): :math:`w = x \odot y`.
 
     Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
-    bit, and a ``w`` of zeros trains. Earlier stages act on both: ``LowRank(4) >> Hadamard()`` is a product of two
-    matrices of rank 4. Its rank is up to 16, but it starts at rank 4. Followed by ``Delta``, which makes it start at
-    zero, it is LoHa.
+    bit, and even a ``w`` of zeros can train. Earlier stages act on both raw values: ``LowRank(4) >> Hadamard()`` is the
+    elementwise product of two matrices of rank 4. The product can reach rank 16, but starts at rank 4. Followed by
+    ``Delta``, which makes the product start at zero, it is LoHa.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -127,14 +127,14 @@ class Hadamard(Reparametrization):
 class Gain(Reparametrization):
     r"""Weights times trained factors (IA3): :math:`w = g \, x`.
 
-    Raw values: ``w`` (main), x, like ``w``; ``g`` (auxiliary), real, with the sizes of ``axis``, or a scalar; initially
-    ones, in float32 for half-precision weights. ``init`` is exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is IA3 on
-    the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the
-    sigma-reparametrization.
+    Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``g`` (auxiliary), a real array with
+    the sizes of ``axis``, or a scalar. ``g`` starts at ones, and is in float32 for half-precision weights. ``init`` is
+    exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs of a kernel ``(in, out)``, and with
+    ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
 
     Args:
-      axis: The axes with one factor per index, by number or by name. Default: None, one factor for the whole
-        array; ``"each"`` for one factor of each weight.
+      axis: The axes that have one factor per index, by number or by name. ``"each"`` gives every weight its own
+        factor. Default: None, one factor for the whole array.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -172,7 +172,7 @@ class Gain(Reparametrization):
 
 
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The indices as a tuple of integers. Raises an error if there are none, or if one is negative or occurs twice."""
+    """Returns the indices as a tuple. Raises an error if there are none, or if one is negative or repeated."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
@@ -183,13 +183,14 @@ def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
 class TrainableSlices(Reparametrization):
     r"""Fixed weights with a few trainable slices, such as the rows of new tokens in a table.
 
-    Raw values: ``x`` (main), these slices, like ``w`` with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
-    base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
-    ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains two tokens.
+    Raw values: ``x`` (main), these slices, like ``w`` but with ``len(indices)`` entries along ``axis``; ``w`` (fixed),
+    the base, like ``w``. The effective array is the base, with the slices of ``x`` written over its own at ``indices``.
+    ``init`` is exact, bit for bit. ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains only the
+    rows of tokens 5 and 7.
 
     Args:
-      indices: The indices of the slices, from 0.
-      axis: The axis along which they are counted, by number or by name.
+      indices: The indices of the trainable slices, counted from 0.
+      axis: The axis that ``indices`` refers to, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -236,18 +237,18 @@ class TrainableSlices(Reparametrization):
 class Rotated(RowsAndColumns):
     r"""Fixed weights times a trained block-diagonal matrix (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, initially identities; ``w``
-    (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the
-    angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision matrices are
-    computed in float32.
+    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, each with n rows and initially an identity
+    matrix; ``w`` (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks this is OFT,
+    which preserves the angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision
+    matrices are computed in float32.
 
     Args:
       num_blocks: The number of blocks; it must divide the number of rows.
-      block_share: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
+      block_share: Whether all blocks are the same matrix; if so, ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
+      rows, columns: As for :class:`LoRA`: the rows are the inputs of a kernel ``(in, out)``.
 
     Raises:
       TypeError: If ``num_blocks`` or ``block_share`` has the wrong type.
@@ -285,34 +286,34 @@ class Rotated(RowsAndColumns):
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
-    """The factor A, uniform within the bound that PEFT uses."""
+    """Draws the factor A from the uniform distribution whose bounds PEFT uses, plus or minus ``1 / sqrt(rows)``."""
     bound = w.shape[0] ** -0.5
     return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
 
 
 def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
-    """The factor A, normal with standard deviation ``1 / rank``."""
+    """Draws the factor A from the normal distribution with standard deviation ``1 / rank``."""
     return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
 
 
 def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Factors of equal norms, whose scaled product is the part of ``w`` with the largest singular values."""
+    """Returns balanced factors whose product, times ``scaling``, is the best approximation of ``w`` of this rank."""
     u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
-    nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
+    nonzero_root = jnp.where(root == 0, 1, root)  # One factor stays nonzero, so that a zero matrix can train.
     a = u[:, :rank] * (jnp.sign(scaling) * root).astype(u.dtype)[None]
     return a, nonzero_root.astype(vh.dtype)[:, None] * vh[:rank]
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Factors from the QR decomposition of the transposed ``w``: the first rows of R and the first columns of Q."""
+    """Returns the first rows of R and the first columns of Q, both transposed, where ``w.T = Q R``."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T
 
 
 def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
-    """Factors of equal norms whose product is the matrix of this smaller rank that is nearest to ``a @ b``."""
+    """Returns balanced factors whose product is the matrix of the smaller rank ``rank`` nearest to ``a @ b``."""
     (q, r), (q_of_rows, r_of_rows) = jnp.linalg.qr(widened(a)), jnp.linalg.qr(adjoint(widened(b)))
     u, singular, vh = jnp.linalg.svd(product(r, adjoint(r_of_rows)), full_matrices=False)
     root = jnp.sqrt(singular[:rank])
@@ -328,15 +329,16 @@ InitWeights = Literal["kaiming", "gaussian", "pissa", "olora"]
 
 
 class LoRA(RowsAndColumns):
-    r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
+    r"""A low-rank difference added to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
     base :math:`W_0`, like ``W``. If there are several column axes, ``b`` has all of them, as in ``(rank, heads, dim)``,
     and ``a`` has all row axes. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
     the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
-    Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
-    computed in float32. Both factors start in the dtype of W; in bfloat16 the small steps of an optimizer round to
-    nothing, so cast the free values of ``rpx.partition(raw)`` to float32, which ``apply`` accepts.
+    Earlier stages act on ``a`` and ``b``, except that stages that store or freeze weights act on the base.
+    Half-precision matrices are computed in float32. Both factors start in the dtype of W. In bfloat16, the small steps
+    of an optimizer can be lost to rounding, so cast the free values of ``rpx.partition(raw)`` to float32, which
+    ``apply`` accepts.
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
@@ -351,23 +353,24 @@ class LoRA(RowsAndColumns):
     the trainable values. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
-    With ``init_weights="pissa"`` and ``"olora"`` the base becomes W without the difference, so save the whole raw tree.
+    With ``init_weights="pissa"`` and ``"olora"``, the base becomes W minus the difference, so save the whole raw tree.
 
     Args:
-      rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
-        default of 8 does on a layer of two outputs.
-      alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
-      use_rslora: Whether :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
-      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
-        ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
-        singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
-        ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
-        :math:`c A B`.
+      rank: The rank r of the difference, at least 1. If B starts at zero, the rank may exceed ``min(rows, columns)``,
+        as PEFT's default of 8 does on a layer with two outputs.
+      alpha: A number or a traced scalar that sets the factor :math:`c = \alpha / r`; with 0, the effective weights are
+        the base. Default: None, for :math:`c = 1`.
+      use_rslora: Whether to use :math:`c = \alpha / \sqrt r` instead (rsLoRA). Has no effect without ``alpha``.
+      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}` and B is zero, as in
+        PEFT. ``"gaussian"``: A is normal with the standard deviation :math:`1 / r` and B is zero. ``"pissa"``: the
+        ``r`` largest singular values move from the base into :math:`c A B`, split evenly between both factors.
+        ``"olora"``: with :math:`W^T = Q R`, ``b`` is the first columns of Q and ``a`` the first rows of R, both
+        transposed; the base is W minus :math:`c A B`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
-      rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
-        first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
+      rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
+        a matrix, its first axis. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
         and equinox, pass ``rows=1``.
       columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the outputs, as for
         :class:`WeightNorm`.
@@ -434,28 +437,28 @@ class LoRA(RowsAndColumns):
         return (x + self._difference(values["a"], values["b"]).astype(x.dtype)).astype(values["w"].dtype)
 
     def _factor(self, like: Array) -> Array:
-        """The factor c of the difference."""
+        """Returns the factor c of the difference, as a real scalar for arrays of the dtype of ``like``."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
         return scalar(self.alpha, like.real) / self._divisor
 
     @property
     def _divisor(self) -> float:
-        """The number by which alpha is divided."""
+        """The number that divides ``alpha`` in the factor c."""
         return self.rank**0.5 if self.use_rslora else self.rank
 
     def _difference(self, a: Array, b: Array) -> Array:
-        """The difference to the base, :math:`c A B`."""
+        """Computes the difference :math:`c A B` that is added to the base."""
         a, b = widened(a), widened(b)
         return self._factor(a).astype(a.dtype) * product(a, b)
 
     def _has_same_factor(self, other: LoRA) -> bool:
-        """Whether both stages are known to have the same factor c."""
+        """Returns whether both stages have the same factor c; False if either ``alpha`` is an array."""
         factors = [1.0 if stage.alpha is None else stage.alpha / stage._divisor for stage in (self, other)]
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
     def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
-        """The values of ``old`` for this stage. They give the same difference, or the nearest one of a smaller rank."""
+        """Converts raw values of ``old`` to this stage, keeping the difference or its nearest one of smaller rank."""
 
         def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
             a, b = values["a"], values["b"]
@@ -484,15 +487,16 @@ class VeRA(RowsAndColumns):
     :math:`D(d)` is the diagonal matrix of a vector d.
 
     Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
-    :math:`W_0`, like ``W``. A of shape ``(rows, rank)`` and B of ``(rank, columns)`` depend only on ``seed`` and their
-    shapes, so all arrays of one shape share them. They are uniform with the bounds :math:`\sqrt{6 / \text{rows}}` and
-    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for
-    bit. Half-precision matrices are computed in float32.
+    :math:`W_0`, like ``W``. The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` depend
+    only on ``seed`` and their shapes, so all arrays of one shape share them. They are uniform with the bounds
+    :math:`\sqrt{6 / \text{rows}}` and :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``d_initial`` and ``b`` at
+    zero, so ``init`` is exact, bit for bit. Half-precision matrices are computed in float32.
 
     Args:
-      rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
+      rank: The rank r of the difference, at least 1. It may exceed ``min(rows, columns)``, because A and B are never
+        stored.
       d_initial: The initial value of ``d``.
-      seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
+      seed: The seed of A and B. Save it with the raw values; ``to_json`` includes it.
       where: As for :class:`LoRA`, with the same default.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
@@ -529,7 +533,7 @@ class VeRA(RowsAndColumns):
         return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
 
     def factors(self, w: Array) -> tuple[Array, Array]:
-        """The random factors A and B for a matrix like ``w``."""
+        """Draws the random factors A and B for a matrix like ``w``, from ``seed`` and the shapes alone."""
         key = jax.random.key(self.seed, impl="threefry2x32")
         dtype = widened(w).real.dtype
         a_random = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
@@ -538,7 +542,10 @@ class VeRA(RowsAndColumns):
 
 
 def _draw_uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
-    """Uniform numbers that do not depend on JAX's settings or on the dtype and mesh of ``w``."""
+    """Draws uniform numbers with the bound ``sqrt(6 / inputs)``.
+
+    They do not depend on JAX's settings or on the dtype and mesh of ``w``.
+    """
     words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
     bound = math.sqrt(6 / max(inputs, 1))
     return (words >> 8).astype(jnp.float32) * (2 * bound / 2**24) - bound

@@ -1,8 +1,8 @@
 """Stages for orthogonal matrices.
 
 The effective matrix is a fixed orthogonal matrix, the *base*, moved by a free matrix ``x`` of the same shape. The
-functions ``cayley``, ``exponential`` and ``householder`` return the moved matrix, which is the base for ``x = 0``. They
-take tall or square matrices; ``_Orthonormal`` transposes wide ones.
+functions ``cayley``, ``exponential`` and ``householder`` return the moved matrix; for ``x = 0`` it is the base itself.
+They take tall or square matrices; ``_Orthonormal`` transposes wide ones.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """Splits ``x`` into a skew matrix, which rotates the base within its columns, and the part orthogonal to these."""
+    """Splits ``x`` into a skew matrix, which rotates the base within its span, and a part orthogonal to that span."""
     along = product(adjoint(base), x)
     return along - adjoint(along), x - product(base, along)
 
 
 def cayley(base: Array, x: Array) -> Array:
-    r"""The Cayley map :math:`(I - A/2)^{-1} (I + A/2) B`, where B is the base and :math:`A = X B^H - B X^H`.
+    r"""Computes the Cayley map :math:`(I - A/2)^{-1} (I + A/2) B` for the base B, where :math:`A = X B^H - B X^H`.
 
     For a base of shape ``(n, k)``, block elimination leaves only a k x k system to solve.
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # nothing is orthogonal to the columns of a square base
+    if base.shape[-2] != base.shape[-1]:  # Nothing is orthogonal to the columns of a square base.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
 
 
 def exponential(base: Array, x: Array) -> Array:
-    r"""The exponential map :math:`e^A B`, where B is the base and :math:`A = X B^H - B X^H`.
+    r"""Computes the exponential map :math:`e^A B` for the base B, where :math:`A = X B^H - B X^H`.
 
-    For a base of shape ``(n, k)``, A acts within the span of the base and of the part of ``x`` orthogonal to it, so the
-    exponential of a 2k x 2k matrix is enough.
+    For a base of shape ``(n, k)``, A acts only within the span of the base and of the component of ``x`` orthogonal to
+    it, so the exponential of a 2k x 2k matrix is enough.
     """
     skew, across = _split_by_base(base, x)
     if base.shape[-2] == base.shape[-1]:
@@ -57,11 +57,11 @@ def exponential(base: Array, x: Array) -> Array:
 
 
 def householder(base: Array, x: Array) -> Array:
-    r"""The base after k reflections, :math:`-H_1 \cdots H_k B`.
+    r"""Applies k reflections to the base and negates the result, :math:`-H_1 \cdots H_k B`.
 
-    :math:`H_j` reflects along :math:`b_j` plus the part of :math:`x_j` that is orthogonal to :math:`b_1, \ldots, b_j`.
-    At ``x = 0`` the reflections negate each column of the base, hence the minus sign. The product of the reflections is
-    :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
+    :math:`H_j` reflects along :math:`b_j` plus the component of :math:`x_j` orthogonal to :math:`b_1, \ldots, b_j`.
+    For ``x = 0`` the reflections negate each column of the base, hence the minus sign. The product of the reflections
+    is :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
     """
     vectors = base + x - product(base, jnp.triu(product(adjoint(base), x)))
     gram = product(adjoint(vectors), vectors)
@@ -77,7 +77,7 @@ OrthogonalMap = Literal["cayley", "expm", "householder"]
 
 
 class _Orthonormal(RowsAndColumns, Constraint):
-    """The base class of this file's stages: a free matrix ``x`` moves the effective matrix away from a fixed base."""
+    """The base class of the stages here, in which a free matrix ``x`` moves the effective matrix from a fixed base."""
 
     map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 
@@ -106,29 +106,29 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._effective_matrix(values))}
 
     def _effective_matrix(self, values: dict[str, Array]) -> Array:
-        """The effective matrix. The transpose of a wide matrix is computed first, as the maps need tall matrices."""
+        """Computes the effective matrix. Wide matrices are transposed, because the maps take tall or square ones."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
 
     def nearest(self, w: Array) -> Array:
-        """The matrix in the image that is nearest to ``w``."""
+        """Returns the matrix in the image of the stage that is nearest to ``w``."""
         return polar(w)
 
     def move(self, base: Array, x: Array) -> Array:
-        """The effective matrix for ``base`` and ``x``, both with at least as many rows as columns."""
+        """Computes the effective matrix from ``base`` and ``x``, which have at least as many rows as columns."""
         return _MAPS[self.map](base, x)
 
 
 class Orthogonal(_Orthonormal):
-    r"""Orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+    r"""Matrices with orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
     Raw values: ``x`` (main), like ``w``; ``base`` (fixed), an orthogonal matrix of the shape of ``w``, in float32 for
     half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
-    (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
-    X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
-    the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
-    base. The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to the current
+    (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and B multiplied by reflections, one for each column of
+    X (``"householder"``). ``init`` gives ``x = 0``. The base is ``w`` if ``w`` is orthogonal, and otherwise the nearest
+    such matrix, the polar factor of ``w``. So ``init`` is exact on the image, and weight decay pulls towards the base.
+    The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to the current
     matrix. For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
@@ -161,8 +161,9 @@ class Orthogonal(_Orthonormal):
 class SpecialOrthogonal(_Orthonormal):
     r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
-    Raw values and maps as for :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the nearest
-    rotation: the polar factor, with the direction of the smallest singular value reversed if its determinant is -1.
+    The raw values and maps are those of :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the
+    nearest rotation: the polar factor, with the direction of the smallest singular value reversed if its determinant
+    is -1.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -196,9 +197,9 @@ class SpecialOrthogonal(_Orthonormal):
 
 
 class Stiefel(_Orthonormal):
-    r"""Orthonormal columns of tall matrices, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
+    r"""Tall matrices with orthonormal columns, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
-    Raw values, maps and ``init`` as for :class:`Orthogonal`, which also takes wide matrices.
+    The raw values, the maps and ``init`` are those of :class:`Orthogonal`, which also takes wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -232,11 +233,11 @@ class Stiefel(_Orthonormal):
 
 
 class Grassmann(_Orthonormal):
-    r"""Subspaces of dimension k in n > k dimensions, each given by orthonormal columns Q that span it.
+    r"""Subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
 
-    Raw values, maps and ``init`` as for :class:`Orthogonal`, but only the part of X orthogonal to the base counts,
-    :math:`X - B B^H X`: Q moves with its subspace and does not rotate within it. The output of your model should depend
-    only on the subspace, not on the choice of Q.
+    The raw values, the maps and ``init`` are those of :class:`Orthogonal`, but only the component of X orthogonal to
+    the base counts, :math:`X - B B^H X`: Q moves with its subspace and does not rotate within it. The output of your
+    model should depend only on the subspace, not on the choice of Q.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.

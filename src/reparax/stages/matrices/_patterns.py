@@ -1,7 +1,7 @@
 """Matrices with a pattern of equal or zero entries, positive definite matrices, and projections from other spaces.
 
 A *pattern* (``_Pattern``) is a square matrix whose entries are all 0 or taken from a vector ``x``, the raw value. Each
-subclass has a function from the row and column of an entry to its index in ``x``.
+subclass defines a function that maps the row and column of an entry to its index in ``x``.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ class _Pattern(RowsAndColumns, Constraint):
         return with_zero[..., self._indices(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # the raw values are entries of the matrix
+        return jnp.zeros((), values["x"].real.dtype)  # The raw values are themselves entries of the matrix.
 
     def _indices(self, n: int) -> Array:
-        """The index in ``x`` of each entry of an n x n matrix; -1 for a zero."""
+        """Returns the index in ``x`` of each entry of an n x n matrix, and -1 for entries that are always zero."""
         i, j = jnp.indices((n, n))
         return self._index_of_entry(i, j, n)
 
     @abstractmethod
     def _length(self, n: int) -> int:
-        """The length of ``x`` for an n x n matrix."""
+        """Returns the length of ``x`` for an n x n matrix."""
 
     @abstractmethod
     def _index_of_entry(self, i: Array, j: Array, n: int) -> Array:
-        """The index in ``x`` of the entry in row i and column j of an n x n matrix; -1 for a zero."""
+        """Maps entry (i, j) of an n x n matrix to its index in ``x``, or to -1 if the entry is always zero."""
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """The index of entry (i, j) in a lower triangle that is stored row by row, and -1 above the triangle.
+    """Returns the index of entry (i, j) in a lower triangle that is stored row by row, or -1 outside the triangle.
 
     If ``strict``, the triangle excludes the diagonal.
     """
@@ -85,7 +85,7 @@ def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
 
 
 def _triangle_size(n: int, *, strict: bool) -> int:
-    """The number of entries in a triangle of ``n`` rows, not counting the diagonal if ``strict``."""
+    """Returns the number of entries in a triangle of ``n`` rows, not counting the diagonal if ``strict``."""
     return n * (n - 1) // 2 if strict else n * (n + 1) // 2
 
 
@@ -157,11 +157,11 @@ class Triangular(_Pattern):
     r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row, or the upper triangle
-    column by column; with a unit diagonal, n (n - 1) / 2. ``init`` keeps these numbers; it is exact for triangular
-    matrices, and otherwise starts at the nearest one.
+    column by column. With a unit diagonal, the diagonal is not stored, and ``x`` has n (n - 1) / 2 numbers. ``init``
+    keeps these numbers; it is exact for such triangular matrices, and otherwise starts at the nearest one.
 
     Args:
-      lower: Lower triangular (zeros above the diagonal) if true, upper triangular if false.
+      lower: Whether the matrices are lower triangular (zeros above the diagonal) rather than upper triangular.
       unit_diagonal: Whether the diagonal is fixed to ones.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -333,15 +333,15 @@ class BlockDiagonal(RowsAndColumns, Constraint):
 
 
 class Fibration(Reparametrization):
-    r"""An array that is a projection from a total space: :math:`w = \pi(x)`.
+    r"""An array projected from a larger, total space: :math:`w = \pi(x)`.
 
-    It connects a stage on the total space with the model: in ``inner >> Fibration(project, embed)``, ``inner`` (a stage
-    or a chain) computes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), in the total space.
+    It connects a stage on the total space to the model: in ``inner >> Fibration(project, embed)``, ``inner`` (a stage
+    or a chain) computes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), a point of the total space.
     ``init`` gives ``x = embed(w)``; it is exact if ``project(embed(w)) == w``. The chain is exact if, in addition,
     ``embed(w)`` is in the image of ``inner``.
 
     Args:
-      project: The function from the total space to the shape of the effective array.
+      project: The function that maps a point of the total space to the effective array.
       embed: A right inverse of ``project``.
       where: Which arrays to act on; pass the same ``where`` to the stages before it. Default: every floating or complex
         parameter.
@@ -376,48 +376,48 @@ class Fibration(Reparametrization):
 
 
 def eigen(w: Array) -> tuple[Array, Array]:
-    """The eigenvalues, in ascending order, and the eigenvectors of the symmetric or Hermitian part of ``w``."""
+    """Computes the ascending eigenvalues and the eigenvectors of the symmetric or Hermitian part of ``w``."""
     return jnp.linalg.eigh(w / 2 + adjoint(w) / 2, symmetrize_input=False)
 
 
 def positive_eigen(w: Array) -> tuple[Array, Array]:
-    """As :func:`eigen`, but smaller eigenvalues are raised to a value that rounding distinguishes from zero."""
+    """Does the same as :func:`eigen`, but raises small or negative eigenvalues to a value that rounding cannot hide."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
 
 def cholesky(values: Array, vectors: Array) -> Array:
-    """The Cholesky factor of a matrix, from its eigenvalues and eigenvectors. Eigenvalues may be very small."""
+    """Computes the Cholesky factor of a matrix from its eigenvalues, which may be very small, and eigenvectors."""
     upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
     return upper.mT * jnp.where(_diagonal_of(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
 
 
 def _diagonal_of(w: Array) -> Array:
-    """The diagonal of each matrix."""
+    """Returns the diagonal of each matrix in a batch."""
     return jnp.diagonal(w, axis1=-2, axis2=-1)
 
 
 def _set_diagonal(w: Array, diagonal: Array) -> Array:
-    """The matrices with their diagonals replaced by ``diagonal``."""
+    """Replaces the diagonals of the matrices ``w`` by ``diagonal``."""
     return jnp.where(identity(w) == 1, diagonal[..., None], w)
 
 
 def cholesky_of_entries(x: Array) -> Array:
-    """The lower triangular matrix with entries ``x``, where softplus is applied to those on the diagonal."""
+    """Builds the lower triangular matrix with the entries ``x``, applying softplus to the diagonal entries."""
     lower = Triangular().apply_leaf({"x": widened(x)})
     return _set_diagonal(lower, jax.nn.softplus(_diagonal_of(lower)))
 
 
 def entries_of_cholesky(lower: Array) -> Array:
-    """The inverse of :func:`cholesky_of_entries`."""
+    """Inverts :func:`cholesky_of_entries`: returns the entries ``x`` for a lower triangular matrix."""
     return Triangular().init_leaf(_set_diagonal(lower, softplus_inverse(_diagonal_of(lower))))["x"]
 
 
 def _matrix_exponential(s: Array) -> Array:
-    """The exponential of a symmetric matrix, as the fourth power of the exponential of a quarter of it.
+    """Computes the exponential of a symmetric matrix as the fourth power of the exponential of a quarter of it.
 
-    The Padé approximation of ``expm`` loses digits if eigenvalues are far from zero, so their mean is subtracted
-    first. The result is a square, so it has no negative eigenvalue.
+    The Padé approximation in ``expm`` loses digits if eigenvalues are far from zero, so their mean is subtracted
+    first. The result is the square of a symmetric matrix, so it has no negative eigenvalue.
     """
     mean = jnp.mean(_diagonal_of(s), axis=-1)[..., None, None]
     quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
@@ -431,16 +431,16 @@ DefiniteMap = Literal["cholesky", "expm"]
 class PositiveDefinite(RowsAndColumns, Constraint):
     r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, with softplus
-    applied on its diagonal (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for positive
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the lower triangle, row by row, of L, with softplus
+    applied to its diagonal (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for positive
     definite matrices, if the dtype distinguishes the smallest eigenvalue from zero. Other matrices are made symmetric,
     and their eigenvalues are raised to at least 2 n machine epsilons times the largest. S holds logarithms, so with
-    ``"expm"`` very large and very small eigenvalues have larger relative errors. Samples are Wishart matrices with mean
-    I.
+    ``"expm"`` very large and very small eigenvalues have larger relative errors. Samples are Wishart matrices whose
+    mean is the identity.
 
     Args:
-      map: ``"cholesky"``, which is cheaper and has a :meth:`log_det`, or ``"expm"``, which does not depend on the order
-        of rows.
+      map: ``"cholesky"``, which is cheaper and has a :meth:`log_det`, or ``"expm"``, which treats all rows and columns
+        alike, whatever their order.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
@@ -495,7 +495,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = positive_eigen(x)  # computed without raw values, whose rounding should not count
+        values, vectors = positive_eigen(x)  # Raw values are left out, so that their rounding does not count.
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
@@ -510,13 +510,14 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
     Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image up to rounding; elsewhere it starts
-    at the nearest such matrix, with the ``rank`` largest eigenvalues and zero for negative ones. Columns of eigenvalue
-    zero start with a tiny norm, below rounding in W, so that they can train. A matrix without positive eigenvalues is
-    an error: the nearest point is zero, where the gradient is zero, and it would never train. With
-    ``outside="unchecked"`` it starts at zero. Samples are Wishart matrices with mean I.
+    at the nearest such matrix, which keeps the ``rank`` largest eigenvalues and replaces negative ones by zero. A
+    column of ``x`` for an eigenvalue of zero starts with a tiny norm, below rounding in W, so that it can train. A
+    matrix without positive eigenvalues is an error: the nearest point is zero, where the gradient is zero, so the
+    matrix would never train. With ``outside="unchecked"`` it starts at zero. Samples are Wishart matrices whose mean
+    is the identity.
 
     Args:
-      rank: Largest rank of the effective matrix, between 1 and n; None for n.
+      rank: The largest rank of the effective matrix, between 1 and n; None means n.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

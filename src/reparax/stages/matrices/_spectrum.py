@@ -1,7 +1,7 @@
 """Low-rank matrices, Kronecker products, and matrices whose singular values are constrained.
 
-The stages with constrained singular values share the base class ``_SingularValues``. A subclass gives the function f
-from free numbers ``s`` to singular values, as ``spectrum``, and its inverse, as ``coordinates``.
+The stages with constrained singular values share the base class ``_SingularValues``. A subclass defines ``spectrum``,
+the function f that maps free numbers ``s`` to singular values, and its inverse, ``coordinates``.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class LowRank(RowsAndColumns, Constraint):
 
     Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
     singular value decomposition and splits the singular values evenly between the factors. It is exact if ``W`` has
-    rank at most ``rank``; otherwise ``apply(init(W))`` is the nearest such matrix in Frobenius norm. For a singular
-    value of zero, the row of ``v`` is random with norm 1, so that a zero matrix trains with any gradient.
-    Half-precision matrices are computed in float32.
+    rank at most ``rank``; otherwise ``apply(init(W))`` is the nearest such matrix in Frobenius norm. The row of ``v``
+    for a singular value of zero is random with norm 1, so that even a zero matrix can train. Half-precision matrices
+    are computed in float32.
 
     Args:
-      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` it may be
-        larger, as for adapters of PEFT on narrow layers: the additional columns of ``u`` start at zero.
+      rank: The largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` it may
+        be larger, as in PEFT's adapters on narrow layers: the additional columns of ``u`` start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked.
-      rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
-        first axis of a matrix. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
+      rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
+        a matrix, its first axis. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
         there are several row axes, the raw values have them too.
-      columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the outputs, if the class of the
-        layer determines them, or the last axis of a matrix. Other arrays are refused.
+      columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the output axes, if the class of
+        the layer determines them, or the last axis of a matrix. Other arrays raise an error.
 
     Raises:
       TypeError: If ``rank`` has the wrong type.
@@ -81,7 +81,7 @@ class LowRank(RowsAndColumns, Constraint):
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
     transposes: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # no key is required, as only rows of zeros are random
+    random_init: ClassVar[Any] = False  # No key is required, because only the rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
@@ -102,7 +102,7 @@ class LowRank(RowsAndColumns, Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
-    """Factors of the nearest matrix of this rank, padded with zeros if there are fewer singular values than that."""
+    """Returns balanced factors of the nearest matrix of this rank, padded with zeros if ``rank`` exceeds its size."""
     left_vectors, singular, right_vectors = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
@@ -116,12 +116,12 @@ class Kronecker(RowsAndColumns, Constraint):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
     Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
-    exact on the image. Elsewhere it starts at the nearest product in Frobenius norm: the first singular triple of W,
-    rearranged with the entries of A as rows and those of B as columns. For a zero matrix ``b`` is random with norm 1,
-    so that it trains.
+    exact on the image. Elsewhere it starts at the nearest Kronecker product in Frobenius norm, which it finds by
+    rearranging W, with one row per entry of A and one column per entry of B, and taking the largest singular value
+    with its singular vectors. For a zero matrix, ``b`` is random with norm 1, so that the matrix can train.
 
     Args:
-      shape: The shape of A, which must divide that of W.
+      shape: The shape of A; each size must divide that of W.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -145,7 +145,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     shape: tuple[int, int] = field(check_two)
 
-    random_init: ClassVar[Any] = False  # no key is required, as only rows of zeros are random
+    random_init: ClassVar[Any] = False  # No key is required, because only the rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return not_divisible_error(self.shape, w)
@@ -160,13 +160,13 @@ class Kronecker(RowsAndColumns, Constraint):
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
     def _rearrange(self, w: Array) -> Array:
-        """W with one row per entry of A and one column per entry of B; of rank 1 if W is a Kronecker product."""
+        """Rearranges W to one row per entry of A and one column per entry of B; a Kronecker product gets rank 1."""
         blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 
     def _reshape_factors(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
-        """The matrices A and B, from the two vectors whose product is the rearranged W."""
+        """Reshapes the two vectors whose product is the rearranged W to the matrices A and B."""
         rows, columns = self.shape
         *batch, n, m = w.shape
         return {
@@ -176,7 +176,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
 
 class _SingularValues(RowsAndColumns, Constraint):
-    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`; the Cayley map moves U and V away from fixed bases."""
+    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`, where the Cayley map moves U and V from fixed bases."""
 
     raw_values: ClassVar[Values] = {
         "u": main(decays=False, axes=("rows", "rank")),
@@ -209,23 +209,24 @@ class _SingularValues(RowsAndColumns, Constraint):
         return {**values, **rebase_side("u"), **rebase_side("v")}
 
     def rank_of(self, w: Array) -> int:
-        """The number of singular values of the effective matrix."""
+        """Returns how many singular values the stage sets in a matrix like ``w``; the others, if any, are zero."""
         return min(w.shape[-2:])
 
     def left_vectors(self, u: Array, vh: Array) -> Array:
-        """The initial left singular vectors, from the singular value decomposition; a subclass may change signs."""
+        """Returns the initial left singular vectors, given the SVD's ``u`` and ``vh``; a subclass may change signs."""
         del vh
         return u
 
     @abstractmethod
     def spectrum(self, s: Array) -> Array:
-        """The singular values f(s)."""
+        """Maps the free numbers ``s`` to the singular values f(s)."""
 
     @abstractmethod
     def coordinates(self, singular: Array, least: Array) -> Array:
-        """The ``s`` that give these singular values, of which those up to ``least`` are zero up to rounding.
+        """Returns the ``s`` that ``spectrum`` maps to these singular values.
 
-        Singular values outside the range of ``spectrum`` are replaced by nearby ones.
+        Singular values up to ``least`` count as zero, because they may be rounding errors. Those outside the range of
+        ``spectrum`` are replaced by nearby ones.
         """
 
 
@@ -233,7 +234,7 @@ _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that i
 
 
 class _BoundedBelow(_SingularValues):
-    r"""Singular values above ``eps``: :math:`f(s) = \epsilon + log(1 + e^s)`."""
+    r"""Matrices whose singular values exceed ``eps``: :math:`f(s) = \epsilon + \log(1 + e^s)`."""
 
     eps: float = field(_EPS, default=1e-6, kw_only=True)
 
@@ -257,11 +258,12 @@ class _BoundedBelow(_SingularValues):
 class FixedRank(_BoundedBelow):
     r"""A matrix of rank exactly ``rank``: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which move the singular vectors
-    from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real. Fixed: ``base_u``
-    and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular value decomposition; it
-    is exact for a matrix of that rank whose singular values exceed ``eps`` and rounding. Otherwise it starts at the
-    nearest such matrix, with twice that bound for smaller singular values. :meth:`update_base` moves the bases.
+    Main raw values: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which move the singular vectors from
+    their bases by the Cayley map, as in :class:`Orthogonal`; and ``s`` of shape ``(rank,)``, real. Fixed raw values:
+    the bases ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
+    value decomposition; it is exact for a matrix of that rank whose singular values exceed ``eps`` and rounding
+    errors. Otherwise it takes the nearest matrix of that rank, and raises smaller singular values to twice that bound.
+    :meth:`update_base` moves the bases to the current singular vectors.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
@@ -299,9 +301,9 @@ class FixedRank(_BoundedBelow):
 class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values as for :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: if it is
-    positive initially, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as
-    for :class:`FixedRank`; a singular matrix starts at the nearest matrix in the image.
+    The raw values are those of :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: if
+    it is positive initially, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact under the
+    same conditions as for :class:`FixedRank`; a singular matrix starts at a nearby matrix in the image.
 
     Args:
       eps: The lower bound of all singular values.
@@ -332,9 +334,10 @@ class Invertible(_BoundedBelow):
 class SpecialLinear(_SingularValues):
     r"""A square matrix with determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
-    Raw values as for :class:`FixedRank` with full rank. ``init`` is exact on the image. Any other matrix is scaled to
-    determinant 1; if its determinant is negative, the singular vector of its smallest singular value changes sign
-    first. Singular values below rounding are replaced by values that make the determinant 1, if possible.
+    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact on the image. Any other matrix is
+    scaled to determinant 1; if its determinant is negative, the left singular vector of its smallest singular value
+    changes sign first. Singular values that may be rounding errors are replaced by values that make the determinant 1,
+    if possible.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -361,12 +364,12 @@ class SpecialLinear(_SingularValues):
         return without_reflection(u, vh)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether the determinant is 1, up to rounding.
+        """Returns whether the determinant is 1, up to rounding.
 
         Args:
           w: A square matrix.
           tolerance: As for :class:`Constraint`. Default: as there, plus the condition number of the matrix times the
-            machine epsilon, as rounding of the entries moves the determinant by that much.
+            machine epsilon, because rounding of the entries changes the determinant by that much.
         """
         if tolerance is not None:
             return super().contains_leaf(w, tolerance)
@@ -383,10 +386,10 @@ class SpecialLinear(_SingularValues):
     def coordinates(self, singular: Array, least: Array) -> Array:
         is_zero = singular <= least
         largest = jnp.max(jnp.where(is_zero, 1, singular), axis=-1, keepdims=True)
-        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # small numbers, with small rounding errors
+        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # Logarithms near 0 have small rounding errors.
         count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
         sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
-        # Zeros get the value that makes the determinant 1, but at most `least`, so that they stay zero up to rounding.
+        # Zeros become the value that makes the determinant 1, but at most `least`, to stay zero up to rounding.
         log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
         s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
@@ -398,8 +401,8 @@ _RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes a number greater th
 class AlmostOrthogonal(_SingularValues):
     r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
 
-    Raw values as for :class:`FixedRank` with full rank. ``init`` is exact on the image up to rounding, and otherwise
-    starts at the nearest such matrix: singular values are clipped to the interval.
+    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact on the image up to rounding, and
+    otherwise starts at the nearest such matrix, whose singular values are clipped to the interval.
 
     Args:
       radius: The largest distance r of a singular value from 1, greater than 0 and at most 1.
@@ -430,6 +433,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        # At the ends of the interval the sine is flat, so s would not train.
+        # The sine is flat at the ends of the interval, so an s that starts there would never train.
         edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

@@ -1,7 +1,7 @@
 """Noise on weights, drawn from a key in each step: Gaussian noise, dropout, and weights with a distribution.
 
-A draw depends on the key and on the array's path. Consecutive noise stages on one array are merged, so ``apply`` draws
-once for all of them.
+The noise depends on the key and on the array's path. Consecutive noise stages on one array are merged where possible,
+so that ``apply`` draws random numbers once for all of them.
 """
 
 from reparax.stages.noise._distributions import Gaussian as Gaussian

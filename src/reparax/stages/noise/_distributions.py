@@ -1,7 +1,7 @@
-"""Stages whose weights have a distribution, of which raw values are the parameters.
+"""Stages whose weights are random, with a distribution whose parameters are the raw values.
 
-``apply`` draws weights from a key, ``mean_leaf`` gives their mean, and ``penalty_leaf`` the term that the loss needs
-for training the distribution: a divergence from a prior, or an expected number of nonzero weights.
+``apply`` draws weights with a key, and ``mean_leaf`` returns their mean. ``penalty_leaf`` returns the term of the loss
+that trains the distribution: a divergence from a prior, or the expected number of nonzero weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Noise = Literal["independent", "factorized"]
 class Gaussian(Reparametrization):
     r"""Weights with a normal distribution: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real, with
+    Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real numbers that determine
     :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in float32 for half-precision
     weights. ``init`` gives ``mean = w`` exactly; ``p.deterministic`` and ``fold`` use the mean. The penalty is the
     Kullback-Leibler divergence from the prior,
@@ -40,20 +40,20 @@ class Gaussian(Reparametrization):
     so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
     :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
 
-    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has :math:`\varepsilon_{ij} =
-    f(a_i) \, f(b_j)`, and a vector, such as a bias, :math:`\varepsilon_j = f(b_j)`, with normal numbers a and b and
-    :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries do not correlate; their variance is :math:`\sqrt{2 / \pi}` in a
-    vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array draws independently; in the paper a
-    bias shares b with its kernel, which changes neither the mean nor the variance of an output. Normal numbers are not
-    truncated, as in the paper and dopamine; dqn_zoo truncates them at 2. This noise has no penalty, as its divergence
-    is not the one above.
+    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has the noise
+    :math:`\varepsilon_{ij} = f(a_i) \, f(b_j)`, and a vector, such as a bias, has :math:`\varepsilon_j = f(b_j)`, with
+    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries are uncorrelated; their variance is
+    :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array draws
+    its noise independently; in the paper a bias shares b with its kernel, which changes neither the mean nor the
+    variance of an output. Normal numbers are not truncated, as in the paper and dopamine; dqn_zoo truncates them at 2.
+    This noise has no penalty, because its divergence from the prior is not the one above.
 
     Args:
-      std: The initial :math:`\sigma`, a positive number, or one for each array, as for :class:`Perturbation`.
+      std: The initial :math:`\sigma`: a positive number, or one for each array, as for :class:`Perturbation`.
       prior: The standard deviation :math:`s` of the prior: a positive number, possibly traced, or one for each array.
       axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
-        weight. None, which would be one for the whole array, is refused.
-      noise: ``"independent"``, a number for each weight, or ``"factorized"``, one for each row and each column. Arrays
+        weight. None, which would mean one for the whole array, is an error.
+      noise: ``"independent"`` draws a number for each weight, ``"factorized"`` one for each row and each column. Arrays
         of three or more axes have no rows and columns: leave them out with ``where``, or pass ``stacked``.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -110,7 +110,7 @@ class Gaussian(Reparametrization):
         return (mean + std.astype(mean.dtype) * self._draw_noise(key, mean)).astype(values["mean"].dtype)
 
     def _draw_noise(self, key: Array, like: Array) -> Array:
-        """Independent normal numbers; for factorized noise, products of one number per row and one per column."""
+        """Draws independent normal numbers or, for factorized noise, products of row and column numbers."""
         if self.noise == "independent":
             return random.normal(key, like)
         if like.ndim == 1:
@@ -133,13 +133,13 @@ class Gaussian(Reparametrization):
 
 
 def _signed_root(x: Array) -> Array:
-    """The square root of the magnitude of each number, with the sign of the number."""
+    """Computes the square root of the magnitude of each number, with the sign of the number."""
     return jnp.sign(x) * jnp.sqrt(jnp.abs(x)).astype(x.dtype)
 
 
 @inlined
 def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
-    """The Kullback-Leibler divergence from a normal distribution with mean 0 and standard deviation ``prior``."""
+    """Computes the Kullback-Leibler divergence from a normal prior with mean 0 and standard deviation ``prior``."""
     rho = jnp.broadcast_to(rho, mean.shape)
     std = jax.nn.softplus(rho)
     log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
@@ -150,17 +150,17 @@ def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
 
 TINY = 1e-8
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
-"""The constants of the paper's approximation of the divergence."""
+"""The constants in the approximation of the divergence by Molchanov et al."""
 
 
 class VariationalDropout(Reparametrization):
     r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
 
     Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
-    float32 for half-precision weights; ``mask`` (fixed), m, real, 0 where a weight is pruned. ``init`` is exact, with
-    ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`. ``update`` permanently prunes weights that are
-    mostly noise, those with :math:`\log \alpha` above ``threshold``. The penalty is the paper's approximation of the
-    divergence from the log-uniform prior,
+    float32 for half-precision weights; ``mask`` (fixed), the real array :math:`m`, which is 0 where a weight is pruned
+    and 1 elsewhere. ``init`` is exact, with ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`.
+    ``update`` permanently prunes weights that are mostly noise, namely those with :math:`\log \alpha` above
+    ``threshold``. The penalty is the approximation by Molchanov et al. of the divergence from the log-uniform prior,
 
     .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
 
@@ -168,7 +168,7 @@ class VariationalDropout(Reparametrization):
 
     Args:
       std: The initial :math:`\sigma`, a positive number.
-      threshold: The :math:`\log \alpha` above which a weight is pruned; 3 is a dropout rate of 0.95.
+      threshold: The :math:`\log \alpha` above which a weight is pruned; 3 corresponds to a dropout rate of 0.95.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
 
@@ -221,12 +221,12 @@ class VariationalDropout(Reparametrization):
 
 
 def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
-    """``x``, with zeros for weights that have been pruned."""
+    """Sets ``x`` to zero for weights that have been pruned."""
     return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
 
 
 def _log_alpha(values: dict[str, Array]) -> Array:
-    r""":math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the log of the variance relative to the squared mean."""
+    r"""Computes :math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the log of the variance over the squared mean."""
     theta = widened(values["theta"])
     return values["log_var"].astype(theta.dtype) - jnp.log(jnp.square(theta) + TINY)
 
@@ -251,16 +251,17 @@ class HardConcrete(Reparametrization):
        s = \mathrm{sigm}\left(\tfrac{3}{2} \left(\log \tfrac{u}{1 - u} + \log \alpha\right)\right), \quad
        u \sim U(0, 1)
 
-    Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, of size 1 along axes that
-    share a gate, in float32 for half-precision weights; ``mask`` (fixed), m, of the same shape, 1 where a gate is open.
+    Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``log_alpha`` (auxiliary), one number
+    for each gate, of size 1 along axes that share a gate, in float32 for half-precision weights; ``mask`` (fixed), the
+    array :math:`m`, of the shape of ``log_alpha``, which is 0 where a gate is permanently closed and 1 elsewhere.
     ``p.deterministic`` and ``fold`` use the mean :math:`m \, E[z] \, x`, and ``init`` inverts it, up to rounding.
-    ``update`` permanently closes the gates that the paper closes at test time, those with
+    ``update`` permanently closes the gates that the paper closes at test time, namely those with
     :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero
-    weights: :math:`\sum P(z > 0)`, each gate counted once per weight.
+    weights, :math:`\sum P(z > 0)`, in which a gate counts once for each weight that it multiplies.
 
     Args:
-      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`, below 0.68;
-        ``update`` closes gates above that.
+      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`. It must be
+        below 0.68, because ``update`` would close gates with a larger one.
       axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`: ``0`` prunes inputs
         of a kernel ``(in, out)``. Default: ``"each"``, one gate for each weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -321,18 +322,18 @@ class HardConcrete(Reparametrization):
         return jnp.sum(probability) * (values["w"].size // max(probability.size, 1))
 
     def _axes_sharing_gate(self, w: Array) -> tuple[int, ...]:
-        """The axes along which weights share one gate."""
+        """Returns the axes along which weights share one gate."""
         return other_axes(self.axis, w)
 
     def _apply_gate(self, values: dict[str, Array], gate: Array) -> Array:
-        """The weights times their gates, and zero where the mask is zero."""
+        """Multiplies the weights by their gates, and sets them to zero where the mask is zero."""
         x = widened(values["w"])
         open_gate = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
         return (open_gate.astype(x.real.dtype) * x).astype(values["w"].dtype)
 
 
 def _mean_gate(log_alpha: Array) -> Array:
-    """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
+    """Computes the mean of a gate z as the integral of P(z > t) over t from 0 to 1, by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
     for node, weight in zip(*np.polynomial.legendre.leggauss(16), strict=True):
         x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)

@@ -1,4 +1,7 @@
-"""Stages for noise and dropout of weights, which a chain can merge: two of one class may share a random draw."""
+"""Stages for noise and dropout of weights.
+
+A chain can merge two consecutive stages of one class, so that random numbers are drawn only once for both.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from reparax.numerics.linalg import norm
 
 
 class _DrawnByType(Perturbation):
-    """A perturbation in two steps: a random draw, which depends only on the array's type, and its effect on the array.
+    """A perturbation in two steps: ``draw`` draws random numbers, and ``perturb`` applies them to the array.
 
-    Consecutive stages of one class on an array can share a draw.
+    The random numbers depend only on the array's type, so consecutive stages of one class on an array can share them.
 
     Attributes:
-      shared: The settings on which the draw depends, in addition to the type of the array.
+      shared: The settings on which the random numbers depend, in addition to the type of the array.
     """
 
     draws_by_type: ClassVar[bool] = True
@@ -34,21 +37,21 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """A random draw for an array of the type of ``like``; for a batch of keys, a batch of draws."""
+        """Draws random numbers for an array of the type of ``like``; a batch of keys gives a batch of them."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
-        """The effective array, of the shape and dtype of ``w``."""
+        """Applies the random numbers ``drawn`` to ``w``, and returns an array of the shape and dtype of ``w``."""
 
     @abstractmethod
     def merged_with(self, later: Any) -> Any:
-        """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
+        """Returns one stage with the same distribution as this one followed by ``later``, or None if there is none.
 
-        Only the class that defines this method merges its noises; subclasses do not inherit it.
+        Stages are merged only if their class defines this method itself; subclasses do not inherit it.
         """
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """Both steps at once. A chain instead draws first, and calls ``perturb`` only when the array is read."""
+        """Takes both steps at once. A chain instead draws first, and calls ``perturb`` only when the array is read."""
         return self.perturb(w, self.draw(w, key))
 
 
@@ -63,7 +66,7 @@ Relative = Literal["max", "std", "norm"]
 class VarNoise(_DrawnByType):
     r"""Gaussian weight noise (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
+    The raw tree is the model's own. Two consecutive stages on one array draw only once, with the standard deviation
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
     added to half-precision arrays in float32. A negative :math:`\sigma` gives the mirrored noise for the same key.
 
@@ -71,16 +74,17 @@ class VarNoise(_DrawnByType):
     (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
     each index of ``axis``. Gradients treat this size as a constant.
 
-    The draw of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
+    The noise of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
     units in the last place of the larger of weight and noise.
 
     Args:
-      std: Standard deviation, a number or a traced scalar.
-      relative: None, ``"max"``, ``"std"`` or ``"norm"``: the unit of the standard deviation.
+      std: The standard deviation :math:`\sigma`, a number or a traced scalar.
+      relative: The unit of the standard deviation: ``"max"``, ``"std"`` or ``"norm"``. Default: None, for an absolute
+        standard deviation.
       axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
         Default: one size for the whole array.
-      where: Which arrays to act on. Default: every floating or complex array that is a parameter, including biases.
-      stacked: As for :class:`Perturbation`. Only ``relative`` depends on it, as entries are independent otherwise.
+      where: Which arrays to act on. Default: every floating or complex parameter, including biases.
+      stacked: As for :class:`Perturbation`. It matters only with ``relative``; otherwise all entries are independent.
 
     Raises:
       TypeError: If ``std`` or ``axis`` has the wrong type.
@@ -130,7 +134,7 @@ class VarNoise(_DrawnByType):
         return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
 
     def _unit_of_std(self, x: Array) -> Array:
-        """The unit of the standard deviation, in a shape that broadcasts."""
+        """Computes the size of the weights that ``relative`` names, in a shape that broadcasts to them."""
         axes = other_axes(self.axis, x)
         match self.relative:
             case "max":
@@ -146,14 +150,14 @@ class WeightDropout(_DrawnByType):
     r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, with mean w.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
-    ``broadcast_dims`` on one array draw once: the keep probabilities multiply.
+    ``broadcast_dims`` on one array draw only once, with the product of their keep probabilities.
 
     Args:
-      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (its range
-        is not checked).
-      broadcast_dims: Axes along which entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
-        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
-        :class:`WeightNorm`.
+      rate: The probability :math:`p` that a weight is dropped, ``0 <= rate < 1``: a number, or a traced scalar, whose
+        range is not checked.
+      broadcast_dims: The axes along which entries are dropped together, by number or by name, as for
+        :class:`WeightNorm`: ``-1`` drops whole rows of a matrix, ``0`` whole columns, ``(1, 2)`` whole heads of a
+        kernel of shape ``(heads, dim, out)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Perturbation`; ``broadcast_dims`` refers to the other axes.
@@ -201,7 +205,7 @@ class WeightDropout(_DrawnByType):
 
 
 def _root_of_squares(a: Any, b: Any) -> Any:
-    """The root of the sum of squares, negative if both numbers are negative. Its gradient at zero is zero."""
+    """Returns the root of the sum of squares, negated if both numbers are negative. Its gradient at zero is zero."""
     if isinstance(a, float) and isinstance(b, float):
         return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
     total = jnp.square(a) + jnp.square(b)
@@ -210,7 +214,7 @@ def _root_of_squares(a: Any, b: Any) -> Any:
 
 
 def _keep_probability(rate: Any) -> Any:
-    """The probability of keeping a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
+    """Returns the probability of keeping a weight, in float32 or wider, so that it rounds neither to 1 nor to 0."""
     if isinstance(rate, float):
         return 1 - rate
     return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

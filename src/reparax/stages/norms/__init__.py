@@ -1,4 +1,4 @@
-"""Stages that separate, bound or fix the norm of weights, or standardize them."""
+"""Stages that bound or fix the norm of weights, train it separately, or standardize the weights."""
 
 from reparax.stages.norms._norms import MaxNorm as MaxNorm
 from reparax.stages.norms._norms import PoincareBall as PoincareBall

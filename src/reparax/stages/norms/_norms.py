@@ -1,7 +1,7 @@
 """Stages for norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball.
 
-Weights are computed in float32 if they are of half precision (``widened``), and the result is cast back. ``axis`` names
-the axes with one norm per index, ``along`` the axes of the vectors whose norm is taken.
+Half-precision weights are computed in float32 (``widened``), and the result is cast back. ``axis`` names the axes that
+have one norm per index, and ``along`` names the axes of the vectors whose norm is taken.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _PerChannel(Reparametrization):
 
 
 class WeightNorm(_PerChannel):
-    r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
+    r"""Weight norm, which trains length and direction separately: :math:`w = g \, v / \lVert v \rVert`.
 
-    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
-    half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
+    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), a real array of size 1 along the normed axes, in float32
+    for half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
     :math:`g = \lVert w \rVert`; it is exact for every ``w`` with a finite norm. For norms below 1e-28 or above 1e28,
     whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
-    ``v = 1``: it is reproduced exactly, and still trains.
+    ``v = 1``, so that it is reproduced exactly and can still train.
 
     Equivalents in other libraries, for the same array (a weight of torch has the shape ``(out, in)``):
 
@@ -56,16 +56,17 @@ class WeightNorm(_PerChannel):
     Args:
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
-        ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or equinox
-        layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
+        ``(in, heads, dim)``, and ``-1`` for its output. Pass a tuple for several axes, None for one norm of the whole
+        array, or ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or
+        equinox layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is an error.
         Axes are given by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
-        of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
+        axis of a kernel with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an
+        error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper. ``v``
         starts at ``w`` itself, so that the base of an adapter equals the weights of the model: ``init`` is exact for
-        norms from 4e-34 to 5e33, and in a slice of zeros first ``v`` trains, then ``g``.
+        norms from 4e-34 to 5e33, and in a slice of zeros ``v`` trains first, and ``g`` only after it.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -97,7 +98,7 @@ class WeightNorm(_PerChannel):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        if self.detach:  # `v` may be the base of an adapter, which must equal the weights of the model
+        if self.detach:  # Keep `v = w`: it may be the base of an adapter, which must equal the weights.
             return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
@@ -109,19 +110,19 @@ class WeightNorm(_PerChannel):
 
 
 class WeightStandardization(_PerChannel, Constraint):
-    r"""Zero mean and unit variance: :math:`w = (v - \mu) / \sigma` over the inputs of each output channel.
+    r"""Weights with mean 0 and variance 1 over the inputs of each output channel: :math:`w = (v - \mu) / \sigma`.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if ``w`` has mean 0 and variance 1, and
-    otherwise starts at the nearest such point, ``w`` standardized. A channel of equal numbers has no unique nearest
-    point; it starts at evenly spaced numbers. Half-precision arrays are computed in float32.
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if each channel has mean 0 and variance
+    1, and otherwise starts at the nearest such point, the standardized ``w``. A channel of equal numbers has no unique
+    nearest point; it starts at evenly spaced numbers. Half-precision arrays are computed in float32.
 
     For a gain, add weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization of
     Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. Then ``init`` keeps the norm of each
-    channel, and is exact if its mean is 0; a channel of zeros stays zero, and still trains.
+    channel, and is exact if the mean of the channel is 0; a channel of zeros stays zero, and can still train.
 
     Args:
-      axis: The feature axes, with one mean and one variance per index: ``-1`` for a convolution's ``(height, width, in,
-        out)``. By number or by name. Default: the outputs, as for :class:`WeightNorm`.
+      axis: The feature axes, by number or by name, with one mean and one variance per index: ``-1`` for a convolution's
+        ``(height, width, in, out)``. Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -163,7 +164,7 @@ class WeightStandardization(_PerChannel, Constraint):
         if w.size == 0:
             return {"v": w}
         is_constant = jnp.all(w == jnp.max(w, axis=axes, keepdims=True), axis=axes, keepdims=True)
-        # All arrays get the shape of w, because JAX selects only among arrays with equal shardings.
+        # All arrays get the shape and sharding of w, because JAX selects only among arrays of equal sharding.
         return {"v": jnp.where(is_constant & jnp.ones_like(w, bool), ramp + jnp.zeros_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -174,7 +175,7 @@ class WeightStandardization(_PerChannel, Constraint):
         return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)
 
     def _count(self, w: Array) -> int:
-        """The number of inputs of a channel."""
+        """Returns the number of inputs of a channel."""
         return math.prod(w.shape[axis] for axis in other_axes(self.axis, w))
 
 
@@ -188,8 +189,8 @@ class Sphere(Constraint):
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
-        output of a dense kernel ``(in, out)``. None for the whole array. Default: the only axis of a
-        vector, the inputs of each output, and the rows of a table, if they are known as for :class:`WeightNorm`. The
+        output of a dense kernel ``(in, out)``, None for the whole array as one vector. Default: the only axis of a
+        vector, the inputs of each output, or the rows of a table, if they are known as for :class:`WeightNorm`. The
         name of an array is enough for that. If the rows of a matrix ``w`` are points, pass ``-1``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -232,14 +233,15 @@ class MaxNorm(_PerChannel, Constraint):
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
     otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, weights train as usual.
-    Outside, the map is the inversion in the sphere: rescaling would pass no gradient to the norm, so weights
-    outside the ball could never come back. Half-precision arrays are computed in float32.
+    Outside, the map is the inversion in the sphere. Rescaling ``v`` to the sphere would pass no gradient to its norm,
+    so a ``v`` outside the ball could never come back. Half-precision arrays are computed in float32.
 
     Args:
       max_norm: The largest norm :math:`c`, a number or a traced scalar.
       axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
         output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
-        attention kernel ``(in, heads, dim)``, ``0`` each row of an embedding. None bounds the norm of the whole array.
+        attention kernel ``(in, heads, dim)``, and ``0`` each row of an embedding. None bounds the norm of the whole
+        array.
         Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -275,7 +277,7 @@ class MaxNorm(_PerChannel, Constraint):
         return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
 
     def _shrinkage(self, x: Array) -> Array:
-        """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
+        """Computes the factor that scales vectors outside the ball to the sphere; it is 1 inside the ball."""
         length = norm(x, other_axes(self.axis, x))
         largest = scalar(self.max_norm, length)
         is_outside, ones = length > largest, jnp.ones_like(length)
@@ -286,17 +288,18 @@ class PoincareBall(Constraint):
     r"""Hyperbolic space as the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
 
     This is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
-    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives its
-    logarithm :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is exact in
-    the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point outside the ball starts
-    at that margin, in the same direction. There the map is nearly flat along the radius, so the norm trains slowly.
-    Samples are wrapped normal: images of normal tangent vectors. Half-precision arrays are computed in float32.
+    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives the
+    logarithm of ``w``, :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is
+    exact in the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point outside the
+    ball starts at that margin, in the same direction. There the map is nearly flat along the radius, so the norm trains
+    slowly. Samples follow the wrapped normal distribution: they are images of normal tangent vectors. Half-precision
+    arrays are computed in float32.
 
     Args:
-      curvature: :math:`c`, greater than 0, a number or a traced scalar.
-      along: The axes along which a point's coordinates lie. Default: the only axis of a vector, and the outputs, which
+      curvature: The number :math:`c`, greater than 0, or a traced scalar.
+      along: The axes along which a point's coordinates lie. Default: the only axis of a vector, or the outputs, which
         are the last axis of a table and of a kernel ``(in, out)``, if they are known as for :class:`WeightNorm`. The
-        name of an array is enough, as points lie along the last axis outside networks too.
+        name of an array is enough, because points lie along the last axis outside networks too.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
@@ -336,7 +339,7 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # the quotient has no stable derivative there
+        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # The quotient has no stable derivative near 0.
         nonzero_length = jnp.where(is_small, jnp.ones_like(length), length)
         image = jnp.tanh(nonzero_length)
         # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
@@ -344,18 +347,18 @@ class PoincareBall(Constraint):
         return (widened(v) * jnp.where(is_small, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
+        """Returns whether all points are in the open ball, or less than ``tolerance`` (default 0) radii outside it."""
         return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
 
     def _length(self, w: Array) -> Array:
-        """The norm of each vector, in units of the ball's radius."""
+        """Computes the norm of each vector, in units of the ball's radius."""
         length = norm(widened(w), count_from_front(self.along, w))
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 
 def _largest_norm_inside(w: Array) -> float:
-    """The largest norm of a point that stays in the ball when its coordinates are rounded."""
+    """Returns the largest norm, in units of the radius, of a point that stays in the ball when it is rounded."""
     return 1 - 4 * float(jnp.finfo(w.dtype).eps)

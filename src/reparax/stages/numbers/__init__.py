@@ -1,4 +1,4 @@
-"""Stages for single numbers, such as positive or bounded ones, and for probabilities along an axis."""
+"""Elementwise stages, such as for positive or bounded numbers, and a stage for probabilities along an axis."""
 
 from reparax.stages.numbers._numbers import Bounded as Bounded
 from reparax.stages.numbers._numbers import Elementwise as Elementwise

@@ -1,4 +1,4 @@
-"""Elementwise stages, such as for positive or bounded numbers, and probabilities that sum to 1 along an axis."""
+"""Elementwise stages, such as for positive or bounded numbers, and a stage for probabilities along an axis."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ Function = Callable[[Array], Array]
 
 
 class _ElementwiseMap(Constraint):
-    """The base class of elementwise maps of the raw value ``x``. Samples are images of standard normal numbers."""
+    """The base class of stages that map the raw value ``x`` elementwise.
+
+    Samples are images of standard normal numbers.
+    """
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     elementwise: ClassVar[Any] = True
 
     @abstractmethod
     def _forward(self, x: Array) -> Array:
-        """The weights for raw values ``x``."""
+        """Maps raw values ``x`` to weights."""
 
     @abstractmethod
     def _inverse(self, w: Array) -> Array:
-        """The raw values for weights ``w``."""
+        """Maps weights ``w`` to raw values."""
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
@@ -45,7 +48,7 @@ class _ElementwiseMap(Constraint):
         return jnp.sum(self._log_slope(values["x"], slope))
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        """The logarithm of the derivative of the map, elementwise."""
+        """Returns the logarithm of the magnitude of the map's derivative at each ``x``, where it is ``slope``."""
         del x
         return jnp.log(jnp.abs(slope))
 
@@ -64,7 +67,7 @@ _POSITIVE: dict[str, tuple[Function, Function]] = {
     "exp": (jnp.exp, jnp.log),
     "square": (jnp.square, jnp.sqrt),
 }
-"""The map from raw values to positive numbers, and its inverse, by the name of the map."""
+"""For each name of a map, the map from raw values to positive numbers and its inverse."""
 
 
 PositiveMap = Literal["softplus", "exp", "square"]
@@ -74,13 +77,13 @@ class Positive(_ElementwiseMap):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
-    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
-    error: they would start next to zero, where each map is flat, and never train. With ``outside="unchecked"`` they
-    start there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
+    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Zero and negative numbers are an error:
+    they would start next to zero, where each map is flat, and never train. With ``outside="unchecked"`` they start
+    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
     computed in float32.
 
     Args:
-      map: ``"softplus"``, ``"exp"`` or ``"square"``; only the square can be exactly zero.
+      map: The map from ``x`` to ``w``: ``"softplus"``, ``"exp"`` or ``"square"``. Only a square can be exactly zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
@@ -112,7 +115,10 @@ class Positive(_ElementwiseMap):
         return widened(w) < _least_number(w)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
+        """Returns whether all numbers are positive; ``map="square"`` also allows zeros.
+
+        With a ``tolerance``, they only have to be at least ``-tolerance`` times the largest magnitude.
+        """
         x = widened(jnp.asarray(w))
         if tolerance is None:
             return jnp.all(x >= 0 if self.map == "square" else x > 0)
@@ -122,7 +128,7 @@ class Positive(_ElementwiseMap):
         return _POSITIVE[self.map][0](x)
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        # Logarithms in closed form, as the slope itself may underflow.
+        # The logarithms are in closed form where the slope itself may underflow.
         return {"softplus": jax.nn.log_sigmoid(x), "exp": x, "square": jnp.log(jnp.abs(slope))}[self.map]
 
     def _inverse(self, w: Array) -> Array:
@@ -130,7 +136,7 @@ class Positive(_ElementwiseMap):
 
 
 def _least_number(w: Array) -> float:
-    """The smallest number that a dtype's arithmetic distinguishes from zero."""
+    """Returns the smallest number that arithmetic in the dtype of ``w`` distinguishes from zero."""
     return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
 
 
@@ -144,7 +150,7 @@ class Bounded(_ElementwiseMap):
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
-      high: The upper bound :math:`b`, greater than ``low``, a number or a traced scalar.
+      high: The upper bound :math:`b`, a number greater than ``low`` or a traced scalar.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
@@ -178,12 +184,12 @@ class Bounded(_ElementwiseMap):
             raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers lie between the bounds, up to rounding.
+        """Returns whether all numbers lie between the bounds, up to rounding.
 
         Args:
           w: An array.
-          tolerance: How far outside the numbers may be, in units of ``high - low``. Default: ten times the machine
-            epsilon.
+          tolerance: How far outside the bounds the numbers may be, in units of ``high - low``. Default: ten times the
+            machine epsilon.
         """
         w = jnp.asarray(w)
         t = self._relative_position(widened(w))
@@ -208,13 +214,13 @@ class Bounded(_ElementwiseMap):
         return jnp.log(t) - jnp.log1p(-t)
 
     def _relative_position(self, w: Array) -> Array:
-        """The position of numbers between the bounds: 0 at ``low``, 1 at ``high``."""
+        """Computes the positions of numbers relative to the bounds: 0 at ``low``, 1 at ``high``."""
         low, high = scalar(self.low, w), scalar(self.high, w)
         return (w - low) / (high - low)
 
 
 class Elementwise(_ElementwiseMap):
-    r"""A pair of functions of your own: :math:`w = f(x)`.
+    r"""Weights given by an elementwise function of your own: :math:`w = f(x)`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
     inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
@@ -224,7 +230,7 @@ class Elementwise(_ElementwiseMap):
     Args:
       forward: The elementwise function :math:`f`. Functions compare by identity, so define it once, by name: a new
         ``lambda`` in each training step would compile again each time. ``to_json`` can write only functions of JAX.
-      inverse: Its right inverse.
+      inverse: A right inverse of ``forward``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
       stacked: As for :class:`Reparametrization`.
@@ -245,7 +251,7 @@ class Elementwise(_ElementwiseMap):
     inverse: Function = field(check_function)
 
     def _why_refused(self, w: Array) -> str | None:
-        why = super()._why_refused(w)  # first, so that NaN in `w` itself is reported as such
+        why = super()._why_refused(w)  # This comes first, so that NaN in `w` itself is reported as such.
         if why is not None or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
@@ -270,13 +276,13 @@ _FACTOR = number_that(lambda factor: 0 < abs(factor) < math.inf, "takes a finite
 
 
 class Scale(Reparametrization):
-    r"""A constant factor, such as the multipliers of muP: :math:`w = c \, x`.
+    r"""Weights with a constant factor, such as a multiplier of muP: :math:`w = c \, x`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
     are computed in float32.
 
     Args:
-      factor: :math:`c`, a number other than 0 or a traced scalar.
+      factor: The factor :math:`c`, a number other than 0 or a traced scalar.
       where: Which arrays to act on. Default: every floating or complex parameter.
       stacked: As for :class:`Reparametrization`.
 
@@ -322,13 +328,15 @@ class Simplex(Constraint):
 
     The model does not depend on :math:`r = \log \sum e^x`, so no data would constrain samples of raw values in
     that direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex
-    and r, plus the log-density of a standard normal r, for each sum. With it,
-    ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a density whose points of the simplex have the given prior.
+    and r, plus the log-density of r under a standard normal distribution, summed over all distributions in the array.
+    With it, ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a log-density of raw values under which the points of the
+    simplex have the given prior.
 
     Args:
       along: The axis along which the numbers sum to 1: ``-1`` for mixture weights and the rows of a transition matrix.
-        Default: the only axis of a vector; in a network, by the class of a layer or by roles, the inputs of each output
-        and the rows of a table. The name of an array is not enough: a matrix ``w`` may as well hold distributions.
+        Default: the only axis of a vector; in a network, the inputs of each output or the rows of a table, if they are
+        known from the class of a layer or from roles. The name of an array is not enough: a matrix ``w`` may as well
+        hold distributions.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
@@ -375,11 +383,11 @@ class Simplex(Constraint):
         return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(log_sum))
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        # Exponential numbers, divided by their sum, are uniform. Their logarithms are negative Gumbel numbers.
+        # Exponential random numbers divided by their sum are uniform. Their logarithms are negated Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
     def _project_along(self, w: Array) -> Array:
-        """The nearest points of the simplex along the axis."""
+        """Projects ``w`` to the nearest points of the simplex along the axis."""
         axis = position(self.along, w)
         nearest = _project_last_axis(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         return jnp.moveaxis(nearest, -1, axis)
@@ -387,7 +395,7 @@ class Simplex(Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _project_last_axis(w: Array, rounding: float) -> Array:
-    """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
+    """Projects to the simplex along the last axis, taking the positive parts after a shift that makes them sum to 1."""
     if w.size == 0:
         return w
     descending = -jnp.sort(-w, axis=-1)
@@ -395,5 +403,5 @@ def _project_last_axis(w: Array, rounding: float) -> Array:
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
     support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
     shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
-    # A shift within rounding would change small probabilities a lot, and softmax makes the sum 1 anyway.
+    # A tiny shift, up to ``rounding``, would change small probabilities a lot, and softmax makes the sum 1 anyway.
     return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)
