@@ -189,7 +189,7 @@ class Leafwise(Parametrization):
 
     @property
     def _for_merged(self) -> Self:
-        """The stage for the array that ``_on_merged`` passes to the formula; its fields count the axes of that array."""
+        """The stage for the merged array that ``_on_merged`` passes to a formula; its fields count that array's axes."""
         return self
 
     @cached_property
@@ -419,7 +419,7 @@ class Leafwise(Parametrization):
         self._require_all(types)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns an array with the shape and dtype of the effective array for the raw values, with arbitrary numbers."""
+        """Returns an array with the shape and dtype of the effective array for the raw values, and arbitrary numbers."""
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -479,7 +479,7 @@ class Leafwise(Parametrization):
         return self._map_stacked(number_of_one)(wide_values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns the stages (usually one) that replace this stage, with axes as numbers from the roles in ``tree``."""
+        """Returns the stages, usually one, that replace this stage, with axes by number from the roles in ``tree``."""
         return with_axes(self, tree)
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
