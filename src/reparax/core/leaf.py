@@ -144,9 +144,10 @@ class Reparametrization(Leafwise):
     ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the set of arrays that ``apply_leaf`` can return. If
     the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf``, a subclass may
     define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also set ``raw_values``, which
-    declares what each raw value is: ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask":
-    rpx.stage.fixed()}``. Earlier stages act on main values, under the parameter's own path. Auxiliary values are
-    trainable too; fixed values are not. Default: all values are main.
+    declares what each raw value is:
+    ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on main
+    values, under the parameter's own path. Auxiliary values are trainable too; fixed values are not. Default: all
+    values are main.
 
     With ``stochastic = True``, the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` inverts the mean.
@@ -225,7 +226,7 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        r"""Returns the logarithm of the absolute determinant of the derivative of ``apply_leaf``, a bijection.
+        r"""Returns the logarithm of the absolute determinant of the derivative of a bijective ``apply_leaf``.
 
         The result is one number. A stage that defines this method supports :meth:`Parametrization.log_det`, which
         samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave them out of
@@ -267,7 +268,7 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Returns new fixed values after a training step, given the current values as earlier stages compute them.
+        """Returns the fixed values that change in a training step, given the values that earlier stages compute.
 
         A value that does not change may be left out or returned as the same object. The new values must keep their
         shapes and dtypes. Free values may be among them only if the class sets ``moves_weights = True``.
@@ -335,7 +336,7 @@ class Reparametrization(Leafwise):
             return
         with checks.locate_errors(CallName(self, "init", (leaf.path,))):
             w = type_of(leaf.content)
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may need numbers, not types.
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # An `init_leaf` may need numbers.
                 found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
@@ -361,7 +362,7 @@ class Reparametrization(Leafwise):
         """
         super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may need numbers, not types.
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # An `init_leaf` may need numbers.
                 expected = jax.eval_shape(lambda w: call_once_per_type(_initial_values, self, w, None), effective)
                 checks.require_fit(types, expected)
 

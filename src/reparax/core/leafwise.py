@@ -189,7 +189,7 @@ class Leafwise(Parametrization):
 
     @property
     def _for_merged(self) -> Self:
-        """The stage for the merged array that ``_on_merged`` passes to a formula; its fields count that array's axes."""
+        """The stage for the merged array that ``_on_merged`` passes on; its fields count the axes of that array."""
         return self
 
     @cached_property
@@ -419,7 +419,7 @@ class Leafwise(Parametrization):
         self._require_all(types)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns an array with the shape and dtype of the effective array for the raw values, and arbitrary numbers."""
+        """Returns any array with the shape and dtype of the effective array that the raw values represent."""
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -536,7 +536,7 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
     for leaf in leaves_with_nodes:
         try:
             read(leaf)
-        except Exception as error:  # a formula may fail in any way on the values of another stage
+        except Exception as error:  # A formula may fail in any way on another stage's values.
             leaf.content = None
             errors.append(error)
     if len(errors) == len(leaves_with_nodes):
@@ -565,7 +565,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
         # candidate fits, only those with as many are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break
-        with suppress(Exception):  # a formula may fail in any way with wrong stacked axes
+        with suppress(Exception):  # A formula may fail in any way with wrong stacked axes.
             reading = _read_as(stage, leaf, w, stacked, types)
             if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
