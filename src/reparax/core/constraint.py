@@ -205,7 +205,7 @@ class Constraint(Reparametrization):
         return self.apply_leaf(self.init_leaf(w))
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Computes :meth:`contains` for one array, without stacked axes. Default: is ``w`` near its projection?"""
+        """Computes :meth:`contains` for one array, without stacked axes. Default: compares it with its projection."""
         return is_near(w, self.project_leaf(w), tolerance)
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
