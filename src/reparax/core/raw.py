@@ -75,7 +75,7 @@ class Leaf:
     Attributes:
       place: The key path of the array in the raw tree.
       path: The path under which stages select the array: for a main value, the parameter's own path; for an auxiliary
-        value, or a value that is one of several parts, the parameter's path and the value's name.
+        value, or a value that is declared as a part of the array, the parameter's path and the value's name.
       draw_path: A path that no other array of the tree shares. Random numbers for the array depend on it.
       main: Whether the array is a plain array, or a main value of each stage whose marker is in its key path.
       visible: Whether an earlier stage may select the array. Fixed values that are not main are hidden.
