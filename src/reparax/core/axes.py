@@ -217,9 +217,9 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
 def fields_to_numbers(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
     """Converts the axes of each field to numbers; ``axes_of_field`` has an entry for ``stacked``.
 
-    For a box with the names ``("layers", "in", "out")``, ``{"stacked": "layers", "axis": "out"}`` becomes ``{"stacked":
-    (0,), "axis": -1}``. In ``stacked``, numbers count all axes of the array. In all other fields, numbers do not count
-    the stacked axes.
+    For a box with the names ``("layers", "in", "out")``, ``{"stacked": "layers", "axis": "out"}`` becomes
+    ``{"stacked": (0,), "axis": -1}``. In ``stacked``, numbers count all axes of the array. In all other fields, numbers
+    do not count the stacked axes.
     """
     all_names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
     names = None if all_names is None else tuple(name for i, name in enumerate(all_names) if i not in stacked)

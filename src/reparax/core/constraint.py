@@ -157,7 +157,7 @@ class Constraint(Reparametrization):
 
         Raises:
           TypeError: If ``w`` is not an array.
-          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of ``w``.
         """
         w = _as_floating(CallName(self, "project"), w)
         return self._map_formula("project", lambda stage, w: stage.project_leaf(w), w)
@@ -172,7 +172,7 @@ class Constraint(Reparametrization):
 
         Raises:
           TypeError: If ``w`` is not an array.
-          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of ``w``.
         """
         w = _as_floating(CallName(self, "contains"), w)
         return jnp.all(self._map_formula("contains", lambda stage, w: stage.contains_leaf(w, tolerance), w))
@@ -187,7 +187,7 @@ class Constraint(Reparametrization):
 
         Raises:
           TypeError: If ``shape`` is not a shape, or ``key`` is not a key.
-          ValueError: If the stage differs from array to array, or does not know the axes of the point.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of the point.
         """
         try:
             like = jnp.zeros(shape, dtype)  # Only the shape is read.

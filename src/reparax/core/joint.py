@@ -211,7 +211,7 @@ class Joint(Leafwise):
         """
         if self.changes_type:
             return
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # An `init_leaves` may need numbers.
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaves` may not be traceable.
             expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), dict(effective))
             for name, values_of_one in values.items():
                 checks.require_fit(values_of_one, expected[name])

@@ -336,7 +336,7 @@ class Reparametrization(Leafwise):
             return
         with checks.locate_errors(CallName(self, "init", (leaf.path,))):
             w = type_of(leaf.content)
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # An `init_leaf` may need numbers.
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may not be traceable.
                 found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
@@ -362,7 +362,7 @@ class Reparametrization(Leafwise):
         """
         super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # An `init_leaf` may need numbers.
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may not be traceable.
                 expected = jax.eval_shape(lambda w: call_once_per_type(_initial_values, self, w, None), effective)
                 checks.require_fit(types, expected)
 

@@ -114,8 +114,7 @@ class Layout:
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
         """Returns, for each declared axis of a raw value, the sizes of the axes of ``x`` that are merged into it.
 
-        With two column axes, the declared axes ``("rank", "columns")`` and the shape ``(2, 3, 4)`` give ``[(2,), (3,
-        4)]``.
+        With two column axes, ``("rank", "columns")`` and the shape ``(2, 3, 4)`` give ``[(2,), (3, 4)]``.
         """
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
