@@ -92,10 +92,10 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
     """Returns the stacked axes of ``w``, an array or its type; the default selection ignores these dimensions.
 
-    The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` of shape ``(3, 8,
-    4)`` has one, ``(0,)``. If the layer allows several choices, the result is the first one; only the number of axes
-    matters here. If it allows none, the result has as many axes as the array has in excess of the layer's, and another
-    check reports an error.
+    The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` of shape
+    ``(3, 8, 4)`` has one, ``(0,)``. If the layer allows several choices, the result is the first one; only the number
+    of axes matters here. If the layer allows none, the result has as many axes as the array has beyond those of the
+    layer, and another check reports an error.
     """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
@@ -210,7 +210,7 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
 def visit_with_roles(
     who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
 ) -> list[Any]:
-    """Calls ``visit`` on each stage, the last one first, and returns the stages that ``visit`` replaces them by.
+    """Calls ``visit`` on each stage, the last one first, and returns the stages that take their place.
 
     ``init`` of a chain runs the last stage first, so its results, of which only types are computed, are the arrays of
     the stage before it. Each array inherits its role from the parameter whose axes it follows.
@@ -323,7 +323,7 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """Yields a misfit if a stage contradicts the role of one array in ``stacked``, or else for each other field.
+    """Yields a misfit if ``stacked`` contradicts the role of an array, or else one for each other field that does.
 
     Other fields do not count stacked axes, so they could not be compared if the stacked axes are wrong.
     """

@@ -178,7 +178,7 @@ _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "tabl
 def known_by_name(name: str) -> KnownAxes:
     """Returns what the name of an array in a plain tree tells about its axes: ``kernel`` is ``(in, out)``.
 
-    For any other name, the result has empty sizes and the reason.
+    If the name tells nothing, the result has empty sizes, and its ``why`` gives the reason.
     """
     letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
     return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), _NOT_BY_NAME, name)

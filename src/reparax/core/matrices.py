@@ -129,8 +129,8 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
-    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns follow from
-    ``rows``."""
+    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns are all other
+    axes."""
 
     def _axes_error(self, w: Array) -> str | None:
         """Returns an error text also if the rows and columns do not turn ``w`` into a matrix."""

@@ -193,7 +193,7 @@ def _suggest(name: str) -> str:
 
 
 def _squash(name: str) -> str:
-    """Removes underscores and upper case from a name, so that ``weight_norm`` and ``WeightNorm`` become the same."""
+    """Converts a name to lower case without underscores, so that ``weight_norm`` and ``WeightNorm`` agree."""
     return name.replace("_", "").lower()
 
 

@@ -62,7 +62,7 @@ STAGES: dict[str, Any] = {}
 
 
 def registered_kind(kind: str) -> Any:
-    """Returns the stage class of a kind, or None, after importing the module if this package defines the kind."""
+    """Returns the stage class of a kind, after importing its module if necessary, or None if it is not defined."""
     if kind not in STAGES:
         import_stage(kind)
     return STAGES.get(kind)
@@ -452,7 +452,7 @@ def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
 
 
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
-    """Returns for each place whether it holds model state: an nnx variable except ``Param``, or linen's state.
+    """Returns for each place whether it holds model state, judged by nnx variables and by linen's collections.
 
     The collections of linen are ``{"params": ..., "batch_stats": ..., ...}``. Everything in ``batch_stats`` is state,
     wherever ``batch_stats`` is; other names count as collections only if there is a ``params`` next to them. An array
@@ -516,7 +516,7 @@ class Frame:
         """What is known about the axes of each parameter, from its module or else its name, and from its box.
 
         Only the class of a module matters, which the structure contains. If a model holds a parameter at several
-        places, what is known at any of them counts for the first place.
+        places, the modules at all of these must agree on its axes. Otherwise, the axes at the first place are unknown.
         """
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
