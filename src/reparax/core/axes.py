@@ -2,12 +2,12 @@
 
 An axis is a number, a name that a library such as flax stores with the array, or a word for its role in a network:
 ``"inputs"``, ``"outputs"``, ``"stacked"`` (``core/roles.py``). Numbers and names do not count the stacked axes, along
-which independent arrays lie, except in the field ``stacked`` itself.
+which independent arrays are stacked, except in the field ``stacked`` itself.
 
 Raw values have the stacked axes at the same positions as the array, or as close to these as their number of axes
 allows: with ``stacked=0``, a norm of shape ``(1, out)`` becomes one of shape ``(layers, 1, out)``.
 
-What converts axes to what, for a field that holds axes:
+The following functions convert the axes in a field:
 
 ================================  ====================  ================================================================
 function                          takes                 returns
@@ -44,24 +44,24 @@ Axis = int | str
 Axes = Axis | tuple[Axis, ...]
 
 EACH = "each"
-"""A value for feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
+"""A value for feature axes: each number of the array has its own norm, gate or similar. No axis can have this name."""
 
 LAST = "last"
 """The default of a field that the user has not set. It does not mean -1: the axis follows from the array's layer or
-name, and only in a vector it is the last axis. No axis can have this name."""
+name, and is the last axis only in a vector. No axis can have this name."""
 
 
 @dataclass(frozen=True)
 class AxesCheck:
     """Checks the value of a field that holds axes of the array, by number or name.
 
-    It returns the axes in a normal form, so that equal axes compare equal: no lists, and no tuples of one axis, such as
+    A check returns the axes in a normal form without lists and tuples of one axis, so that equal axes compare equal:
     ``[0, 1] -> (0, 1)`` and ``(-1,) -> -1``. Whether an array has these axes is checked later.
 
     Attributes:
       single: Whether the field takes only one axis.
       whole: Whether the field takes None, for the whole array.
-      words: What else the field takes: ``"each"``, ``"last"``, or both.
+      words: The words that the field takes besides axes: ``"each"``, ``"last"``, or both.
     """
 
     single: bool = False
@@ -69,11 +69,11 @@ class AxesCheck:
     words: tuple[str, ...] = ()
 
     def __call__(self, axes: Any, who: str, name: str) -> Any:
-        """The axes in normal form. ``who`` and ``name``, a stage and its field, are for errors.
+        """Returns the axes in normal form; ``who`` and ``name``, a stage and its field, are for errors.
 
         Raises:
           TypeError: If the field does not take such a value.
-          ValueError: If an axis is there twice, or the value is None in a field with ``"each"`` but without ``whole``.
+          ValueError: If an axis is given twice, or the value is None in a field with ``"each"`` but without ``whole``.
         """
         if (axes is None and self.whole) or any(_is_word(axes, word) for word in self.words):
             return axes
@@ -100,9 +100,9 @@ check_channels = AxesCheck(whole=True, words=(EACH, LAST))
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
-    """Like ``check_axes``, but numbers must count from the front.
+    """Checks axes like ``check_axes``, but requires that numbers count from the front.
 
-    A raw value may have fewer axes than the array, so an axis counted from the back would be another one there.
+    A raw value may have fewer axes than the array, so an axis counted from the back would be a different axis there.
     """
     checked_axes = check_axes(axes, who, name)
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
@@ -111,10 +111,11 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
 
 
 def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
-    """The numbers of ``axes`` in an array, in ascending order. Names that the array does not have are left out.
+    """Returns the numbers of ``axes`` in an array in ascending order, without names that the array does not have.
 
-    For axes named ``("layers", "in", "out")``, ``"layers" -> (0,)`` and ``("layers", "experts") -> (0,)``. This is for
-    ``stacked``, since one stage may act on stacked and on other arrays. ``leaf`` may be None if no axis is a name.
+    For axes named ``("layers", "in", "out")``, ``"layers" -> (0,)`` and ``("layers", "experts") -> (0,)``. This is used
+    for ``stacked``, because one stage may act on stacked arrays and on others. ``leaf`` may be None if no axis is a
+    name.
 
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
@@ -125,22 +126,23 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
             numbers.append(axis)
             continue
         names = None if leaf is None else leaf.axes.names
-        if names is None or axis in names or axis in WORDS:  # otherwise the array does not have the axis
-            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # counted from the front instead
+        if names is None or axis in names or axis in WORDS:  # Otherwise, the array lacks the axis.
+            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # Count from the front instead.
     return tuple(sorted(numbers))
 
 
 def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) -> None:
-    """Requires that at least one array has each axis name in ``axes``, since :func:`find_axes` would ignore a typo.
+    """Raises an error unless each name in ``axes`` exists in some array, because :func:`find_axes` ignores a typo.
 
     ``who`` and ``field`` are for the error, and ``leaves`` are the arrays that the stage selects. If no array has axis
-    names, nothing is required: :func:`find_axes` raises an error with the path of the array.
+    names, nothing is required here, because :func:`find_axes` raises an error with the path of the array.
 
     Raises:
-      ValueError: If arrays have axis names, and none has the name of an axis.
+      ValueError: If arrays have axis names, and a name in ``axes`` is not among them.
     """
     given_names = [axis for axis in _as_tuple(axes) if isinstance(axis, str)]
-    # A dict, as a set would list the names in another order each time; without names, no leaf has to be looked at.
+    # This is a dict because a set would list the names in a different order each time. Without given names, the leaves
+    # are not needed.
     known_names = {name: None for leaf in leaves for name in leaf.axes.names or ()} if given_names else {}
     for axis in given_names:
         if known_names and axis not in known_names:
@@ -152,32 +154,32 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
 
 
 def _is_axis(value: object) -> bool:
-    """Whether a value is one axis: a whole number, or a string other than ``"each"`` and ``"last"``."""
+    """Returns whether a value is one axis: a whole number, or a string other than ``"each"`` and ``"last"``."""
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_integer(value)
 
 
 def _is_word(axes: object, word: str) -> bool:
-    """Whether ``axes`` is this string. A plain comparison would not be a bool for an array."""
+    """Returns whether ``axes`` is this string; a plain comparison would not return a bool for an array."""
     return isinstance(axes, str) and axes == word
 
 
 def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
-    """The axes in a tuple, even if there is only one."""
+    """Returns the axes as a tuple, even if there is only one."""
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Whether any axis is a string, a name or a word for its role. ``"each"`` and ``"last"`` are neither."""
+    """Returns whether any axis is a name or a word for its role; ``"each"`` and ``"last"`` are neither."""
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
 def has_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
-    """Whether any axis is one of these words for its role, such as ``"outputs"``. False for None."""
+    """Returns whether any axis is one of these words for its role, such as ``"outputs"``; False for None."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
 def _refuse_word(axis: str) -> None:
-    """Raises an error if an axis is given by a word for its role, which must have been replaced by a number before."""
+    """Raises an error if an axis is given by a word for its role, because a number should have replaced it earlier."""
     if axis in WORDS:
         raise ValueError(
             f"only the program of the network shows which axes are its {axis!r}. Write "
@@ -186,17 +188,17 @@ def _refuse_word(axis: str) -> None:
 
 
 def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
-    """``axes`` with names replaced by numbers; ``names`` are those of all axes of the array, or None if it has none.
+    """Replaces names in ``axes`` by numbers; ``names`` are the names of all axes of the array, or None.
 
     For ``names=("in", "out")``, ``"out" -> -1`` and ``("in", 1) -> (-2, 1)``. The numbers count from the back, because
     ``jax.vmap`` usually removes the first axis.
 
     Raises:
-      ValueError: If not exactly one axis has the name, or it is a word for a role.
+      ValueError: If not exactly one axis has a given name, or the name is a word for a role.
     """
 
     def to_number(axis: Axis) -> int:
-        """The number of one axis, which stays what it is if it is one already."""
+        """Returns the number of one axis, which may already be given by number."""
         if isinstance(axis, int):
             return axis
         _refuse_word(axis)
@@ -213,11 +215,11 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
 
 
 def fields_to_numbers(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str, Any]:
-    """The axes of each field by number; ``axes_of_field`` has an entry for ``stacked``.
+    """Converts the axes of each field to numbers; ``axes_of_field`` has an entry for ``stacked``.
 
     For a box with the names ``("layers", "in", "out")``, ``{"stacked": "layers", "axis": "out"}`` becomes
-    ``{"stacked": (0,), "axis": -1}``. In ``stacked``, numbers count all axes of the array. In all other fields, they do
-    not count the stacked axes.
+    ``{"stacked": (0,), "axis": -1}``. In ``stacked``, numbers count all axes of the array. In all other fields, numbers
+    do not count the stacked axes.
     """
     all_names, stacked = leaf.axes.names, find_axes(axes_of_field["stacked"], leaf)
     names = None if all_names is None else tuple(name for i, name in enumerate(all_names) if i not in stacked)
@@ -227,7 +229,7 @@ def fields_to_numbers(axes_of_field: Mapping[str, Any], leaf: Leaf) -> dict[str,
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
-    """The axes in a tuple, in the order given: ``-1 -> (-1,)``. Raises an error for names, which an array lacks."""
+    """Returns the axes as a tuple in the given order, such as ``-1 -> (-1,)``, and raises an error for names."""
     axis_list = _as_tuple(axes)
     for axis in axis_list:
         if isinstance(axis, str):
@@ -237,10 +239,10 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 
 
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
-    """Why ``axes``, the value of ``field``, do not fit an array, or None if they do.
+    """Returns why ``axes``, the value of ``field``, do not fit an array, or None if they fit.
 
-    They may be out of bounds, contain an axis twice, as ``(0, -2)`` does for a matrix, or be ``"last"`` for an array
-    that is not a vector. None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
+    The axes may be out of bounds, contain an axis twice, as ``(0, -2)`` does for a matrix, or be ``"last"`` for an
+    array that is not a vector. None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
     """
     if axes is None or axes == EACH:
         return None
@@ -261,14 +263,14 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
 
 
 def last_to_number(axes: Axes | None) -> Any:
-    """``axes``, or -1 if they are ``"last"``: where that is left after a stage is resolved, the array is a vector."""
+    """Returns -1 for ``"last"``, which remains in a resolved stage only for a vector, and other ``axes`` unchanged."""
     return -1 if _is_word(axes, LAST) else axes
 
 
 def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front, in ascending order: ``(-1, 0) -> (0, 2)`` if ``w`` has three axes.
+    """Counts ``axes`` from the front and sorts them: ``(-1, 0) -> (0, 2)`` if ``w`` has three axes.
 
-    For ``"each"`` and None, these are all axes of ``w``.
+    For ``"each"`` and None, the result has all axes of ``w``.
     """
     if axes is None or axes == EACH:
         return tuple(range(w.ndim))
@@ -276,17 +278,17 @@ def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
 
 
 def position(axis: Axis, w: Array) -> int:
-    """One axis of ``w``, counted from the front."""
+    """Returns one axis of ``w``, counted from the front."""
     return count_from_front(axis, w)[0]
 
 
 def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
-    """The axes of ``w`` that are not in ``features``, counted from the front. All of them if ``features`` is None.
+    """Returns the axes of ``w`` that are not in ``features``, counted from the front; all axes if it is None.
 
     A formula that needs one norm, mean or maximum for each index of ``features`` reduces over these axes.
 
     Raises:
-      ValueError: If an axis is a name. In a formula, the fields of :func:`axes_field` hold numbers.
+      ValueError: If an axis is a name. Inside a formula, the fields of :func:`axes_field` hold numbers.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -307,7 +309,7 @@ def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:
-    """Requires one name for each axis of ``w``. In the function of ``jax.vmap``, an array has fewer axes than names."""
+    """Raises an error unless ``w`` has one axis for each name; inside ``jax.vmap``, an array may have fewer axes."""
     if len(names) != w.ndim:
         raise ValueError(
             f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
@@ -317,19 +319,20 @@ def require_names_fit(names: AxisNames, w: Any) -> None:
 def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a version of ``formula`` that is applied to each index of the stacked axes separately.
 
-    With ``stacked=(0,)``, a formula that takes ``(6, 4) -> (1, 4)`` takes ``(3, 6, 4) -> (3, 1, 4)``. Its arguments and
-    results are arrays or dicts of arrays. All of them have the stacked axes, at the positions that the module's
-    docstring describes, and in the same numbers. Without stacked axes, it is ``formula`` itself.
+    With ``stacked=(0,)``, a formula ``(6, 4) -> (1, 4)`` becomes ``(3, 6, 4) -> (3, 1, 4)``. The arguments and results
+    are arrays or dicts of arrays. All of these arrays have the stacked axes with equal sizes, at the positions that the
+    module's docstring describes. Without stacked axes, the result is ``formula`` itself.
     """
     if not stacked:
         return formula
-    # `jax.vmap` returns new arrays, so those that the formula returns unchanged are marked inside and restored outside.
+    # `jax.vmap` returns new arrays, so arrays that the formula returns unchanged are marked inside and restored
+    # outside.
     mapped_formula = partial(mark_same, formula)
     for _ in stacked:
         mapped_formula = jax.vmap(mapped_formula)
 
     def map_over_stack(*args: Any) -> Any:
-        """The results, with stacked axes at the usual positions. An array returned unchanged stays the same object."""
+        """Returns the results with stacked axes at the usual positions; an unchanged array stays the same object."""
         fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
@@ -338,19 +341,19 @@ def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., 
         return restore_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
 
     def move_back(x: Array) -> Array:
-        """A result of ``jax.vmap`` with the stacked axes, which are in front, at their positions."""
+        """Moves the stacked axes of a result of ``jax.vmap`` from the front to their positions."""
         return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
     return map_over_stack
 
 
 def stacked_sizes(w: Any, stacked: Numbers) -> tuple[int, ...]:
-    """The number of arrays stacked along each of the stacked axes of ``w``."""
+    """Returns the number of arrays that are stacked along each of the stacked axes of ``w``."""
     return tuple(w.shape[axis] for axis in stacked)
 
 
 def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
-    """What is wrong with the stacked axes for ``w``, or None if they fit. They count from the front already."""
+    """Returns an error text if the stacked axes, counted from the front, do not fit ``w``, or None if they do."""
     if all(axis < w.ndim for axis in stacked):
         return None
     return (
@@ -360,14 +363,14 @@ def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
 
 
 def one_stacked(w: Any, stacked: Numbers) -> Any:
-    """The type of one of the stacked arrays, or ``w`` itself if no axes are stacked: ``(3, 6, 4) -> (6, 4)``."""
+    """Returns the type of one stacked array, or ``w`` itself if no axes are stacked: ``(3, 6, 4) -> (6, 4)``."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
 
 
 def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
-    """Yields each of the stacked arrays. If there are none, or their numbers are unknown, yields the type of one."""
+    """Yields each of the stacked arrays, or only the type of one if there are none or their numbers are unknown."""
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
@@ -375,16 +378,16 @@ def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
 
 
 def _move_to_front(stacked: Numbers, x: Any) -> Any:
-    """``x`` with the stacked axes moved to the front."""
+    """Moves the stacked axes of ``x`` to the front."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 
 def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
-    """The positions of the stacked axes in a value of ``ndim`` axes: those in the array, or as close as possible.
+    """Returns the positions of the stacked axes in a value of ``ndim`` axes: as in the array, or as close as possible.
 
     The stacked axis 2 of an array of three axes is at position 1 in a value of two axes.
     """
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
-    last_free = range(ndim - len(stacked), ndim)  # for each stacked axis, the last position that leaves room for others
+    last_free = range(ndim - len(stacked), ndim)  # Each is the last position that leaves room for others.
     return tuple(min(axis, last) for axis, last in zip(stacked, last_free, strict=True))

@@ -1,4 +1,4 @@
-"""The axes of a stage at one array: those that the user gave, and for fields that are unset, those of the array's role.
+"""The axes of a stage at one array: the user's own, and for unset fields, axes that follow from the array's role.
 
 The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
 program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
@@ -57,10 +57,10 @@ _OR_ROLES = (
 
 
 def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
-    """For each field that takes its axes from the role of an array, these axes: ``{"axis": -1, "stacked": 0}``.
+    """Maps each field that takes its axes from the role of an array to these axes: ``{"axis": -1, "stacked": 0}``.
 
-    Empty if all axes are given, or the stage does without. Fields of ``stage`` that hold axes by path must already be
-    resolved for the array.
+    The result is empty if all axes are given, or the stage needs none. Fields of ``stage`` that hold axes by path must
+    already be resolved for the array.
 
     Args:
       stage: The stage.
@@ -79,7 +79,7 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     n_unstacked = w.ndim - len(given)
     is_matrix = n_unstacked == 2 and stage.any_matrix and not known.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
-        return {}  # a vector has only one axis, the stage takes any matrix, or ``stacked`` is wrong: an error elsewhere
+        return {}  # It is a vector or a matrix that needs no axes, or another check reports ``stacked``.
     if stage.outside_networks and not known.is_class:
         why = f"its name does not tell whether a network contracts it or it holds {stage.outside_networks}"
         known = KnownAxes(why=why)
@@ -90,16 +90,17 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
-    """The stacked axes of an array, which the default selection does not count as dimensions. ``w`` may be its type.
+    """Returns the stacked axes of ``w``, an array or its type; the default selection ignores these dimensions.
 
-    They come from the network's roles, from the user, or from the layer: a ``Linear`` of shape ``(3, 8, 4)`` has one,
-    ``(0,)``. If the layer allows several choices, these are the first one; only their number matters here. If it
-    allows none, they are as many as the array has more axes than the layer gives it, and an error follows elsewhere.
+    The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` of shape
+    ``(3, 8, 4)`` has one, ``(0,)``. If the layer allows several choices, the result is the first one; only the number
+    of axes matters here. If the layer allows none, the result has as many axes as the array has beyond those of the
+    layer, and another check reports an error.
     """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
-    # Only if neither the user nor a network gives the axes, and the stage needs some, those of the layer count.
+    # The layer's axes count only if neither the user nor a network gives stacked axes, and the stage needs axes.
     if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.possible_stacks(w.shape)
@@ -107,10 +108,10 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
-    """For each field that takes its axes from the role of an array, the axes in an array with this role.
+    """Maps each field that takes its axes from the role of an array to its axes in an array with this role.
 
-    For a kernel ``(in, out)``, a field for ``"outputs"`` has -1, and one for ``"inputs"`` -2. The axes are numbers that
-    count from the back without the stacked axes; ``stacked`` itself counts from the front.
+    For a kernel ``(in, out)``, a field for ``"outputs"`` gets -1, and one for ``"inputs"`` gets -2. The axes are
+    numbers that count from the back without the stacked axes; ``stacked`` itself counts from the front.
 
     Raises:
       ValueError: If the role leaves open which axes these are, or gives several for a field that takes one.
@@ -124,7 +125,7 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
-        # Each word may stand for several axes. What is not a word is a number already.
+        # Each word may stand for several axes. Anything that is not a word is already a number.
         found = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(found, tuple) and stage._checks[name].check.single:
             raise ValueError(
@@ -136,9 +137,9 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
 
 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
-    """Why words such as ``"outputs"`` have no meaning in an array with this role, as the beginning of an error text.
+    """Returns why words such as ``"outputs"`` have no meaning for this role, as the beginning of an error text.
 
-    Empty if they have. The ``stacked`` axes need no role.
+    The result is empty if the words have a meaning. The ``stacked`` axes need no role.
     """
     if role.why:
         return f"no product of it with data is known ({role.why}). Give its axes by number"
@@ -150,11 +151,11 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
-    """The error text for an array whose axes are unknown: what it may be, and what to write in each case.
+    """Returns the error text for an array whose axes are unknown: what it may be, and what to write in each case.
 
-    ``stacked`` are the stacked axes that the user gave, and ``why`` is the reason. For an array of shape ``(3, 4)``, it
-    offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for ``(out, in)``. If the layer is
-    known and only the stacked axes are not, it offers the possible choices of these.
+    ``stacked`` holds the stacked axes that the user gave, and ``why`` is the reason. For an array of shape ``(3, 4)``,
+    the text offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for ``(out, in)``. If the
+    layer is known and only the stacked axes are not, the text offers the possible choices of stacked axes.
     """
     stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
@@ -162,16 +163,16 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
         return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
     n_unstacked = w.ndim - len(stacked)
     inputs = "i" * (n_unstacked - 1)
-    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # for five axes and more
+    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # This is for five axes and more.
     meanings_of_code = dict[str, list[str]]()
     if stage.outside_networks:
         along_last = dict.fromkeys(stage.unset_axes, -1)
         meanings_of_code[repr(replace(stage, **along_last))] = [stage.outside_networks]
     for letters, meaning in _MEANINGS.get(n_unstacked, any_ndim):
         if stacked and "s" in letters:
-            continue  # the user gave all stacked axes
+            continue  # The user gave all stacked axes.
         role = KnownAxes(role_by_letters(letters, (None,) * n_unstacked)).role_of(w, stacked)
-        with suppress(ValueError, TypeError):  # a stage may not take such axes, so there is nothing to write
+        with suppress(ValueError, TypeError):  # A stage may not accept such axes, so there is nothing to write.
             code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
             meanings_of_code.setdefault(code, []).append(meaning)
     writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
@@ -179,14 +180,14 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
 
 
 def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
-    """The axes of a stage at an array and where they come from, as text for a table: ``"axis=-1 (nnx.Linear)"``.
+    """Describes the axes of a stage at an array and their source as text for a table: ``"axis=-1 (nnx.Linear)"``.
 
-    ``bound`` is the stage as resolved for that array, and ``known`` what is known about the array without a network.
+    ``bound`` is the stage resolved for that array, and ``known`` is what is known about the array without a network.
     The source is ``given`` if the user set the axes, the layer or name if they follow from it, and ``a matrix`` if the
-    stage takes any matrix. Empty if the axes do not matter to the stage.
+    stage takes any matrix. The result is empty if the axes do not matter to the stage.
     """
     if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
-        return ""  # a stage that does not act on arrays one by one, such as `Tie`, has no `by_roles`
+        return ""  # A stage that does not treat each array on its own, such as `Tie`, has no `by_roles`.
     axes = {name: getattr(bound, name) for name in stage._axis_fields}
     used = {name: x for name, x in axes.items() if x not in (None, (), EACH, LAST)}
     if not used and not stage.any_matrix:
@@ -203,13 +204,13 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({source})"
 
 
-# Chains in a network whose program was analyzed, so that the roles of its parameters are known.
+# The functions below are for chains in a network whose program was analyzed, so the roles of its parameters are known.
 
 
 def visit_with_roles(
     who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
 ) -> list[Any]:
-    """Calls ``visit`` on each stage, the last one first, and returns the stages that it puts in place of them.
+    """Calls ``visit`` on each stage, the last one first, and returns the stages that take their place.
 
     ``init`` of a chain runs the last stage first, so its results, of which only types are computed, are the arrays of
     the stage before it. Each array inherits its role from the parameter whose axes it follows.
@@ -228,12 +229,12 @@ def visit_with_roles(
     for stage in reversed(stages):
         tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
-        new_stages[:0] = later_stages  # in front, because the stages are visited backwards
+        new_stages[:0] = later_stages  # The stages are visited backwards, so add these in front.
     return new_stages
 
 
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
-    """The role of each array of a raw tree whose parameter has one. ``origins`` say which axes correspond.
+    """Returns the role of each array of a raw tree whose parameter has one; ``origins`` says which axes correspond.
 
     For a norm ``g`` of shape ``(1, out)`` of a kernel ``(in, out)``, axis 1 is an output.
     """
@@ -246,12 +247,13 @@ def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Role
 
 
 def roles_of(who: object, roles: PyTree) -> Roles:
-    """The role of each parameter, by its place, from a tree of roles or from a model of nnx or equinox layers.
+    """Returns the role of each parameter by its place, from a tree of roles or a model of nnx or equinox layers.
 
-    Leaves of the model that are not arrays, such as functions, have none. In a tree of roles, they may remain as well.
+    Leaves of the model that are not arrays, such as functions, have no role. A tree of roles may contain such leaves
+    too.
 
     Raises:
-      TypeError: If ``roles`` is neither, as a plain tree of parameters.
+      TypeError: If ``roles`` is neither, but for example a plain tree of parameters.
     """
     leaves = items(roles)
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
@@ -268,23 +270,24 @@ def roles_of(who: object, roles: PyTree) -> Roles:
 
 
 def with_axes(stage: Any, tree: Flat) -> list[Any]:
-    """The stage with all axes as numbers, for a tree of types that has the roles of its arrays.
+    """Returns the stage with all axes as numbers, given a tree of types with the roles of its arrays.
 
     ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if all kernels have their outputs last, or else a stage with axes
-    by path. It becomes several stages if two values of one array need different axes, which axes by path cannot tell
-    apart.
+    by path. The result has several stages if two values of one array need different axes, because axes by path cannot
+    tell the two apart.
     """
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         with locate_errors(CallName(stage, "with_axes", (leaf.path,))):
             axes = axes_at(stage._with_placeholders.for_array(leaf.path, None), leaf, leaf.content)
             axes_of_leaves.append((leaf, axes))
-    if copies := _split_by_axes(stage, axes_of_leaves):  # each selects fewer arrays, so this ends
+    if copies := _split_by_axes(stage, axes_of_leaves):  # Each copy selects fewer arrays, so the recursion ends.
         return [numbered for copy in copies for numbered in with_axes(copy, tree)]
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
-    # Later calls select arrays without roles. If these would be other arrays, axes by path limit the stage to the same.
+    # Later calls select arrays without roles. If they would select other arrays, axes by path limit the stage to the
+    # same arrays.
     if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
         return [new_stage]
     return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
@@ -293,10 +296,10 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
 def _with_numbers(
     stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
 ) -> Any:
-    """The stage with these axes in its fields: as they are if all leaves agree, and else by path.
+    """Returns the stage with these axes in its fields: as plain axes if all leaves agree, and otherwise by path.
 
-    With ``several``, they are by path in any case, which limits the stage to these leaves. ``paths`` are those of all
-    arrays of the tree. A leaf without an entry for a field keeps what the stage has there.
+    With ``several``, the axes are given by path in any case, which limits the stage to these leaves. ``paths`` are the
+    paths of all arrays of the tree. A leaf without an entry for a field keeps the axes that the stage has there.
     """
     new_axes = dict[str, Any]()
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -308,7 +311,7 @@ def _with_numbers(
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Where the axes of the stage contradict the roles of the arrays in ``tree``.
+    """Yields a misfit wherever the axes of the stage contradict the roles of the arrays in ``tree``.
 
     The stage selects arrays as it does in ``init``, where there are no roles. Arrays whose role is unknown or ambiguous
     contradict nothing.
@@ -320,9 +323,9 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """Where the axes of a stage contradict the role of one array: in ``stacked``, or if that fits, in other fields.
+    """Yields a misfit if ``stacked`` contradicts the role of an array, or else one for each other field that does.
 
-    Other fields do not count stacked axes, so with wrong ones they could not be compared.
+    Other fields do not count stacked axes, so they could not be compared if the stacked axes are wrong.
     """
     misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
     stage_here = stage._checked_for("with_axes", leaf)
@@ -333,31 +336,31 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
     one_array, numbers = one_stacked(leaf.content, stacked), axes_by_word(role, stacked)
     for field, (axes, word) in stage_here.axes_in_use(one_array).items():
         found = tuple(axis - one_array.ndim for axis in axes)
-        fits_transposed = stage.transposes and found == numbers[INPUTS]  # to the stage, the transpose is the same
+        fits_transposed = stage.transposes and found == numbers[INPUTS]  # The stage treats the transpose alike.
         if found != numbers[word] and not fits_transposed:
             yield misfit(field=field, got=found, expected=numbers[word])
 
 
 def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
-    """Copies of the stage for different places in the raw tree, if two values with the same path need different axes.
+    """Copies the stage for different places in the raw tree, if two values with the same path need different axes.
 
     The factors ``a`` and ``b`` of a low-rank kernel, for example, both have the path of the kernel, so axes by path
-    would be the same for both. The result is then a stage for all ``a``, and one for all ``b``. Empty if no two values
-    need different axes.
+    would be the same for both. The result is then a stage for all ``a``, and one for all ``b``. It is empty if no two
+    values need different axes.
     """
-    different_axes = dict[str, list[Mapping[str, Any]]]()  # by path, in the order in which they come
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # The keys are paths; the axes keep their order.
     leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         axes_at_path = different_axes.setdefault(leaf.path, [])
         if axes not in axes_at_path:
             axes_at_path.append(axes)
-        number = axes_at_path.index(axes)  # the first copy gets the first axes of each path, the second the second, ...
+        number = axes_at_path.index(axes)  # Copy n gets the n-th different axes of each path.
         leaves_of_copy.setdefault(number, []).append(leaf)
     return [_stage_at(stage, leaves) for leaves in leaves_of_copy.values()] if len(leaves_of_copy) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
-    """A copy of the stage that selects only these leaves, by their places in the raw tree.
+    """Returns a copy of the stage that selects only these leaves, by their places in the raw tree.
 
     Fields by path are kept for the paths of these leaves only, since expressions that match no array are an error.
     """

@@ -1,10 +1,10 @@
 """Stages whose effective arrays lie in a constraint set, their image: membership tests, projections and samples.
 
-A map is flat where its gradient is zero. Raw values that are initialized there would never train, so ``init`` refuses
+A map is flat where its gradient is zero. Raw values that start at such a point would never train, so ``init`` refuses
 arrays that lead to them.
 
-An array is *known* if its numbers can be looked at: it is neither traced nor the type of an array. Only known arrays
-are checked.
+An array is *known* if its numbers can be read, because it is neither traced nor just the type of an array. Only known
+arrays are checked.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 
 
 def is_known(w: Array) -> bool:
-    """Whether the numbers of ``w`` are known: it is neither traced nor a type."""
+    """Returns whether the numbers of ``w`` are known, because it is neither traced nor a type."""
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
 def why_infinite(w: Array) -> str | None:
-    """The error text for an array whose numbers are known and not all finite, or None if they are, or are unknown."""
-    with jax.ensure_compile_time_eval():  # so that a known array is checked even if `init` is called under `jax.jit`
+    """Returns an error text if the numbers of an array are known and not all finite, and otherwise None."""
+    with jax.ensure_compile_time_eval():  # Known arrays are checked even under `jax.jit`.
         if not is_known(w) or _all_finite(w):
             return None
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
-    """Whether ``w`` is within ``tolerance`` of its projection, as a boolean scalar.
+    """Returns whether ``w`` is within ``tolerance`` of its projection, as a boolean scalar.
 
-    ``tolerance`` is in units of the largest entry of ``w``. None is a default that covers rounding errors, which grow
-    with the number of summands, so with the longest axis.
+    ``tolerance`` is in units of the largest entry of ``w``. None stands for a default that covers rounding errors.
+    These grow with the number of summands, and therefore with the longest axis.
     """
     relative = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return _is_within(widened(w), widened(projection), relative)
@@ -54,26 +54,26 @@ def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Arr
 
 @inlined
 def _is_within(x: Array, projection: Array, relative: float | Array) -> Array:
-    """Whether no entry of ``x`` is farther from its projection than ``relative`` times the largest entry of ``x``."""
+    """Returns whether no entry of ``x`` is farther from its projection than ``relative`` times its largest entry."""
     distance = jnp.max(jnp.abs(projection - x), initial=0.0)
     return distance <= relative * jnp.max(jnp.abs(x), initial=0.0)
 
 
 @inlined
 def _all_finite(w: Array) -> Array:
-    """Whether no number is NaN or infinite."""
+    """Returns whether no number is NaN or infinite."""
     return jnp.all(jnp.isfinite(w))
 
 
 def _is_mask_for(shape: tuple[int, ...], flat: Any) -> bool:
-    """Whether ``flat`` is a boolean array that broadcasts to ``shape``, as ``(4, 1)`` and ``(3,)`` do to ``(4, 3)``."""
+    """Returns whether ``flat`` is a boolean array that broadcasts to ``shape``, as ``(4, 1)`` does to ``(4, 3)``."""
     is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
-    # Axes are compared from the back. The first ones of ``shape`` may have no partner, so this is not strict.
+    # Axes are compared from the back. This is not strict because the first axes of ``shape`` may have no counterpart.
     return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
 def _as_floating(who: object, w: Any) -> Array:
-    """``w`` as an array of floating or complex numbers. Raises an error for a tree."""
+    """Converts ``w`` to an array of floating or complex numbers, and raises an error for a tree."""
     try:
         x = jnp.asarray(w)
     except (TypeError, ValueError) as error:
@@ -91,18 +91,18 @@ class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
     A subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the image
-    nearest to ``w``. If it is another point, say so in the docstring. ``contains``, ``project`` and ``sample`` follow
-    from these two. If you know a simpler test or a better distribution, write ``contains_leaf``, ``project_leaf`` or
-    ``sample_leaf``, for one array.
+    nearest to ``w``. If your class returns another point, say so in its docstring. ``contains``, ``project`` and
+    ``sample`` follow from these two formulas. If you know a simpler test or a better distribution, write
+    ``contains_leaf``, ``project_leaf`` or ``sample_leaf``, for one array.
 
-    If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start there would never train,
-    so ``init`` refuses them by default.
+    If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start at such a point would
+    never train, so ``init`` refuses them by default.
 
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
         point that the class defines), so the model changes; a point with zero gradient is an error. ``"unchecked"``
-        allows even such points. ``"raise"`` takes only points of the image with nonzero gradient. Traced arrays are not
-        checked, and neither are known arrays against traced bounds.
+        does the same, but allows points with zero gradient. ``"raise"`` accepts only points of the image with nonzero
+        gradient. Traced arrays are not checked, and neither are known arrays against traced bounds.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -126,10 +126,12 @@ class Constraint(Reparametrization):
     def _map_formula(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
         """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``, and stacks the results.
 
-        The formula gets a stage without stacked axes, for arrays that are merged to matrices if it acts on these.
+        The stage that the formula gets has no stacked axes. If it acts on matrices, the arrays are merged into
+        matrices.
 
         Raises:
-          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. It names ``method``.
+          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. The latter error names
+            ``method``.
         """
         if self._varying_fields:
             raise ValueError(
@@ -142,40 +144,41 @@ class Constraint(Reparametrization):
         return self._map_stacked(functools.partial(formula, stage_for_one._for_merged))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
-        """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
+        """Returns which numbers of ``w`` would start where the map is flat, so that no gradient would ever move them.
 
-        Default: none. The result is a boolean array that has the shape of ``w`` or broadcasts to it, such as one entry
-        for each row. ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
+        By default, there are none. The result is a boolean array that has the shape of ``w`` or broadcasts to it; for
+        example, it may have one entry for each row. ``return w <= 0`` means that the map has no gradient for numbers
+        that are not positive.
         """
         return jnp.zeros((), bool)
 
     def project(self, w: Array) -> Array:
-        """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
+        """Returns the point of the image at which ``init`` starts for ``w``, by default the point nearest to ``w``.
 
         Raises:
           TypeError: If ``w`` is not an array.
-          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of ``w``.
         """
         w = _as_floating(CallName(self, "project"), w)
         return self._map_formula("project", lambda stage, w: stage.project_leaf(w), w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether ``w`` lies in the image, as a boolean scalar. Of stacked arrays, each must lie in it.
+        """Returns whether ``w``, or each of the arrays stacked in ``w``, lies in the image, as a boolean scalar.
 
         Args:
-          w: An array of a shape that the stage takes.
+          w: An array with a shape that the stage accepts.
           tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
           TypeError: If ``w`` is not an array.
-          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of ``w``.
         """
         w = _as_floating(CallName(self, "contains"), w)
         return jnp.all(self._map_formula("contains", lambda stage, w: stage.contains_leaf(w, tolerance), w))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        """A random point of the image: the projection of an array of independent normal numbers.
+        """Returns a random point of the image, by default the projection of an array of independent normal numbers.
 
         Args:
           key: A typed or legacy PRNG key.
@@ -183,11 +186,11 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          TypeError: If ``shape`` is not a shape, or ``key`` not a key.
-          ValueError: If the stage differs from array to array, or does not know the axes of the point.
+          TypeError: If ``shape`` is not a shape, or ``key`` is not a key.
+          ValueError: If the stage differs from array to array, or cannot determine the axes of the point.
         """
         try:
-            like = jnp.zeros(shape, dtype)  # only its shape is read
+            like = jnp.zeros(shape, dtype)  # Only the shape is read.
         except TypeError as error:
             who = CallName(self, "sample")
             raise TypeError(
@@ -198,21 +201,22 @@ class Constraint(Reparametrization):
         return self._map_formula("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:
-        """:meth:`project` for one array, without stacked axes. Default: ``apply_leaf(init_leaf(w))``."""
+        """Computes :meth:`project` for one array, without stacked axes. Default: ``apply_leaf(init_leaf(w))``."""
         return self.apply_leaf(self.init_leaf(w))
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """:meth:`contains` for one array, without stacked axes. Default: whether ``w`` is near its projection."""
+        """Computes :meth:`contains` for one array, without stacked axes. Default: compares it with its projection."""
         return is_near(w, self.project_leaf(w), tolerance)
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """:meth:`sample` for one array, without stacked axes. Default: the projection of normal numbers."""
+        """Computes :meth:`sample` for one array, without stacked axes. Default: the projection of normal numbers."""
         return self.project_leaf(jax.random.normal(key, shape, dtype))
 
     def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot start at ``w``, or None. Known numbers must be finite, and allowed by ``outside``.
+        """Returns why the stage cannot start at ``w``, or None if it can.
 
-        Known arrays are checked even under ``jax.jit``, where operations would otherwise be traced.
+        Known numbers must be finite, and ``outside`` must allow them. Known arrays are checked even under ``jax.jit``,
+        where operations would otherwise be traced.
         """
         reason = super()._why_refused(w) or why_infinite(w)
         if reason is not None or self.outside == "unchecked" or not is_known(w):
@@ -221,14 +225,14 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        """Why ``init`` refuses a known array because it lies outside the image, or None if it does not.
+        """Returns why ``init`` refuses a known array because it lies outside the image, or None if it does not.
 
-        With the other values of ``outside``, such arrays are allowed.
+        An array is refused for this reason only if ``outside`` is ``"raise"``.
         """
         if self.outside != "raise":
             return None
         is_inside = self.contains_leaf(w)
-        if not is_known(is_inside) or is_inside:  # with traced bounds, the answer is unknown
+        if not is_known(is_inside) or is_inside:  # With traced bounds, the answer is unknown.
             return None
         return (
             "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "
@@ -236,9 +240,9 @@ class Constraint(Reparametrization):
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
-        """Why ``init`` refuses a known array because the map is flat at some of its numbers, or None.
+        """Returns why ``init`` refuses a known array because the map is flat at some of its numbers, or None.
 
-        Raises no error itself: a wrong result of a user's ``flat_leaf`` is a reason, too.
+        This raises no error itself; a wrong result of a user's ``flat_leaf`` is returned as a reason, too.
         """
         flat = self.flat_leaf(w)
         if not _is_mask_for(w.shape, flat):
@@ -246,7 +250,7 @@ class Constraint(Reparametrization):
                 f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
                 f"{describe(flat)}. Correct flat_leaf."
             )
-        if not is_known(flat) or not jnp.any(flat):  # with traced bounds, the answer is unknown
+        if not is_known(flat) or not jnp.any(flat):  # With traced bounds, the answer is unknown.
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (

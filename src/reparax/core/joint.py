@@ -1,8 +1,8 @@
 """Stages whose formula takes several arrays at once, such as the kernel and the bias of a layer.
 
-The arrays that one call of the formula takes are a group. With ``Joint.arrays``, there is a group for each text that
+The arrays that one call of the formula takes form a group. With ``Joint.arrays``, there is a group for each text that
 the expressions capture, such as one per layer. Otherwise, all arrays that the stage selects form one group. Each group
-is one :class:`Site`, and inside of it the formula knows the arrays by the names in ``arrays``, or by their paths.
+is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Joint(Leafwise):
 
     A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
     the names in ``arrays``, and optionally ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
-    stored in its own place, under the marker ``@kind``, so other stages, labels and weight decay find them under its
-    path. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`.
+    stored at the path of that array, under the marker ``@kind``, so other stages, labels and weight decay find them
+    there. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`.
     The stage cannot draw noise.
 
     Args:
@@ -45,13 +45,13 @@ class Joint(Leafwise):
         whose expressions capture the same text in parentheses form a group, and the formula is applied to each group,
         for example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where``
         selects form one group, with their paths in the raw tree as names, as for one ranking of all weights.
-      where: As for :class:`Perturbation`. Only without ``arrays``.
+      where: As for :class:`Perturbation`. It cannot be combined with ``arrays``.
       stacked: As for :class:`Perturbation`, with the same axes in all arrays of a group: the formula is applied to each
-        index separately. Set it for layers that are stacked in one array, as under a scan. Otherwise the formula treats
-        them as one array, so a gain, for example, would be one number for all layers.
+        index separately. Set ``stacked`` for layers that are stacked in one array, as under a scan. Otherwise the
+        formula treats them as one array, so a gain, for example, would be one number for all layers.
 
     Raises:
-      TypeError: If ``arrays`` is not such a dict, or if a class sets ``stochastic``.
+      TypeError: If ``arrays`` is not such a dict, or if a subclass sets ``stochastic``.
       ValueError: If both ``arrays`` and ``where`` are given, or ``stacked`` without ``arrays``.
 
     Example:
@@ -82,10 +82,10 @@ class Joint(Leafwise):
     arrays: Any = field(default=None, metadata={"positional": True})
 
     elementwise: ClassVar[Any] = True
-    """So that a network's stacked axes need not be those of the stage, whose formula may take all layers together."""
+    """This is True so that the stage may leave out a network's stacked axes: a formula may take all layers together."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a class with formulas on one array, or with noise."""
+        """Raises an error if the class defines formulas on one array, or is random."""
         super().__init_subclass__(**kwargs)
         # `refuse_leaf` is about each array that is selected, so a Joint may have it.
         wrong_names = [name for name in vars(cls) if name.endswith("_leaf") and name != "refuse_leaf"]
@@ -99,7 +99,7 @@ class Joint(Leafwise):
             )
 
     def __post_init__(self) -> None:
-        """Checks ``arrays`` and the arguments that exclude it, and stores it as a tuple, which is hashable."""
+        """Checks ``arrays`` and the arguments that it excludes, and stores ``arrays`` as a tuple, which is hashable."""
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
@@ -116,52 +116,53 @@ class Joint(Leafwise):
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
-        """The raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
+        """Returns the raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
 
-        For these, ``apply_leaves`` returns ``arrays``, or the nearest arrays that it can return.
+        From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that it can return.
         """
 
     @abstractmethod
     def apply_leaves(self, values: RawValues) -> dict[str, Array]:
-        """The effective array for each name, from the raw values of all names, fixed ones included."""
+        """Computes the effective array for each name from the raw values of all names, including fixed values."""
 
     def update_leaves(self, values: RawValues) -> RawValues:
-        """The fixed values that change in one training step, by the name of the array, then of the value.
+        """Returns the fixed values that change in one training step, by the name of the array and that of the value.
 
-        Each name must be there, with an empty dict if nothing changes. The values keep their shapes and dtypes.
+        The result must contain the name of every array, with an empty dict if no value of it changes. The values must
+        keep their shapes and dtypes.
         """
         return {}
 
     def penalty_leaves(self, values: RawValues) -> Array:
-        """The penalty for one group, to add to the loss: one number."""
+        """Returns the penalty for one group, a single number to add to the loss."""
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Whether the class has ``update_leaves``. A Joint has no formula for ``update_base`` or ``log_det``."""
+        """Returns whether the class defines the formula for ``verb``; a Joint can do so only for ``"update"``."""
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each group of ``arrays``, or without ``arrays`` one site for all arrays that ``where`` selects.
+        """Returns a site for each group of ``arrays``, or else one site for all arrays that ``where`` selects.
 
-        At ``init``, the leaves are the arrays themselves, and later their marker dicts.
+        In ``init``, the leaves of ``tree`` are the arrays themselves; later, they are marker dicts.
         """
         who = CallName(self, method)
-        if self.arrays:  # the expressions determine the groups, so marker dicts need not be read to select them
+        if self.arrays:  # The expressions determine the groups, so marker dicts are not read to select them.
             leaves = tree.leaves() if method == "init" else self._intact_nodes(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method == "init":
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         else:
             leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
-            for leaf in leaves:  # so that an error names the array that lacks a value, and not all of them
+            for leaf in leaves:  # If a value is missing, the error should name its array only.
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
     def _intact_nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves that are marker dicts; the others are arrays that no stage of this kind has replaced.
+        """Returns the leaves that are marker dicts, without arrays that no stage of this kind has replaced.
 
-        Raises an error if a marker dict holds anything but values.
+        It raises an error if a marker dict holds anything but values.
         """
         nodes = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in nodes:
@@ -170,53 +171,53 @@ class Joint(Leafwise):
         return nodes
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
-        """The site of one group, with the stage for these arrays, whose stacked axes are numbers."""
+        """Returns the site of one group, with the stage for these arrays, whose stacked axes are numbers."""
         who = who.at(*(leaf.path for leaf in group.values()))
         with checks.locate_errors(who):
             axes = {name: find_axes(self.stacked, leaf) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
-            if who.method == "init":  # later calls see raw values, whose shapes `_check_values` compares
+            if who.method == "init":  # In later calls, `_check_values` compares the shapes of raw values.
                 _require_equal_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Checks one marker dict, unless its values only make sense together with those of its group."""
+        """Checks the marker dict at ``path``, unless its values make sense only together with those of its group."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """The aligned value, or the effective array of a group that consists of this array alone."""
+        """Returns the aligned value, or else the effective array of a group that consists of this array alone."""
         aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the arrays of one group, by name. They are not random, so there is no key."""
+        """Returns the initial raw values of one group by name; they are not random, so ``key`` is unused."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        """Requires that ``apply_leaves`` takes the initial values, and returns arrays of the types of ``arrays``."""
+        """Raises an error unless ``apply_leaves`` turns the initial values into arrays of the types of ``arrays``."""
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
         checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """The effective arrays of one group, by name. They are not random, so there is no key."""
+        """Returns the effective arrays of one group by name; they are not random, so ``key`` is unused."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Requires raw values with the names and shapes that ``init_leaves`` gives for arrays of these types.
+        """Raises an error unless the raw values have the names and shapes that ``init_leaves`` gives for these arrays.
 
         Nothing is checked if ``init_leaves`` cannot be traced, or if the stage may change the type of the arrays.
         """
         if self.changes_type:
             return
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaves` needs numbers, not types
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaves` may not be traceable.
             expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), dict(effective))
             for name, values_of_one in values.items():
                 checks.require_fit(values_of_one, expected[name])
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The new values that ``update_leaves`` returns for one group. It takes neither gradients nor a key."""
+        """Returns the new values that ``update_leaves`` computes for one group, without gradients or a key."""
 
         def checked_update(values: RawValues) -> RawValues:
             new_values = self.update_leaves(values)
@@ -228,13 +229,13 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The number that ``penalty_leaves`` returns for one group. ``formula`` is ``"penalty"``."""
+        """Returns the result of ``penalty_leaves`` for one group; ``formula`` is ``"penalty"``."""
         return self._checked_number(f"{formula}_leaves", _as_dicts(values))
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """This stage, with the numbers of the stacked axes in place of ``"stacked"``, the same in all groups.
+        """Returns this stage with ``"stacked"`` replaced by the numbers of the stacked axes, which all groups share.
 
-        Other axes are the formula's own business, so there is nothing else to replace.
+        The formula deals with all other axes itself, so there is nothing else to replace.
         """
         if self.arrays is None or not has_words(self.stacked):
             return [self]
@@ -245,11 +246,11 @@ class Joint(Leafwise):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat) -> Sequence[Misfit]:
-        """None: the fields do not say which axes a joint formula treats as inputs or outputs."""
+        """Returns no misfits, because the fields do not say which axes a joint formula treats as inputs or outputs."""
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
-        """The groups of leaves whose expressions capture the same text, each by the names in ``arrays``.
+        """Groups the leaves for which the expressions capture the same text, and returns each group as a dict by name.
 
         ``{"w": "(.*)/kernel", "b": "(.*)/bias"}`` gives ``[{"w": <0/kernel>, "b": <0/bias>}, {"w": <1/kernel>, ...}]``.
 
@@ -257,8 +258,8 @@ class Joint(Leafwise):
           ValueError: If an expression matches no array, an array matches twice, or a group lacks an array.
         """
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
-        groups = dict[Any, dict[str, Leaf]]()  # by the captured texts
-        name_of_place = dict[Names, str]()  # each array may be in one group, under one name
+        groups = dict[Any, dict[str, Leaf]]()  # The keys are the captured texts.
+        name_of_place = dict[Names, str]()  # Each array may have only one name, in one group.
         for name, expression in self.arrays:
             for leaf, captured in _matches(who, name, expression, leaves):
                 group = groups.setdefault(captured, {})
@@ -273,15 +274,15 @@ class Joint(Leafwise):
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """A copy of the raw values with new dicts, since a user's formula may modify those that it gets."""
+    """Copies the dicts of the raw values, because a user's formula may modify the dicts that it gets."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 
 def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
-    """The leaves whose paths match an expression, each with the texts that it captures there.
+    """Returns the leaves whose paths match an expression, each with the texts that the expression captures there.
 
-    ``"(.*)/kernel"`` captures ``("0",)`` in ``0/kernel``. Without parentheses it captures ``()``, so all arrays are in
-    one group. ``name`` is the name of the expression in ``arrays``, for the error.
+    ``"(.*)/kernel"`` captures ``("0",)`` in ``0/kernel``. An expression without parentheses captures ``()``, so all
+    arrays are in one group. ``name`` is the name of the expression in ``arrays``, for the error.
 
     Raises:
       ValueError: If the expression matches no path.
@@ -295,7 +296,7 @@ def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) ->
 
 
 def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
-    """The error if an array matches for a name that its group already has, or if it already has another name.
+    """Returns the error for an array that matches for a name that its group already has, or that has a name already.
 
     ``occupant`` is the end of the sentence "... but already has".
     """
@@ -306,7 +307,7 @@ def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> Va
 
 
 def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[str]) -> None:
-    """Requires that a group has an array for each name."""
+    """Raises an error unless a group has an array for each name."""
     if lacking := [name for name in names if name not in group]:
         name, leaf = next(iter(group.items()))
         raise ValueError(
@@ -316,7 +317,7 @@ def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[st
 
 
 def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """The stacked axes that several arrays have in common. Raises an error if they differ.
+    """Returns the stacked axes that several arrays have in common, and raises an error if they differ.
 
     ``source`` ends the first sentence of the error, such as " for stacked='layers'", or is empty.
     """
@@ -329,7 +330,7 @@ def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -
 
 
 def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
-    """Requires that all arrays have the stacked axes, with the same sizes."""
+    """Raises an error unless all arrays have the stacked axes, with the same sizes."""
     sizes = {name: None if stacked_axes_error(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
     if None in sizes.values() or len(set(sizes.values())) > 1:
         shapes = {name: w.shape for name, w in arrays.items()}
@@ -340,14 +341,14 @@ def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -
 
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """The items of a dict of names and regular expressions in a tuple, which is hashable.
+    """Converts a dict of names and regular expressions to a tuple of its items, which is hashable.
 
-    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. It also takes such a tuple, so that a stage can be
-    rebuilt from its own fields. ``who`` is the class of the stage, for errors.
+    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. The function also takes such a tuple, so that a stage
+    can be rebuilt from its own fields. ``who`` is the class of the stage, for errors.
 
     Raises:
-      TypeError: If it is neither, or is empty.
-      ValueError: If an expression is not one.
+      TypeError: If ``arrays`` is neither a dict nor a tuple of this form, or is empty.
+      ValueError: If an expression is not a valid regular expression.
     """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):
@@ -358,5 +359,5 @@ def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
 
 
 def _is_named_expression(item: Any) -> bool:
-    """Whether an item is a pair of strings."""
+    """Returns whether an item is a pair of strings."""
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(part, str) for part in item)

@@ -36,7 +36,7 @@ from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
 class Perturbation(Leafwise):
-    """A stage that returns changed copies of arrays, and has no raw values.
+    """A stage that returns changed copies of arrays and has no raw values.
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
     itself. It may set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2`` to exclude
@@ -79,7 +79,7 @@ class Perturbation(Leafwise):
     stochastic: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Requires that ``apply_leaf`` takes a key."""
+        """Raises an error if ``apply_leaf`` cannot take a key."""
         super().__init_subclass__(**kwargs)
         formula: Any = cls.__dict__.get("apply_leaf")
         if inspect.isfunction(formula) and not can_take(formula, 3, if_unknown=True):
@@ -90,24 +90,24 @@ class Perturbation(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """The effective array for ``w``. It must have the same shape and dtype."""
+        """Returns the effective array for ``w``, which must have the same shape and dtype as ``w``."""
 
     def mean_leaf(self, w: Array) -> Array:
-        """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
+        """Returns the mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each array that the stage selects. The effective array is stored at the place of the array.
+        """Returns a site for each selected array, whose effective array is stored in place of the array itself.
 
-        ``tree`` is searched in the same way before and after ``init``, because there are no markers.
+        ``tree`` is searched in the same way before and after ``init``, because this stage adds no markers.
         """
         pairs = self._arrays_and_stages(method, tree)
         return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The effective array for ``w``. If the stage is random and no key is given, this is the mean over all keys.
+        """Returns the effective array for ``w``, or its mean over all keys if the stage is random and no key is given.
 
-        The only array of the site, and its only value, are called ``"w"``.
+        Both the only array of the site and its only value are called ``"w"``.
         """
         w, is_mean = values["w"]["w"], self.stochastic and key is None
         if is_mean:
@@ -119,16 +119,16 @@ class Perturbation(Leafwise):
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
-        """The array ``w`` with noise that ``draw`` has drawn for its type, for a stage with ``draws_by_type``.
+        """Adds noise that ``draw`` has drawn for the type of ``w`` to ``w``, for a stage with ``draws_by_type``.
 
-        The plan draws the noise of many arrays at once, and adds it only where the array is read.
+        The plan of a chain draws the noise of many arrays at once, and adds it to each array only where that is read.
         """
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
 
     @property
     def deterministic(self) -> Parametrization:
-        """The stage itself if it is not random; nothing, the empty chain, if its mean leaves arrays as they are."""
+        """The stage itself if it is not random, or the empty chain if its mean leaves arrays unchanged."""
         if not self.stochastic:
             return self
         return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
@@ -142,14 +142,14 @@ class Reparametrization(Leafwise):
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the set of arrays that ``apply_leaf`` can return. If
-    the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf`` a subclass may
+    the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf``, a subclass may
     define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also set ``raw_values``, which
     declares what each raw value is:
     ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on main
-    values, under the parameter's own path. Auxiliary values are trainable too, and fixed ones are not. Default: all
+    values, under the parameter's own path. Auxiliary values are trainable too; fixed values are not. Default: all
     values are main.
 
-    With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
+    With ``stochastic = True``, the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` inverts the mean.
     The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``, and ``log_det_leaf(values)``, for a bijection, to
     ``p.log_det(raw)``.
@@ -178,16 +178,16 @@ class Reparametrization(Leafwise):
     the probabilities of ``Simplex``, for example, add up to 1."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Checks the signatures of a class's formulas, and defines ``apply_leaf`` if it has only ``terms_leaf``."""
+        """Checks the signatures of the formulas, and defines ``apply_leaf`` if the class has only ``terms_leaf``."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
         _require_signatures(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """The raw values whose effective array is ``w``, or the array of the image nearest to it.
+        """Returns raw values whose effective array is ``w``, or the array of the image nearest to ``w``.
 
-        If the initial values are random, it takes a ``key`` after ``w``, and ``init`` then requires one.
+        If the initial values are random, this method takes a ``key`` after ``w``, and ``init`` then requires a key.
 
         Raises:
           TypeError: If the class does not define it.
@@ -196,16 +196,17 @@ class Reparametrization(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """The effective array for the raw values, fixed ones included. A stochastic stage takes a key after them.
+        """Returns the effective array for the raw values (including fixed ones) and, if it is random, a key.
 
-        If a stage defines only ``terms_leaf``, this is the sum of the terms.
+        If a stage defines only ``terms_leaf``, this method returns the sum of the terms.
         """
 
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
-        """The terms whose sum is the effective array. :func:`factored` uses them without forming that sum.
+        """Returns the terms whose sum is the effective array; :func:`factored` uses them without forming that sum.
 
-        It takes the same arguments as ``apply_leaf``, ``(values)`` or ``(values, key)``. You do not need it if
-        ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: reparax then finds the terms itself.
+        This method takes the same arguments as ``apply_leaf``: ``(values)`` or ``(values, key)``. You do not need it if
+        ``apply_leaf`` only multiplies and adds matrices, vectors and numbers, because reparax then finds the terms
+        itself.
 
         Raises:
           TypeError: If the class does not define it.
@@ -213,7 +214,7 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
-        """The mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic.
+        """Returns the mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic.
 
         Raises:
           TypeError: If a stochastic class does not define it.
@@ -221,19 +222,20 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """The penalty for the raw values of one array, such as a KL divergence from a prior: one number."""
+        """Returns the penalty for the raw values of one array, such as a KL divergence from a prior, as one number."""
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        r"""The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection.
+        r"""Returns the logarithm of the absolute determinant of the derivative of a bijective ``apply_leaf``.
 
-        The result is one number. A stage that defines it supports :meth:`Parametrization.log_det`, which samplers need.
-        If some entries of an array follow from the others, as in a symmetric matrix, leave them out of the derivative.
-        No later stage of the chain can then have a log-determinant.
+        The result is one number. A stage that defines this method supports :meth:`Parametrization.log_det`, which
+        samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave them out of
+        the derivative. No later stage of the chain can then have a log-determinant.
 
         Example:
-          The Cholesky factor L of a correlation matrix. Its rows have length 1, so only the entries below its diagonal
-          are free. Each is a share, from -1 to 1, of the length that the entries to its left leave over:
+          This stage represents the Cholesky factor L of a correlation matrix. The rows of L have length 1, so only the
+          entries below its diagonal are free. Each of these is a share, from -1 to 1, of the length that the entries to
+          its left leave over:
 
           >>> import jax, jax.numpy as jnp, reparax as rpx
           >>> class CorrelationFactor(rpx.Reparametrization):
@@ -266,28 +268,28 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """The fixed values that change in a training step, from the current values, as earlier stages compute them.
+        """Returns the fixed values that change in a training step, given the values that earlier stages compute.
 
-        A value that does not change may be left out, or returned as the same object. The new values must keep their
+        A value that does not change may be left out or returned as the same object. The new values must keep their
         shapes and dtypes. Free values may be among them only if the class sets ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
-        effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
-        these to ``update``.
+        effective array, and ``key``: ``update_leaf(values, grad, key)``. The formula is then called only if the caller
+        passes these to ``update``.
         """
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Raw values for the same effective array, with the base moved to the current point.
+        """Returns raw values for the same effective array, with the base moved to the current point.
 
-        The base is here the point to which the free values are relative, such as that of :class:`Orthogonal`. The new
-        values must keep their shapes and dtypes. Values that do not change may be left out.
+        Here, the base is the point to which the free values are relative, as in :class:`Orthogonal`. The new values
+        must keep their shapes and dtypes. Values that do not change may be left out.
         """
         return values
 
     @property
     def deterministic(self) -> Parametrization:
-        """The stage with ``mean_leaf`` in place of ``apply_leaf`` if it is random, else the stage itself."""
+        """The stage with ``mean_leaf`` in place of ``apply_leaf`` if the stage is random, or else the stage itself."""
         return Mean(self) if self.stochastic else self
 
     @property
@@ -300,7 +302,7 @@ class Reparametrization(Leafwise):
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """``"grad"`` and ``"key"``, as far as ``update_leaf`` has arguments of these names."""
+        """Those of the names ``"grad"`` and ``"key"`` that ``update_leaf`` has as arguments."""
         return tuple(name for name in inspect.signature(self.update_leaf).parameters if name in ("grad", "key"))
 
     @property
@@ -309,13 +311,13 @@ class Reparametrization(Leafwise):
         return _init_leaf_takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
-        """Whether the class has a formula of its own, such as ``update_leaf`` for ``"update"``."""
+        """Returns whether the class defines the formula for ``verb``, such as ``update_leaf`` for ``"update"``."""
         return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each array that the stage selects: at the array, or after ``init`` at its raw values."""
+        """Returns a site for each selected array: at the array itself in ``init``, and at its raw values later."""
         who, call = CallName(self, method), _formula_caller(self)
-        if method == "init" or self._in_place:  # there are no marker dicts (yet)
+        if method == "init" or self._in_place:  # The leaves are arrays, not marker dicts.
             pairs = self._arrays_and_stages(method, tree)
             for leaf, stage in pairs:
                 self._require_readable_stack(stage, leaf)
@@ -324,7 +326,7 @@ class Reparametrization(Leafwise):
         return [self._site_at(stage, who.at(leaf.path), leaf, call) for leaf, stage in pairs]
 
     def _require_readable_stack(self, stage: Self, leaf: Leaf) -> None:
-        """Requires that later calls, which see only the raw values, can tell the stacked axes from them.
+        """Raises an error if later calls, which see only the raw values, could not infer the stacked axes from them.
 
         In ``init``, the stacked axes came from the layer of the array, and ``stage``, the stage for that array, has
         them by number. Reading the types of its initial values back must lead to the shape of the array. There is
@@ -334,7 +336,7 @@ class Reparametrization(Leafwise):
             return
         with checks.locate_errors(CallName(self, "init", (leaf.path,))):
             w = type_of(leaf.content)
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` needs numbers, not types
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may not be traceable.
                 found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
@@ -343,37 +345,38 @@ class Reparametrization(Leafwise):
                     )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
-        """The site of one array. ``stage`` is the stage for that array, and ``call`` calls its formulas."""
+        """Returns the site of one array. ``stage`` is the stage for that array, and ``call`` calls its formulas."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
         types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """The effective array, or its mean if it is random."""
+        """Computes the effective array from its raw values, or the mean if the stage is random."""
         return call_once_per_type(_array_or_mean, self, values)
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Requires all declared raw values, of the types that ``init`` would give for an array of this type.
+        """Raises an error unless ``types`` are the types of raw values that ``init`` would give for such an array.
 
         Types are not compared if ``init_leaf`` cannot be traced, or if the stage may change the type of the array.
         """
         super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` needs numbers, not types
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # `init_leaf` may not be traceable.
                 expected = jax.eval_shape(lambda w: call_once_per_type(_initial_values, self, w, None), effective)
                 checks.require_fit(types, expected)
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """The initial raw values of the array, which the site calls ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
+        """Returns the initial raw values of the array, called ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
         w = arrays["w"]
-        # The stages of this package are pure, so one program serves all arrays of a type. Others may look at numbers.
+        # The stages of this package are pure, so one program serves all arrays of a type. Stages of other packages may
+        # look at the numbers in the array.
         is_of_package = config.is_of_package(type(self))
         call = partial(_call_jitted, _jitted) if is_of_package else site.call
         return {"w": call(_initial_values, self, w, key)}
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        """Requires that the formula takes the initial values, and returns an array of the type of ``arrays["w"]``.
+        """Raises an error unless the formula turns the initial values into an array of the type of ``arrays["w"]``.
 
         Only types are computed, so a random stage is checked by its mean.
         """
@@ -383,7 +386,7 @@ class Reparametrization(Leafwise):
             checks.require_type("mean_leaf" if self.stochastic else "apply_leaf", effective, arrays["w"])
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """The effective array for the raw values: a random one if a key is given, else the mean."""
+        """Returns the effective array for the raw values: a random one if a key is given, and otherwise the mean."""
         if self._in_place:
             return {"w": _array_or_mean(self, values["w"])}
         if key is None:
@@ -391,10 +394,10 @@ class Reparametrization(Leafwise):
         return {"w": site.call(_random_array, self, values["w"], key)}
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """The new values from ``update_leaf``: ``{"w": {"mask": ...}}``.
+        """Returns the new values from ``update_leaf``: ``{"w": {"mask": ...}}``.
 
         The formula gets the gradient and the key only if it has arguments for them; the caller makes sure that these
-        are given. It gets a copy of the values, since it may modify its dict.
+        are given. The formula gets a copy of the dict of values, because it may modify its argument.
         """
         all_arguments = {"grad": grads.get("w"), "key": key}
         arguments = {name: all_arguments[name] for name in self.update_reads}
@@ -407,7 +410,7 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(update_one)(values["w"], arguments)}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """The new values from ``update_base_leaf``, with the base moved to the current point: ``{"w": {"v": ...}}``."""
+        """Returns the new values from ``update_base_leaf``, which moves the base to the current point."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
@@ -417,18 +420,18 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(rebase_one)(values["w"])}
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """The number that ``penalty_leaf`` or ``log_det_leaf`` returns, of which ``formula`` is the first part."""
+        """Returns the result of ``penalty_leaf`` or ``log_det_leaf``; ``formula`` is ``"penalty"`` or ``"log_det"``."""
         return self._checked_number(f"{formula}_leaf", values["w"])
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """The site of a stage without markers. Each of its raw values, by these names, is the array itself."""
+    """Returns the site of a stage without markers, where the value with each of these names is the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    """The names of the required arguments of a function. Those after ``*`` do not count, nor ``*args``."""
+    """Returns the names of a function's required positional arguments, without ``*args`` and keyword-only ones."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [
@@ -439,23 +442,24 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
-    """The names of the required arguments that a method takes after ``self`` and the values.
+    """Returns the names of the required arguments that a method takes after ``self`` and the values.
 
-    ``def apply_leaf(self, values, key)`` has ``["key"]``. A static or class method shows no ``self``.
+    For ``def apply_leaf(self, values, key)``, the result is ``["key"]``. A static or class method has no ``self`` in
+    the signature that is inspected.
     """
     is_bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
 
 def _init_leaf_takes_key(cls: type[Any]) -> bool:
-    """Whether ``init_leaf`` takes a key, because the initial values are random."""
+    """Returns whether ``init_leaf`` takes a key, because the initial values are random."""
     return "key" in inspect.signature(cls.init_leaf).parameters
 
 
 def _require_signatures(cls: type[Any]) -> None:
-    """Requires that the formulas of a class need no arguments other than those that they are called with.
+    """Raises an error if a formula of a class requires an argument with which it would never be called.
 
-    This is called when the class is defined, so that a mistake shows there and not in a trace.
+    This is called when the class is defined, so that a mistake is reported there and not during tracing.
     """
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
@@ -467,7 +471,7 @@ def _require_signatures(cls: type[Any]) -> None:
             f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
-    init_leaf: Any = cls.__dict__.get("init_leaf")  # the class's own; an inherited one has been checked
+    init_leaf: Any = cls.__dict__.get("init_leaf")  # An inherited method has been checked already.
     if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):  # self, w
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
@@ -476,11 +480,11 @@ def _require_signatures(cls: type[Any]) -> None:
 
 
 def _declares_terms(cls: type[Any]) -> bool:
-    """Whether a class defines ``terms_leaf`` next to, or below, an ``apply_leaf`` written by hand.
+    """Returns whether a class defines ``terms_leaf`` next to, or below, a handwritten ``apply_leaf``.
 
-    Then the terms have to be recorded beside the result of ``apply_leaf``. If a subclass overrides only ``apply_leaf``,
-    the terms that it inherits no longer add up to the array. If ``apply_leaf`` is the sum of ``terms_leaf``, there is
-    nothing to record, because the terms can be read off its program.
+    If so, the terms have to be recorded beside the result of ``apply_leaf``. If a subclass overrides only
+    ``apply_leaf``, the terms that it inherits no longer add up to the array. If ``apply_leaf`` is the sum of
+    ``terms_leaf``, there is nothing to record, because the terms can be read off its program.
     """
     class_of_terms = _defining_class(cls, "terms_leaf")
     class_of_formula = _defining_class(cls, "apply_leaf")
@@ -490,25 +494,25 @@ def _declares_terms(cls: type[Any]) -> bool:
 
 
 def _defining_class(cls: type[Any], method: str) -> type[Any]:
-    """The class that defines a method of ``cls``: ``cls`` itself, or the base from which it is inherited."""
+    """Returns the class that defines a method of ``cls``: ``cls`` itself, or the base that it is inherited from."""
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
-    """``apply_leaf`` for a class that defines only ``terms_leaf``: the sum of the terms."""
+    """Returns the sum of the terms; this is ``apply_leaf`` of a class that defines only ``terms_leaf``."""
     return sum_terms(self.terms_leaf(*args, **kwargs))
 
 
-# The formulas over stacked arrays.
+# The functions below call formulas, and map them over stacked arrays.
 
 
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
-    """Returns ``function(stage, *arrays)``, where arrays of the same types share one jitted function under tracing.
+    """Returns ``function(stage, *arrays)``; under tracing, arrays of the same types share one jitted function.
 
-    A jitted function is also used for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and would
-    compile anew in each call what is jitted inside of it. Formulas of other packages are called directly: they may
-    depend on more than their arguments. With ``inline``, meant for a few operations on whole arrays, the operations
-    become part of the surrounding program instead of a jitted function in it.
+    A jitted function is also used for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and functions
+    that are jitted inside of it would be compiled anew in each call. Formulas of other packages are called directly,
+    because they may depend on more than their arguments. With ``inline``, which is meant for a few operations on whole
+    arrays, the operations become part of the surrounding program instead of a jitted function in it.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
         return _call_jitted(_inlined if inline else _jitted, function, stage, *arrays)
@@ -518,23 +522,23 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
 def _formula_caller(stage: Any) -> Callable[..., Any]:
     """Returns the function with which one call of a chain calls the formulas of a stage.
 
-    Formulas of this package are traced once per type. Those of others are traced again in each call of the chain,
-    because they may read something that has changed since, such as a function that was redefined. Their operations are
-    inlined, because a jitted function would have to be compiled again in each eager call.
+    Formulas of this package are traced once per type. Formulas of other packages are traced again in each call of the
+    chain, because they may read something that has changed since, such as a function that was redefined. Their
+    operations are inlined, because a jitted function would have to be compiled again in each eager call.
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # a new function, with a cache of its own
+    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # The new function has a cache of its own.
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
-        """``function(stage, *arrays)``, traced once for all arrays of the same type."""
+        """Returns ``function(stage, *arrays)``, where the function is traced once for all arrays of the same type."""
         return _call_jitted(jitted, function, stage, *arrays) if _is_traced(arrays) else function(stage, *arrays)
 
     return call_once_per_call
 
 
 def _is_traced(arrays: Any) -> bool:
-    """Whether any of these arrays is traced."""
+    """Returns whether any of these arrays is traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
 
 
@@ -544,7 +548,7 @@ def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays:
     ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
     object.
     """
-    if stage._exact_text is None:  # equal stages may have different formulas
+    if stage._exact_text is None:  # Equal stages may then have different formulas.
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
@@ -569,9 +573,9 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 
 def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """The initial raw values of an array, by name. ``stage`` is resolved for the array, so it has its stacked axes.
+    """Returns the initial raw values of an array by name; ``stage`` is resolved for it, so it has its stacked axes.
 
-    If only their types matter, ``key`` may be None even for random ones.
+    If only the types of the values matter, ``key`` may be None even if the values are random.
     """
     init = stage._map_stacked(stage.init_leaf)
     if stage._init_takes_key:
@@ -583,15 +587,15 @@ def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]
 
 
 def _array_or_mean(stage: Any, values: Mapping[str, Array]) -> Array:
-    """The effective array for raw values by name, or its mean if it is random."""
+    """Computes the effective array from raw values by name, or the mean if the stage is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
     return stage._map_stacked(formula)(dict(values))
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
-    """The effective array for raw values, drawn with a key. It must have the type of the mean.
+    """Draws an effective array from raw values and a key, and requires that it has the type of the mean.
 
-    Stacked arrays get a key each; how many are stacked follows from the type of the mean.
+    Each of the stacked arrays gets a key of its own; the number of stacked arrays follows from the type of the mean.
     """
     like = jax.eval_shape(lambda values: _array_or_mean(stage, values), dict(values))
     keys = keys_of_stack(key, like, stage.stacked_axes)

@@ -1,7 +1,7 @@
 """The base class of stages that act on arrays: which arrays a stage selects, and its numbers and axes for each array.
 
-A user writes one stage for a whole model, but its fields may vary between arrays: numbers and axes by path, numbers
-from a function of the array, axes by name, and axes that follow from the role of the array in the network.
+A user writes one stage for a whole model, but its fields may vary between arrays: numbers and axes can be given by
+path, numbers by a function of the array, axes by name, and axes can follow from the role of the array in the network.
 ``Leafwise._for_leaf`` resolves them all and returns the stage for one array, whose fields are plain numbers.
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
@@ -105,10 +105,10 @@ class Leafwise(Parametrization):
     """Whether each entry of an array depends only on its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lets axes fields also take axes by path, and records the names of these fields in ``_axis_fields``.
+        """Lets every field that holds axes also take axes by path, and records the field names in ``_axis_fields``.
 
-        ``_checks`` has the check of each field's value, by the name of the field. That of an inherited axes field is an
-        ``AxesByPath`` already.
+        ``_checks`` maps the name of each field to the check of its value. The check of an inherited axes field is
+        already an ``AxesByPath``.
         """
         super().__init_subclass__(**kwargs)
         checks = cls._checks.items()
@@ -117,20 +117,21 @@ class Leafwise(Parametrization):
         cls._axis_fields = tuple(name for name in fields_with_axes if name != "stacked")
 
     def default(self, w: Array) -> bool:
-        """Whether the shape and dtype of ``w`` let the stage act on it if no ``where`` is given.
+        """Returns whether the stage acts on ``w``, judged by its shape and dtype, if no ``where`` is given.
 
-        Of stacked arrays, ``w`` is one. Biases, scales and tables are excluded before this is called, by their paths.
+        If arrays are stacked, ``w`` is one of them. Biases, scales and embedding tables are excluded by their layer or
+        name before this is called.
         """
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
-        """Why the formula cannot take ``w``, as an error text (expected, got; what to do), or None if it can."""
+        """Returns why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
         return None
 
     def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot act on ``w``, whose dtype is already known to fit, or None if it can.
+        """Returns why the stage cannot act on ``w``, whose dtype is already known to fit, or None if it can.
 
-        Overrides add conditions to those of ``super()``, and are called for each of several stacked arrays.
+        Overrides add conditions to those of ``super()``. If arrays are stacked, this is called for each of them.
         """
         return self._axes_error(w) or self._call_on(w, self.refuse_leaf)
 
@@ -142,29 +143,29 @@ class Leafwise(Parametrization):
         """
         if is_of_package(type(self)) or not isinstance(w, jax.ShapeDtypeStruct):
             return method(w)
-        results = list[T]()  # the result is a bool or a text, which a traced function cannot return
+        results = list[T]()  # A traced function cannot return a bool or a text.
         jax.eval_shape(lambda w: results.append(method(w)), w)
         return results[0]
 
     def _dtype_error(self, w: Array) -> str | None:
-        """What is wrong with the dtype of ``w``, or None if the stage accepts it."""
+        """Returns an error text if the stage does not accept the dtype of ``w``, or None if it does."""
         if jnp.issubdtype(w.dtype, self.dtypes):
             return None
-        # The names of JAX's abstract dtypes, such as `floating`, say what they are, except for `inexact`.
+        # The names of JAX's abstract dtypes, such as `floating`, are clear to users, except for `inexact`.
         expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
 
     def _axes_error(self, w: Array) -> str | None:
-        """What is wrong with the axes in the stage's fields for ``w``, or None if they fit."""
+        """Returns an error text if the axes in the stage's fields do not fit ``w``, or None if they fit."""
         reasons = (why_axes_do_not_fit(getattr(self, name), w, name) for name in self._axis_fields)
         return next(filter(None, reasons), None)
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
-        """For each field in ``by_roles``, its axes in ``w``, counted from the front, and their meaning in a network.
+        """Maps each field in ``by_roles`` to its axes in ``w``, counted from the front, and their meaning in a network.
 
-        For a kernel of two axes and ``axis=-1``, ``{"axis": ((1,), "outputs")}``. Fields whose value is None or
-        ``"each"`` are left out, because they fit any role. :func:`check_axes` compares the others with those of the
-        network.
+        For a kernel of two axes and ``axis=-1``, the result is ``{"axis": ((1,), "outputs")}``. Fields whose value is
+        None or ``"each"`` are left out, because they fit any role. :func:`check_axes` compares the other axes with
+        those of the network.
         """
         axes_of_field = {name: getattr(self, name) for name in self.by_roles}
         given = {name: axes for name, axes in axes_of_field.items() if axes not in (None, EACH)}
@@ -173,58 +174,58 @@ class Leafwise(Parametrization):
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a version of ``formula`` for arrays of any shape.
 
-        By default this is ``formula`` itself. A stage on matrices merges the axes of arrays to two, and splits those of
-        the results.
+        By default, this is ``formula`` itself. A stage on matrices merges the axes of its arguments into two axes, and
+        splits the axes of the results again.
         """
         return formula
 
     def _map_stacked(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` that is applied to each of the arrays along the stacked axes.
+        """Returns a version of ``formula`` that is applied separately to each of the arrays along the stacked axes.
 
-        ``self`` must be resolved for the array. The formula gets arrays without stacked axes, merged to matrices if the
-        stage acts on matrices.
+        The fields of ``self`` must be resolved for the array. The formula gets arrays without stacked axes, merged into
+        matrices if the stage acts on matrices.
         """
         return map_stacked(self.stacked_axes, self._on_merged(formula))
 
     @property
     def _for_merged(self) -> Self:
-        """The stage for the merged array of ``_on_merged``; its fields count the axes of that array."""
+        """The stage for the merged array that ``_on_merged`` passes on; its fields count the axes of that array."""
         return self
 
     @cached_property
     def _varying_fields(self) -> dict[str, ByPath | ByArray]:
-        """The fields whose value varies between arrays: numbers or axes by path, and numbers from a function."""
+        """The fields that vary between arrays: numbers or axes given by path, and numbers given by a function."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
     @cached_property
     def _given_axes(self) -> dict[str, Any]:
-        """The value of each axes field, ``stacked`` included, as the user gave it, or its default."""
+        """The value of each field that holds axes, including ``stacked``, as the user gave it, or its default."""
         return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
 
     @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
-        """The axes fields that are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
+        """The fields whose axes are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
         return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
     def _uses_axis_names(self) -> bool:
-        """Whether any axis is given by name, or by a word for its role, in any field and for any path."""
+        """Whether any axis in any field, and for any path, is given by name or by a word for its role."""
         axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
         return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
     @cached_property
     def unset_axes(self) -> dict[str, str]:
-        """The fields in ``by_roles`` that are at their default, with the meaning of each: ``{"axis": "outputs"}``."""
+        """The fields in ``by_roles`` that are at their default, each with its meaning: ``{"axis": "outputs"}``."""
         defaults = {field.name: field.default for field in fields(self)}
         return {name: word for name, word in self.by_roles.items() if getattr(self, name) == defaults[name]}
 
     @cached_property
     def axes_from_role(self) -> dict[str, Any]:
-        """The axes fields whose numbers come from the array's role, with words for the axes, such as ``"outputs"``.
+        """The fields whose axes follow from the array's role, each with words for these axes, such as ``"outputs"``.
 
-        These are the fields for which the user gave words, and the unset ones. ``stacked`` is not among them, because
-        it has rules of its own; see :meth:`takes_stacked_from_role`.
+        These are the fields in ``by_roles`` that are unset, and the fields for which the user gave words. ``stacked``
+        is not among them, because it has rules of its own; see :meth:`takes_stacked_from_role`.
         """
         given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
@@ -242,14 +243,14 @@ class Leafwise(Parametrization):
             return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
-        # While ``stacked`` is unset, axes by number, and axes given as "stacked", count all axes of the array.
+        # While ``stacked`` is unset, axes that are given by number or as "stacked" count all axes of the array.
         other_axes = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
         counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in other_axes)
 
     @property
     def lacks_axes(self) -> bool:
-        """Whether the user left axes unset that the stage cannot do without, so that a role has to give them."""
+        """Whether the stage needs axes that the user left unset, so that the array's role has to determine them."""
         return self.needs_axes and bool(self.unset_axes)
 
     @cached_property
@@ -259,20 +260,20 @@ class Leafwise(Parametrization):
 
     @cached_property
     def _with_placeholders(self) -> Self:
-        """A copy that can be traced for any array, to infer shapes and dtypes only.
+        """A copy of the stage that can be traced for any array, to infer shapes and dtypes only.
 
-        Numbers that vary between arrays are replaced by one that every stage accepts. Axes by path are kept, because
-        shapes depend on them.
+        Numbers that vary between arrays are replaced by one number that every stage accepts. Axes that are given by
+        path are kept, because shapes depend on them.
         """
         numbers = self._varying_fields.keys() - self._axes_by_path.keys()
         return replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self
 
     def for_array(self, path: str, w: Any) -> Self:
-        """This stage with its numbers and axes for the array ``w`` at ``path``.
+        """Returns this stage with its numbers and axes for the array ``w`` at ``path``.
 
-        ``VarNoise({"out/.*": 0.05, ".*": 0.1})`` becomes ``VarNoise(0.05)`` at ``out/kernel``. Axes by name stay names.
-        Functions that give a number for each array get only the shape and dtype of ``w``, which may be None if no field
-        is such a function.
+        ``VarNoise({"out/.*": 0.05, ".*": 0.1})`` becomes ``VarNoise(0.05)`` at ``out/kernel``. Axes that are given by
+        name stay names. Functions that return a number for each array get only the shape and dtype of ``w``. If no
+        field is such a function, ``w`` may be None.
         """
         if not self._varying_fields:
             return self
@@ -280,11 +281,11 @@ class Leafwise(Parametrization):
         return replace(self, **{name: value.at(name, path, like) for name, value in self._varying_fields.items()})
 
     def _for_leaf(self, leaf: Leaf, w: Any, stacked: Numbers = ()) -> Self:
-        """This stage with its numbers and axes for one array, which has the shape and dtype of ``w``.
+        """Returns this stage with its numbers and axes for one array, which has the shape and dtype of ``w``.
 
-        In the result, no field is by path, and no axis is a name or a word for its role. Names of stacked axes that the
-        array does not have are ignored. If ``w`` is one of :func:`candidate_types` for the array, ``stacked`` are its
-        stacked axes. Otherwise leave it out: they follow from ``w``.
+        In the result, no field is given by path, and no axis is a name or a word for its role. Names of stacked axes
+        that the array does not have are ignored. If ``w`` is one of :func:`candidate_types` for the array, ``stacked``
+        holds its stacked axes. Otherwise, leave ``stacked`` out: the stacked axes then follow from ``w``.
         """
         stage = self.for_array(leaf.path, w)
         axes = axes_at(stage, leaf, w, stacked)
@@ -294,43 +295,43 @@ class Leafwise(Parametrization):
         return stage if is_same else replace(stage, **axes)
 
     def _axes_key(self, leaf: Leaf) -> tuple[Any, ...]:
-        """What determines the axes of this stage at an array, besides the type of the array. It is hashable.
+        """Returns a hashable key for what determines the axes of this stage at an array, besides the array's type.
 
-        Arrays with equal keys and types share one :class:`Reading`. What the axes do not depend on is None, so that
-        more arrays share one.
+        Arrays with equal keys and types share one :class:`Reading`. An entry is None if the axes do not depend on it,
+        so that more arrays share one reading.
         """
         path = leaf.path if self._axes_by_path else None
         return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
 
-    # Which leaves the stage acts on.
+    # The methods below select the leaves that the stage acts on.
 
     @abstractmethod
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """A site for each call of the formulas that ``method`` of the chain, such as ``"apply"``, needs in ``tree``.
+        """Returns a site for each call of the formulas that ``method`` of the chain (such as ``"apply"``) needs.
 
-        Before ``init``, ``tree`` holds the arrays themselves, and after it their marker dicts.
+        In ``init``, ``tree`` holds the arrays themselves; in later calls, it holds their marker dicts.
         """
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The arrays that the stage selects, each with the stage for that array. For ``init`` and stages in place."""
+        """Returns the arrays that the stage selects, each with its stage, for ``init`` and for stages in place."""
         leaves = self._selected(method, tree.leaves(bases=self._takes_base))
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """The marker dicts that the stage selects, each with the stage for the array that it represents.
+        """Returns the marker dicts that the stage selects, each with the stage for the array that it represents.
 
-        For calls after ``init``. Each returned leaf has been read: its ``array`` is the type of that array.
+        This is for calls after ``init``. In each returned leaf, ``array`` is the type of the represented array.
         """
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
         return [(leaf, self._stage_for_node(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
 
     def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
-        """The leaves of a tree, in which each marker dict of the stage's kind is one leaf."""
+        """Returns the leaves of a tree, where each marker dict of the stage's kind counts as one leaf."""
         return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
 
     def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
-        """The leaves that the stage selects. Raises an error if one of them is not a marker dict.
+        """Returns the leaves that the stage selects, and raises an error if one of them is not a marker dict.
 
         Another stage of the same kind may have created some of the marker dicts, on arrays that this one does not
         select. If the selection depends on the arrays, and not only on their paths, all marker dicts are read first,
@@ -348,11 +349,11 @@ class Leafwise(Parametrization):
         return chosen
 
     def _stage_for_node(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
-        """The stage for the array that a marker dict represents. Raises the error of the reading, if it has one."""
+        """Returns the stage for the array that a marker dict represents, or raises the error of the reading, if any."""
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
-            # The reading is shared by several arrays, so its stage has placeholders for fields that vary between them.
+            # Several arrays may share the reading, so its stage has placeholders for numbers that vary between them.
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
@@ -363,9 +364,9 @@ class Leafwise(Parametrization):
                 self._stage_for_node(who, leaf, read(leaf))
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """This stage for one array, the content of ``leaf``. Raises an error if it cannot take the array.
+        """Returns this stage for the array in ``leaf``, and raises an error if the stage cannot take the array.
 
-        ``method`` is the method of the chain that errors name.
+        Errors name ``method``, the method of the chain.
         """
         w = leaf.content
         with locate_errors(CallName(self, method, (leaf.path,))):
@@ -378,9 +379,9 @@ class Leafwise(Parametrization):
         return stage
 
     def _require_taken(self, w: Any) -> None:
-        """Requires an array that this stage, resolved for it, can take. Of stacked arrays, it must take each.
+        """Raises an error unless this stage, resolved for ``w``, can take it, or each of the arrays stacked in it.
 
-        Known arrays are checked one by one, because a stage may also refuse certain numbers.
+        Stacked arrays whose numbers are known are checked one by one, because a stage may also refuse certain numbers.
         """
         stacked = self.stacked_axes
         if why := stacked_axes_error(w, stacked):
@@ -392,45 +393,45 @@ class Leafwise(Parametrization):
                 raise ValueError(f"{why}{where}")
 
     def _aligned_value(self, values: Mapping[str, Any]) -> Any:
-        """The main value that has the axes of the array itself, or its type. None if ``values`` hold no such value.
+        """Returns the main value that has the axes of the array itself, or None if ``values`` holds no such value.
 
-        It has the shape of the array, such as ``v`` of :class:`WeightNorm`, so nothing has to be traced to find that
-        shape. Its dtype may be another.
+        Such a value, for example ``v`` of :class:`WeightNorm`, has the shape of the array, so nothing has to be traced
+        to find that shape. Its dtype may differ. The values may also be types.
         """
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((values[name] for name in names if name in values), None)
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
-        """Requires that the raw values of one array include all that the class declares and that are not optional.
+        """Raises an error unless the raw values of one array include every value that the class declares as required.
 
         Raises:
-          KeyError: With the name of the first that is missing, as if a formula had looked it up.
+          KeyError: If a value is missing. The error has the name of the first one, as if a formula had looked it up.
         """
         required = [name for name, declared in self.raw_values.items() if not declared.optional and name != OTHERS]
         if missing := sorted(set(required) - values.keys()):
             raise KeyError(missing[0])
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Requires raw values of the types that ``init`` would give for an array of the type ``effective``.
+        """Raises an error unless raw values have the types that ``init`` would give for an array of type ``effective``.
 
         By default, only their names are checked.
         """
         self._require_all(types)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """An array with the shape and dtype of the effective array for the raw values. Its numbers do not matter."""
+        """Returns any array with the shape and dtype of the effective array that the raw values represent."""
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves that the stage acts on.
+        """Returns the leaves that the stage acts on.
 
-        These are the leaves that ``where`` selects, or the default selection without it, and for which each field by
-        path has a value: ``VarNoise({"out/.*": 0.1})`` does not act on other arrays. ``method`` is the method of the
-        chain, such as ``"init"``.
+        These are the leaves that ``where`` selects, or without ``where`` the default selection. A field that is given
+        by path limits them to the paths for which it has a value: ``VarNoise({"out/.*": 0.1})`` does not act on other
+        arrays. ``method`` is the method of the chain, such as ``"init"``.
 
         Raises:
-          ValueError: If there are none. A class with ``_may_select_nothing`` allows this for its default selection,
-            but not in a tree without any array.
+          ValueError: If no leaf is selected. A class with ``_may_select_nothing`` allows this for its default
+            selection, but not in a tree without any array.
         """
         who = CallName(self, method)
         chosen = select_leaves(who, self.where, leaves, partial(self._acts_by_default, who))
@@ -445,28 +446,28 @@ class Leafwise(Parametrization):
         return chosen
 
     def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
-        """Whether the selection includes a leaf, which is a main value, if the user gives no ``where``.
+        """Returns whether the stage selects a leaf, which is a main value, if the user gives no ``where``.
 
-        Excluded are model state, biases, scales and tables if the class excludes these, arrays that no path of an axes
-        field matches, and arrays for which :meth:`default` is false.
+        The default selection excludes model state; biases, scales and tables, if the class excludes these; arrays that
+        no path in a field of axes matches; and arrays for which :meth:`default` returns False.
         """
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
-            return True  # the effective array may have another type than the model's, which the default is about
+            return True  # The default is about the model's array, and the effective one may have another type.
         if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
-        w = leaf.array  # of a marker dict, which has been read before: the type of the array that it represents
+        w = leaf.array  # For a marker dict, already read, this is the type of the array it represents.
         with locate_errors(who.at(leaf.path)):
             stacked = stacked_at(self._with_placeholders.for_array(leaf.path, None), leaf, w)
         return stacked_axes_error(w, stacked) is None and self._call_on(one_stacked(w, stacked), self.default)
 
     def _checked_number(self, method: str, values: Mapping[str, Any]) -> Array:
-        """The number that a formula such as ``penalty_leaf`` returns for raw values in float32 or wider.
+        """Returns the number that a formula such as ``penalty_leaf`` computes from raw values in float32 or wider.
 
-        ``method`` is the name of the formula. A result that is not one real number is an error. If arrays are stacked,
-        the formula is called for each, and the result has the shape of the stack.
+        ``method`` is the name of the formula. A result that is not a single real number is an error. If arrays are
+        stacked, the formula is called for each of them, and the result has the shape of the stack.
         """
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, dict(values))
 
@@ -478,11 +479,11 @@ class Leafwise(Parametrization):
         return self._map_stacked(number_of_one)(wide_values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """The stages, usually one, that have the axes of the roles in ``tree`` by number, in place of this stage."""
+        """Returns the stages, usually one, that replace this stage, with axes by number from the roles in ``tree``."""
         return with_axes(self, tree)
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """The axes of this stage that contradict the roles in ``tree``."""
+        """Returns the axes of this stage that contradict the roles in ``tree``."""
         return misfits(self, tree)
 
 
@@ -513,7 +514,7 @@ def reader(stage: Any, who: CallName) -> Read:
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
-        """The reading of one leaf, whose content is a marker dict. An error names the path of the leaf."""
+        """Reads the marker dict of one leaf, or raises an error that names the path of the leaf."""
         with locate_errors(who.at(leaf.path)):
             types = leaf.content.arrays()
             key = (*stage._axes_key(leaf), *types.items())
@@ -526,7 +527,7 @@ def reader(stage: Any, who: CallName) -> Read:
 
 
 def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
-    """Reads all marker dicts among the leaves. In place, it sets ``reading`` of each leaf, or ``content`` to None.
+    """Reads all marker dicts among the leaves, and sets ``reading`` of each leaf, or else its ``content`` to None.
 
     Marker dicts that cannot be read belong to another stage of the same kind; without content, their leaves are never
     selected. If none can be read, the first error is raised.
@@ -535,7 +536,7 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
     for leaf in leaves_with_nodes:
         try:
             read(leaf)
-        except Exception as error:  # a formula may fail in any way on the values of another stage
+        except Exception as error:  # A formula may fail in any way on another stage's values.
             leaf.content = None
             errors.append(error)
     if len(errors) == len(leaves_with_nodes):
@@ -543,15 +544,15 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
-    """Infers which array raw values of these types represent.
+    """Infers the type of the array that raw values of these types represent, and the stage for it.
 
-    If the stage declares an aligned main value, that one has the shape of the array. Otherwise the formula is traced on
-    the raw values. To trace it, the stage needs axes. If these come from the layer of the array, and its stacked axes
+    If the stage declares an aligned main value, this value has the shape of the array. Otherwise, the formula is traced
+    on the raw values, for which the stage needs axes. If these come from the layer of the array, and its stacked axes
     are not known, each of :func:`candidate_types` is tried: the right one leads to an effective array in which exactly
-    its stacked axes are possible.
+    the stacked axes of the candidate are possible.
 
     Raises:
-      ValueError: If arrays that are stacked along different axes have raw values of these types.
+      ValueError: If raw values of these types fit several arrays that are stacked along different axes.
       Exception: Whatever the formula raises for raw values that it cannot take. This does not happen if the stage
         declares an aligned main value, because then no formula is traced.
     """
@@ -564,7 +565,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
         # candidate fits, only those with as many are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break
-        with suppress(Exception):  # a formula may fail in any way with wrong stacked axes
+        with suppress(Exception):  # A formula may fail in any way with wrong stacked axes.
             reading = _read_as(stage, leaf, w, stacked, types)
             if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
@@ -579,17 +580,17 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
 
 
 def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
-    """Types to try for an array of which only the raw values are known, each with its stacked axes.
+    """Returns the types to try for an array if only its raw values are known, each with its stacked axes.
 
-    They serve only to find the axes of the stage, so unknown sizes are 2. For a layer of shape ``(3, 4)``, they are
-    ``(3, 4)``, then ``(2, 3, 4)``, ``(3, 2, 4)`` and ``(3, 4, 2)``, which have one stacked axis, and so on up to three
-    stacked axes. If the axes of the stage do not depend on the array, the only type is None.
+    These types serve only to find the axes of the stage, so unknown sizes are 2. For a layer of shape ``(3, 4)``, the
+    types have the shapes ``(3, 4)``, then ``(2, 3, 4)``, ``(3, 2, 4)`` and ``(3, 4, 2)`` with one stacked axis, and so
+    on, up to three stacked axes. If the axes of the stage do not depend on the array, the only type is None.
     """
     if not stage.lacks_axes:
         return [(None, ())]
     given = find_axes(stage.stacked, leaf)
-    sizes = [2 if size is None else size for size in leaf.axes.sizes] or [2, 2]  # a matrix if nothing is known
-    counts = range(4) if leaf.axes.are_of_layer and not given else ()  # no model stacks along more than three
+    sizes = [2 if size is None else size for size in leaf.axes.sizes] or [2, 2]  # If nothing is known, assume a matrix.
+    counts = range(4) if leaf.axes.are_of_layer and not given else ()  # No model stacks along more than three axes.
     stacks = [stack for count in counts for stack in combinations(range(len(sizes) + count), count)] or [given]
     types = list[tuple[Any, Numbers]]()
     for stacked in stacks:
@@ -601,13 +602,13 @@ def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
 
 
 def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
-    """The reading with its ``error`` if raw values of these types are wrong, else with the right dtype.
+    """Returns the reading with an ``error`` if raw values of these types are wrong, and otherwise with the right dtype.
 
     An aligned value has the shape of the effective array, but its dtype may be another, so the formula is traced.
     """
     stage, effective = reading.stage, reading.effective
     try:
-        stage._require_initial_types(types, effective)  # its errors say more than those of a formula on wrong values
+        stage._require_initial_types(types, effective)  # A formula on wrong values would give less helpful errors.
         if effective is stage._aligned_value(types):
             effective = jax.ShapeDtypeStruct(effective.shape, _effective_type(stage, types).dtype)
     except Exception as error:
@@ -616,11 +617,11 @@ def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
-    """The reading of raw values of these types under the assumption that the array has the axes of ``w``."""
+    """Reads raw values of these types under the assumption that the array has the axes of ``w``."""
     stage_here = stage._with_placeholders._for_leaf(leaf, w, stacked)
     return Reading(stage_here, _effective_type(stage_here, types))
 
 
 def _effective_type(stage: Any, types: Mapping[str, Any]) -> Any:
-    """The type of the effective array that a stage computes from raw values of these types."""
+    """Returns the type of the effective array that a stage computes from raw values of these types."""
     return jax.eval_shape(lambda values: stage._array_for_type(values), dict(types))

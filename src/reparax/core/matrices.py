@@ -3,7 +3,7 @@
 Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
 attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula
 runs, ``(8, 3, 4) -> (8, 12)``, and split again afterwards. Raw values are treated in the same way: their rows and
-columns have the sizes of the array's. A :class:`Layout` holds these axes and sizes for one array.
+columns have the same sizes as those of the array. A :class:`Layout` holds these axes and sizes for one array.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS, Numbers
 from reparax.core.values import value_of
 
-AxisGroups = tuple[Numbers, Numbers]  # the row axes and the column axes
-ValueAxes = tuple[str, ...] | None  # as declared: "rows", "columns" and others; None means the axes of the array itself
+AxisGroups = tuple[Numbers, Numbers]  # These are the row axes and the column axes.
+ValueAxes = tuple[str, ...] | None  # declared names such as "rows"; None means the axes of the array itself
 ARRAY = ""
-"""The name of the array itself, where others are the names of its raw values."""
+"""The key of the array itself in dicts whose other keys are the names of its raw values."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes of an array and of its raw values are merged to those of matrices, and split again.
+    """How the axes of an array and of its raw values are merged into the axes of matrices, and split again.
 
     Attributes:
       rows: The row axes of the array, in the order in which they are merged.
       columns: The column axes.
-      sizes: For each axis of the merged matrices, the sizes of the axes that were merged to it. The names are
-        ``"rows"``, ``"columns"``, and those of other axes that raw values declare, such as ``"rank"``.
+      sizes: For each axis of the merged matrices, the sizes of the axes that were merged into it. The keys are
+        ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
     """
 
     rows: Numbers
@@ -46,7 +46,7 @@ class Layout:
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
-        """Merges the axes of the array (``axes`` is None) or of a raw value, as a formula on matrices takes it.
+        """Merges the axes of the array (``axes`` is None) or of a raw value into those of a matrix for a formula.
 
         With ``rows=0, columns=(1, 2)``, the array goes ``(8, 3, 4) -> (8, 12)``, and a raw value with the axes
         ``("rank", "columns")`` goes ``(2, 3, 4) -> (2, 12)``. A raw value without declared axes is returned unchanged.
@@ -56,20 +56,20 @@ class Layout:
         return x.reshape([math.prod(sizes) for sizes in self.sizes_of(axes, x)]) if axes else x
 
     def split_value(self, axes: tuple[str, ...], x: Array) -> Array:
-        """The inverse of :meth:`merge` for a raw value with these declared axes, such as ``(2, 12) -> (2, 3, 4)``.
+        """Undoes :meth:`merge` for a raw value with these declared axes, such as ``(2, 12) -> (2, 3, 4)``.
 
-        A number, and a raw value without declared axes, is returned unchanged.
+        A number or a raw value without declared axes is returned unchanged.
         """
         merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
-        # Not strict, because a formula may have returned a wrong number of axes, which callers report.
+        # This is not strict because a formula may have returned a wrong number of axes, which callers report.
         shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
         return x.reshape(shape) if shape else x
 
     def split_array(self, x: Array) -> Array:
-        """The inverse of :meth:`merge` for the array itself, such as ``(8, 12) -> (8, 3, 4)``.
+        """Undoes :meth:`merge` for the array itself, such as ``(8, 12) -> (8, 3, 4)``.
 
-        If no raw value has columns, the matrix is square, so its columns are split like its rows. Anything but a matrix
-        is returned unchanged.
+        If no raw value has columns, the matrix is square, so its columns are split like its rows. An argument that is
+        not a matrix is returned unchanged.
         """
         if x.ndim != 2:
             return x
@@ -80,11 +80,11 @@ class Layout:
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
     def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
-        """Whether two values with these declared axes that merge to the same matrix are the same array unmerged.
+        """Returns whether values with these declared axes are the same array if they merge into the same matrix.
 
-        Then a formula that returns one operand unchanged, as another value, can return the unmerged operand itself. The
-        array (None) and a raw value with ``("rows", "columns")`` merge alike only if merging does not transpose the
-        array, because the axes of a raw value always have rows first.
+        If so, and a formula returns one operand unchanged as another value, the result can be the unmerged operand
+        itself. The array (None) and a raw value with ``("rows", "columns")`` merge alike only if merging does not
+        transpose the array, because the axes of a raw value always have rows first.
         """
         if axes == other_axes:
             return True
@@ -93,14 +93,14 @@ class Layout:
         return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
-        """The number of axes that are merged to one axis of a matrix. Only rows and columns are merged from several."""
+        """Returns the number of axes that are merged into one axis of a matrix; it is 1 except for rows and columns."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
     def with_sizes_of(self, value_name: str, axes: tuple[str, ...], x: Array) -> Layout:
-        """The layout with the sizes of the declared axes of one more raw value, ``x``.
+        """Returns this layout with the sizes of the declared axes of one more raw value, ``x``, added.
 
         Raises:
-          ValueError: If the sizes contradict those that are already known, or ``x`` has another number of axes.
+          ValueError: If the sizes contradict known sizes, or ``x`` does not have the expected number of axes.
         """
         ndim = sum(map(self.count, axes))
         if x.ndim != ndim:
@@ -112,9 +112,9 @@ class Layout:
         return replace(self, sizes=sizes)
 
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
-        """For each declared axis of a raw value, the sizes of the axes of ``x`` that are merged to it.
+        """Returns, for each declared axis of a raw value, the sizes of the axes of ``x`` that are merged into it.
 
-        With two column axes, ``("rank", "columns")`` of shape ``(2, 3, 4)`` has ``[(2,), (3, 4)]``.
+        With two column axes, ``("rank", "columns")`` and the shape ``(2, 3, 4)`` give ``[(2,), (3, 4)]``.
         """
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
@@ -129,14 +129,15 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
-    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns follow from it."""
+    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns are all other
+    axes."""
 
     def _axes_error(self, w: Array) -> str | None:
-        """Requires also that the rows and columns make a matrix of ``w``."""
+        """Returns an error text also if the rows and columns do not turn ``w`` into a matrix."""
         return super()._axes_error(w) or self._matrix_error(w)
 
     def _matrix_error(self, w: Array) -> str | None:
-        """Why the given rows and columns do not make a matrix of ``w``, or None if they do."""
+        """Returns why the given rows and columns do not turn ``w`` into a matrix, or None if they do."""
         if w.ndim < 2:
             return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
         if self.rows is None and self.columns is None and w.ndim > 2:
@@ -153,10 +154,10 @@ class MatrixAxes(Reparametrization):
         )
 
     def _covers_axes(self, ndim: int) -> bool:
-        """Whether each axis of an array is either a row or a column axis, and there is at least one of each.
+        """Returns whether each axis of an array is either a row or a column axis, with at least one of each.
 
-        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other, of which there must be at
-        least one.
+        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other field; there must be at
+        least one such axis.
         """
         groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
         axes = [axis + ndim if axis < 0 else axis for group in groups for axis in group]
@@ -166,11 +167,11 @@ class MatrixAxes(Reparametrization):
         return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[Numbers, str]]:
-        """The columns, even if the user gave only ``rows``: a network should have its outputs there."""
+        """Returns the columns, which should be a network's outputs, even if the user gave only ``rows``."""
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
-        """The row axes and the column axes of an array of ``ndim`` axes, counted from the front.
+        """Returns the row axes and the column axes of an array of ``ndim`` axes, counted from the front.
 
         For example, ``columns=-1`` and three axes give ``((0, 1), (2,))``. If neither field is set, the array is a
         plain matrix.
@@ -188,30 +189,30 @@ class RowsAndColumns(MatrixAxes):
 
     A subclass writes its formulas for arrays of two axes. ``raw_values`` declares the axes of each raw value that has
     rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``. A base has the axes of
-    the array itself. If there are several row or column axes, their sizes are taken from the raw values, so one of
-    these must have rows, and one columns.
+    the array itself. If there are several row or column axes, their sizes are taken from the raw values, so there must
+    be a raw value with rows and one with columns.
     """
 
     square: ClassVar[bool] = False
-    """Whether rows and columns have the same sizes, so that a raw value with rows is enough to know both."""
+    """Whether rows and columns have the same sizes, so that a raw value with rows determines both."""
 
     @property
     def _for_merged(self) -> Self:
-        """The stage without ``rows`` and ``columns``, whose numbers count axes that a merged array no longer has."""
+        """The stage without ``rows`` and ``columns``, which refer to axes that a merged array no longer has."""
         has_axes = self.rows is not None or self.columns is not None
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
-        """Checks the axes of ``w`` itself, and then everything else on the merged matrix, as formulas get it."""
+        """Checks the axes of ``w`` itself, and then everything else on the merged matrix that formulas get."""
         if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
-        """Why ``w`` is not a matrix, or why raw values would not determine its shape. None if all is well.
+        """Returns why ``w`` is not a matrix, or why raw values would not determine its shape, or None if neither holds.
 
-        If several axes are merged, later calls take their sizes from the raw values. So one of these must be a base,
-        which has the axes of the array, or there must be one with rows and one with columns.
+        If several axes are merged, later calls take their sizes from the raw values. So there must be a base, which has
+        the axes of the array, or one raw value with rows and one with columns.
         """
         if why := super()._matrix_error(w):
             return why
@@ -228,23 +229,23 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` that merges the axes of its first argument, and splits those of its results.
+        """Returns a version of ``formula`` that merges the axes of its first argument and splits those of its results.
 
         The first argument is an array, or a dict of raw values.
         """
 
         def on_arrays(x: Any, *arguments: Any) -> Any:
-            """Merges, calls the formula, and splits what it returns: an array, raw values, or one number."""
+            """Merges axes, calls the formula, and splits its result, which is an array, raw values, or one number."""
             is_raw = isinstance(x, Mapping)
             arrays = x if is_raw else {ARRAY: x}
             layout = self._layout(arrays)
             matrices = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
             result = formula(matrices if is_raw else matrices[ARRAY], *arguments)
-            if isinstance(result, Mapping):  # raw values, from `init_leaf` or an update
+            if isinstance(result, Mapping):  # These are raw values, from `init_leaf` or an update.
                 return {name: self._split(layout, name, matrix, arrays, matrices) for name, matrix in result.items()}
             shape = getattr(result, "shape", ())
             if not shape:
-                return result  # a number, such as a penalty
+                return result  # This is a number, such as a penalty.
             if is_raw and len(shape) != 2:
                 raise ValueError(f"expected raw values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
@@ -256,9 +257,9 @@ class RowsAndColumns(MatrixAxes):
     ) -> Array:
         """Splits the axes of ``matrix``, which a formula returned as the raw value ``value_name`` or as the array.
 
-        ``matrices`` are the operands of the formula, and ``arrays`` the same before they were merged. If the formula
-        returned one of its operands unchanged, the result is that one of ``arrays`` itself, so that callers see by
-        ``is`` that nothing has changed.
+        ``matrices`` are the operands of the formula, and ``arrays`` are the same operands before they were merged. If
+        the formula returned one of its operands unchanged, the result is the corresponding one of ``arrays`` itself, so
+        that callers can tell with ``is`` that nothing has changed.
         """
         axes = self._axes_of_value(value_name)
         for operand, merged_operand in matrices.items():
@@ -267,12 +268,12 @@ class RowsAndColumns(MatrixAxes):
         return layout.split_array(matrix) if axes is None else layout.split_value(axes, matrix)
 
     def _axes_of_value(self, value_name: str) -> ValueAxes:
-        """The declared axes of a raw value, which are empty for a number. None for a base, and for the array itself."""
+        """Returns a raw value's declared axes (none for a number), or None for a base and for the array itself."""
         value = value_of(self.raw_values, value_name)
         return None if value_name == ARRAY or value.base else value.axes
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
-        """The layout of an array, from the array itself under the name ``ARRAY``, or from its raw values.
+        """Returns the layout of an array, given the array itself under the name ``ARRAY``, or its raw values.
 
         A base has the shape of the array, so it determines rows and columns like the array itself. Without a base, the
         numbers of row and column axes, and their sizes, come from the raw values.
@@ -289,7 +290,7 @@ class RowsAndColumns(MatrixAxes):
         return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
-        """The number of axes of the array, which has as many row and column axes as its raw values.
+        """Counts the axes of an array, which has as many row axes and as many column axes as its raw values.
 
         For ``rows=0``, and a value with ``("rank", "columns")`` of shape ``(2, 3, 4)``, there are two column axes, so
         the array has three axes.
@@ -299,18 +300,18 @@ class RowsAndColumns(MatrixAxes):
         declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
         for name, axes in declared_axes.items():
             unknown = [axis for axis in axes if axis in given_axes and axis not in counts]
-            if counts and len(unknown) == 1:  # only then do the axes that are left belong to one group
+            if counts and len(unknown) == 1:  # Only then do all remaining axes belong to one group.
                 n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
                 counts[unknown[0]] = values[name].ndim - n_known
-        default = next(iter(counts.values()), 1)  # a square matrix has as many row axes as column axes
+        default = next(iter(counts.values()), 1)  # A square matrix has as many row axes as column axes.
         return sum(counts.get(group, default) for group in given_axes)
 
 
 def merge_axes(w: Any, rows: Numbers, columns: Numbers) -> Any:
-    """The array as a matrix with its row axes merged to one axis and its column axes to the other.
+    """Converts an array to a matrix: its row axes are merged into one axis, and its column axes into the other.
 
-    With rows ``(0, 2)`` and columns ``(1,)``, ``(8, 3, 4) -> (32, 3)``. For the type of an array, the type of the
-    matrix.
+    With rows ``(0, 2)`` and columns ``(1,)``, ``(8, 3, 4) -> (32, 3)``. If ``w`` is the type of an array, the result is
+    the type of the matrix.
     """
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):

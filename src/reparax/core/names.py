@@ -1,8 +1,8 @@
-"""The public names in static tables, so that a module is imported only when it is used; and advice for wrong names.
+"""Static tables of the public names, so that a module is imported only when it is used, and advice for wrong names.
 
-A public name belongs to a family, a public module such as ``rpx.norms``. Some names are also at the top, as
-``rpx.WeightNorm``. A test compares these tables with what the families define. The tables also find the class of a kind
-that a raw tree or JSON contains.
+A public name belongs to a family, a public module such as ``rpx.norms``. Some names are also at the top level, such as
+``rpx.WeightNorm``. A test compares these tables with what the families define. The tables also lead to the class of a
+kind that occurs in a raw tree or in JSON.
 """
 
 import difflib
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
-"""The versions of JAX with which this package was tested."""
+"""The oldest and the newest version of JAX with which this package was tested."""
 
 
 class Family(NamedTuple):
-    """A public module: its full name, and the public names in it."""
+    """A public module, given by its full name, and the public names in it."""
 
     module: str
     names: tuple[str, ...]
@@ -60,16 +60,16 @@ _TOP = (
     "optimizer partition combine is_parametrized decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
-"""The names that are also at the top."""
+"""The names that are also at the top level."""
 LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
-"""The families that need a library, with its name. ``dir(rpx)`` leaves them out if it is not installed."""
+"""The families that need a library, with its name. ``dir(rpx)`` leaves a family out if its library is not installed."""
 LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
-"""For each library whose models are trees of modules, the module with a table of the axes in its layers."""
+"""The module with a table of the axes in layers, for each library whose models are trees of modules."""
 NOT_FAMILIES = ("testing", "demo")
 """The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
 FORMULA_METHODS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain for which a stage writes formulas, such as ``init_leaf`` or ``init_leaves``."""
+"""The methods of a chain for which a stage defines formulas, such as ``init_leaf`` or ``init_leaves``."""
 METHODS = (
     *(*FORMULA_METHODS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
@@ -95,24 +95,24 @@ NAMES_OF_OTHERS = {
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }
-"""What to write here in place of a name of torch, optax, flax, paramax or PEFT."""
+"""What to write in reparax in place of a name from torch, optax, flax, paramax or PEFT."""
 
 
 def family_by_name() -> dict[str, str]:
-    """The family of each public name: ``{"Sphere": "norms", ...}``.
+    """Maps each public name to its family: ``{"Sphere": "norms", ...}``.
 
-    Families of libraries are left out, because they share names, such as ``Parametrized``.
+    Families that need a library are left out, because they share names, such as ``Parametrized``.
     """
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
 
 def load(name: str) -> Any:
-    """The value of ``rpx.name``, a family or an object at the top, whose module is imported if it has not been yet.
+    """Returns ``rpx.name``, a family or an object at the top level, and imports its module if necessary.
 
-    This is the ``__getattr__`` of the package.
+    This function is the ``__getattr__`` of the package.
 
     Raises:
-      AttributeError: If there is none. It says what to write instead.
+      AttributeError: If there is no such name. The error says what to write instead.
     """
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
@@ -122,7 +122,7 @@ def load(name: str) -> Any:
 
 
 def shown_names() -> list[str]:
-    """The result of ``dir(rpx)``: the names at the top, and the families whose libraries are installed."""
+    """Returns ``dir(rpx)``: the names at the top level, and the families whose libraries are installed."""
     missing = {family for family, library in LIBRARIES.items() if importlib.util.find_spec(library) is None}
     return sorted({*TOP, *FAMILIES} - missing)
 
@@ -135,7 +135,7 @@ def dir_of(family: str) -> Callable[[], list[str]]:
 def import_stage(name: str) -> None:
     """Imports the family that defines a stage, given its class name or kind: ``WeightNorm`` or ``weight_norm``.
 
-    Its class then registers itself. Does nothing if the name is no stage of this package.
+    The class registers itself when it is imported. Nothing happens if the name is not a stage of this package.
     """
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
@@ -143,11 +143,11 @@ def import_stage(name: str) -> None:
 
 
 def _import_module(module: str) -> Any:
-    """Imports a module of this package. If this JAX lacks something, the error names the tested versions."""
+    """Imports a module of this package; if JAX lacks something that it needs, the error names the tested versions."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if not str(error.name).startswith("jax."):  # another package is missing, which the error names already
+        if not str(error.name).startswith("jax."):  # The error already names the other package that is missing.
             raise
         version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
         raise ImportError(
@@ -158,26 +158,26 @@ def _import_module(module: str) -> Any:
 
 
 def layers_of_library(module: str) -> Any:
-    """The module with the table of layers for a library, given the name of any module of it.
+    """Returns the module with the table of layers of a library, given the name of any module in the library.
 
-    ``"flax.nnx.nn.linear"`` gives ``models/_nnx_layers.py``. None for a library that has no table.
+    ``"flax.nnx.nn.linear"`` gives ``models/_nnx_layers.py``. The result is None for a library without a table.
     """
     table = LAYERS.get(module.partition(".")[0])
     return None if table is None else importlib.import_module(table)
 
 
 def how_to_write() -> dict[str, str]:
-    """The code for each public name, at the top if it is there: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
+    """Maps each public name to its code, at the top level if possible: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
     return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_by_name().items()}
 
 
 def _suggest(name: str) -> str:
-    """What to write in place of an unknown name, as the end of an error text: ". Write `rpx.WeightNorm`.", for example.
+    """Returns the end of the error text for an unknown name, such as ". Write `rpx.WeightNorm`.".
 
-    Names that are found exactly, in a family, in another library or among the methods, come before similar ones.
+    Exact names, in a family, in another library or among the methods, take precedence over similar names.
     """
     codes = how_to_write()
-    if name in codes:  # a name of a family, since names at the top are found before this is called
+    if name in codes:  # It is in a family; names at the top never get here.
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
@@ -185,7 +185,7 @@ def _suggest(name: str) -> str:
         return f". It is a method of a chain: `p.{name}`."
     if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
-    squashed_names = {_squash(public): public for public in codes}  # finds `weight_norm`, however it is written
+    squashed_names = {_squash(public): public for public in codes}  # This finds `weight_norm`.
     similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
     if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
         return f". Write `{codes[nearest]}`."
@@ -193,7 +193,7 @@ def _suggest(name: str) -> str:
 
 
 def _squash(name: str) -> str:
-    """A name without underscores and in lower case, so that ``weight_norm`` and ``WeightNorm`` are the same."""
+    """Converts a name to lower case without underscores, so that ``weight_norm`` and ``WeightNorm`` agree."""
     return name.replace("_", "").lower()
 
 
@@ -218,7 +218,7 @@ WORDS_OF_OTHERS = {
     "stddev": ("std",),
     "target_modules": ("where",),
 }
-"""For an argument name in other libraries, the possible names here. A stage takes at most one of these."""
+"""The possible names in reparax for an argument name of other libraries. A stage takes at most one of them."""
 NOTES = {
     "dim": " torch's weights are (out, in), so its dim=0 is axis -1 of a kernel (in, out).",
     "target_modules": " It matches whole paths: `where='.*(query|value)/kernel'`.",
@@ -227,14 +227,14 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """The advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
+    """Returns the advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
 
-    For ``WeightNorm(dim=0)``, "Write `axis=`." and how axes are numbered here. A word of another library comes before a
-    name that is only similar.
+    For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by how axes are numbered in reparax. A word from
+    another library takes precedence over a name that is merely similar.
     """
     if not argument_names:
         return "It takes none."
-    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # one at most
+    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # There is at most one.
     if words := known_words or difflib.get_close_matches(name, argument_names, n=1):
         return f"Write `{words[0]}=`.{NOTES.get(name, '')}"
     return f"It takes {', '.join(argument_names)}."

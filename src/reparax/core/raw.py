@@ -1,9 +1,9 @@
 """The raw tree: plain data whose key paths describe its arrays, and the same tree as a flat dict.
 
 A stage replaces each array by a marker dict that holds its raw values, ``{"@weight_norm": {"g": ..., "v": ...}}``.
-Fixed values are under ``"@fixed"``, and for a chain marker dicts are nested: the first stage's in the last stage's. So
-the key path of a raw value contains everything about it: the parameter that it belongs to, whether it is main or
-auxiliary, free or fixed, and under which path a stage can select it.
+Fixed values are under ``"@fixed"``. For a chain, marker dicts are nested: the marker dicts of the first stage are
+inside those of the last stage. So the key path of a raw value contains everything about it: the parameter that it
+belongs to, whether it is main or auxiliary, free or fixed, and under which path a stage can select it.
 
 Terms of this module:
 
@@ -13,7 +13,7 @@ Terms of this module:
 - :class:`Flat` is a tree as a dict from places to arrays, and :class:`Frame` is the model's own tree around them.
   :func:`flatten` separates the two, and :func:`nest` puts them together again.
 - :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces one; the latter is a :class:`Node`.
-- A *box* is an object of flax around an array, such as an nnx variable, that holds the names of its axes, for example.
+- A *box* is an object of flax around an array, such as an nnx variable. It may hold the names of the array's axes.
 """
 
 import itertools
@@ -54,7 +54,7 @@ OTHER_CHAIN = (
 )
 
 _ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
-"""The role of an array that follows no parameter of the network."""
+"""The role of an array whose axes do not correspond to those of any parameter of the network."""
 
 
 STAGES: dict[str, Any] = {}
@@ -62,7 +62,7 @@ STAGES: dict[str, Any] = {}
 
 
 def registered_kind(kind: str) -> Any:
-    """The stage class of a kind, or None if there is none. If it is a class of this package, its module is imported."""
+    """Returns the stage class of a kind, after importing its module if necessary, or None if it is not defined."""
     if kind not in STAGES:
         import_stage(kind)
     return STAGES.get(kind)
@@ -73,18 +73,19 @@ class Leaf:
     """One array of a raw tree, or a marker dict that replaces one.
 
     Attributes:
-      place: Its key path in the raw tree.
-      path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
-        the value's name for an auxiliary value or a part.
-      draw_path: A path that no other array of the tree shares. Random draws depend on it.
-      main: Whether it is a plain array, or a main value of each stage whose marker is in its key path.
-      visible: Whether an earlier stage may select it. Fixed values that are not main are hidden.
-      added: Whether it is a value that an adapter adds to a base, while the base represents the array. Only an
-        expression for its place in the raw tree selects it.
-      decays: Whether smaller numbers make a smaller array, for each stage whose marker is in its key path.
+      place: The key path of the array in the raw tree.
+      path: The path under which stages select the array: for a main value, the parameter's own path; for an auxiliary
+        value, or a value that is declared as a part of the array, the parameter's path and the value's name.
+      draw_path: A path that no other array of the tree shares. Random numbers for the array depend on it.
+      main: Whether the array is a plain array, or a main value of each stage whose marker is in its key path.
+      visible: Whether an earlier stage may select the array. Fixed values that are not main are hidden.
+      added: Whether an adapter adds this value to a base, and the base is what represents the array. Only an expression
+        for the value's place in the raw tree selects it.
+      decays: Whether smaller numbers here make the effective array smaller, for each stage whose marker is in the key
+        path.
       content: The array, its type, or a :class:`Node`.
       reading: For a marker dict that has been read, the array that its values represent; see ``core/leafwise.py``.
-      tree: The tree that it comes from. None if only its place is known.
+      tree: The tree that contains the array, or None if only its place is known.
     """
 
     place: Names
@@ -100,37 +101,37 @@ class Leaf:
 
     @property
     def array(self) -> Any:
-        """The array or its type. For a marker dict that has been read, the type of the array that it represents."""
+        """The array or its type, or for a marker dict that has been read, the type of the array that it represents."""
         return self.content if self.reading is None else self.reading.effective
 
     @cached_property
     def axes(self) -> KnownAxes:
-        """What the layer, the name and the box of the parameter tell about its axes. Nothing without a tree."""
+        """What is known about the axes from the layer, name and box of the parameter; nothing without a tree."""
         return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
     def network_role(self) -> Role | None:
-        """Its role in a network whose program was analyzed, or None if the tree has no such roles.
+        """The role of the array in a network whose program was analyzed, or None if the tree has no such roles.
 
-        An array of such a tree without a role of its own has an empty one, whose ``why`` says so.
+        If the tree has roles, but none for this array, the role is empty, and its ``why`` says so.
         """
         roles = None if self.tree is None else self.tree.roles
         return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
 
     @property
     def is_state(self) -> bool:
-        """Whether it is model state instead of a parameter."""
+        """Whether the array is model state instead of a parameter."""
         return self.tree is not None and self.tree.parameter_of(self.place) in self.tree.frame.state
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value in the marker dict. Empty for an array."""
+        """The key path of each value in the marker dict by name, or an empty dict for an array."""
         return self.content.values if isinstance(self.content, Node) else {}
 
     def node_of(self, kind: str) -> Names:
-        """The key path of the marker dict; for an array, that of the one by which a stage of this kind replaces it.
+        """Returns the key path of the marker dict, or of the one by which a stage of this kind would replace the array.
 
-        For an array at ``("w",)`` and the kind ``scale``, ``("w", "@scale")``.
+        For an array at ``("w",)`` and the kind ``scale``, the result is ``("w", "@scale")``.
         """
         if isinstance(self.content, Node):
             return (*self.place, self.content.mark)
@@ -138,22 +139,22 @@ class Leaf:
 
     @property
     def raw_path(self) -> str:
-        """Its key path as text, markers included. Unlike ``path``, it differs between the main values of one array."""
+        """The key path as text, including markers. Unlike ``path``, it differs between the main values of one array."""
         return path_text(self.place)
 
     @property
     def parameter(self) -> str:
-        """The path of the parameter that it belongs to."""
+        """The path of the parameter that the array belongs to."""
         return parameter_path(self.place)
 
     @property
     def fixed(self) -> bool:
-        """Whether it is, or belongs to, a fixed value, which optimizers must leave alone."""
+        """Whether the array is, or belongs to, a fixed value, which optimizers must leave alone."""
         return FIXED in self.place
 
     @property
     def is_there(self) -> bool:
-        """Whether its content is an array, or a marker dict that replaces one."""
+        """Whether the content is an array, or a marker dict that replaces an array."""
         return is_array(self.content) or isinstance(self.content, Node)
 
 
@@ -174,32 +175,33 @@ class Node:
 
     @cached_property
     def inside(self) -> list[Names]:
-        """The key paths of everything under the marker, including the marker itself if nothing is under it."""
+        """The key paths of everything under the marker, or that of the marker itself if nothing is under it."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value, by name. Empty for an empty marker dict, whose only key path is the marker's."""
+        """The key path of each value by name; empty for an empty marker dict, whose only key path is the marker's."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """The values by name: of ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
+        """Returns the values by name: for ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
 
-        Empty for the empty marker dict of an array without values of its own, such as a tied one. With ``may_be_none``,
-        None counts as an empty marker dict too, because some formats store an empty dict as None.
+        The result is empty for the empty marker dict of an array without values of its own, such as a tied array. With
+        ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
 
         Raises:
-          ValueError: If there is anything else under the marker, such as a dict or None, or next to it.
+          ValueError: If there is anything else under the marker, such as a dict or None, or anything next to the
+            marker.
         """
         depth = len(self.place)
-        is_alone = len(self.below) == len(self.inside)  # nothing is next to the marker
-        if self.inside == [(*self.place, self.mark)]:  # the marker is a leaf: an empty dict, None or an object
+        is_alone = len(self.below) == len(self.inside)  # Nothing is next to the marker.
+        if self.inside == [(*self.place, self.mark)]:  # The marker is a leaf: an empty dict, None or an object.
             content = self.below[self.inside[0]]
             if (is_empty(content) and is_alone) or (content is None and may_be_none):
                 return {}
 
         def is_value(place: Names) -> bool:
-            """Whether it is an array directly under the marker, or directly under its ``"@fixed"``."""
+            """Returns whether ``place`` has an array directly under the marker, or directly under its ``"@fixed"``."""
             n_markers = 2 if FIXED in place[depth:] else 1
             return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.below[place])
 
@@ -209,7 +211,7 @@ class Node:
         return arrays
 
     def _describe_damage(self) -> str:
-        """The error text for a marker dict that no stage creates: what is next to the marker or wrong under it."""
+        """Returns the error text for a damaged marker dict: what is next to the marker or wrong under it."""
         nested = dict[Any, Any]()
         for place, x in self.below.items():
             _insert(nested, place[len(self.place) :], x)
@@ -219,53 +221,54 @@ class Node:
 
 
 def is_mark(name: object) -> bool:
-    """Whether a name is a marker, such as ``"@weight_norm"``."""
+    """Returns whether a name is a marker, such as ``"@weight_norm"``."""
     return isinstance(name, str) and name.startswith("@") and name != FIXED
 
 
 def holds_markers(x: object) -> bool:
-    """Whether ``x`` is a marker dict, even a damaged one: a dict with any name that begins with ``@``."""
+    """Returns whether ``x`` is a marker dict, even a damaged one: a dict with any name that begins with ``@``."""
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
 def is_fixed_value(place: Names) -> bool:
-    """Whether the innermost stage in a key path declares the value there as fixed.
+    """Returns whether the innermost stage in a key path declares the value there as fixed.
 
-    False for the raw values by which an earlier stage replaces a fixed value. Optimizers must leave these alone too.
+    The result is False for the raw values by which an earlier stage replaces a fixed value. Optimizers must leave these
+    alone too.
     """
     return place[-2:-1] == (FIXED,)
 
 
 def kind_of(mark: str) -> str:
-    """The kind in a marker: ``kind`` of ``@kind`` and of ``@kind@2``."""
+    """Returns the kind in a marker: ``kind`` for ``@kind`` and for ``@kind@2``."""
     return mark.split("@")[1]
 
 
 def parameter_place(place: Names) -> Names:
-    """The key path of the parameter: all names before the first marker. ``("a", "w", "@scale", "x") -> ("a", "w")``."""
+    """Returns the names before the first marker: ``("a", "w", "@scale", "x") -> ("a", "w")``, the parameter's place."""
     return next((place[:i] for i, name in enumerate(place) if name.startswith("@")), place)
 
 
 def parameter_path(place: Names) -> str:
-    """The path of the parameter, as text: ``"a/w"`` for ``("a", "w", "@scale", "x")``."""
+    """Returns the path of the parameter as text: ``"a/w"`` for ``("a", "w", "@scale", "x")``."""
     return path_text(parameter_place(place))
 
 
 def next_number(place: Names, kind: str) -> int:
-    """The number that a further stage of ``kind`` gets in its marker, at an array whose place may contain such markers.
+    """Returns the number that a further stage of ``kind`` gets in its marker at an array with this key path.
 
-    Numbers count from 1, which is the outermost marker.
+    Markers of the same kind in a key path are counted from 1, which is the outermost one.
     """
     return 1 + sum(is_mark(name) and kind_of(name) == kind for name in place)
 
 
 def marker(kind: str, n: int) -> str:
-    """The marker of the ``n``-th stage of a kind on an array: ``@kind``, ``@kind@2``."""
+    """Returns the marker of the ``n``-th stage of a kind on an array: ``@kind``, ``@kind@2``."""
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
 def _class_of_marker(mark: str, place: Names) -> Any:
-    """The stage class of a marker in ``place``. Raises an error if no stage of that kind is defined."""
+    """Returns the stage class of a marker in ``place``, and raises an error if no stage of that kind is defined."""
     if (stage_class := registered_kind(kind_of(mark))) is None:
         raise ValueError(
             f"The raw tree holds {mark!r} at {parameter_path(place)!r}, but no stage of that kind is defined. Import "
@@ -275,12 +278,13 @@ def _class_of_marker(mark: str, place: Names) -> Any:
 
 
 class MarkedValue(NamedTuple):
-    """A raw value of one stage, as a key path names it under the marker of that stage.
+    """A raw value of one stage, as it appears in a key path under the marker of that stage.
 
     Attributes:
-      node: The key path up to the marker, which is included.
+      node: The key path up to and including the marker.
       name: The name of the value.
-      declared: What the stage declares about the value. ``fixed`` is whether the key path has it under ``"@fixed"``.
+      declared: What the stage declares about the value. Its ``fixed`` says whether the value is under ``"@fixed"`` in
+        the key path.
       has_base: Whether a base counts as the main value of the array, instead of the values that are added to it.
     """
 
@@ -291,20 +295,21 @@ class MarkedValue(NamedTuple):
 
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
-    """The value under each marker of a key path, from the outermost to the innermost.
+    """Yields the raw value under each marker of a key path, from the outermost marker to the innermost.
 
-    For ``("w", "@weight_norm", "v", "@scale", "x")``, they are named ``v`` and ``x``. Nothing for the place of a plain
-    array. With ``bases``, a base counts as the main value of its array, in place of the values that are added to it.
+    For ``("w", "@weight_norm", "v", "@scale", "x")``, the values are named ``v`` and ``x``. The key path of a plain
+    array has none. With ``bases``, a base counts as the main value of its array, in place of the values that are added
+    to it.
 
     Raises:
-      ValueError: If no class of stages has the kind of a marker, or nothing is under it.
+      ValueError: If no class of stages has the kind of a marker, or nothing is under the marker.
     """
     for i, mark in enumerate(place):
         if not is_mark(mark):
             continue
         values_of_stage = _class_of_marker(mark, place).raw_values
         is_fixed = place[i + 1 : i + 2] == (FIXED,)
-        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]  # the first one is the name of the value
+        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]  # The first name is that of the value.
         if not names_below:
             raise ValueError(f"The raw tree holds no values under {mark!r} at {parameter_path(place)!r}: {OTHER_CHAIN}")
         declared = replace(value_of(values_of_stage, names_below[0]), fixed=is_fixed)
@@ -315,23 +320,24 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Whether the array at a key path has the axes of its parameter, because each stage declares that for its value.
+    """Returns whether each stage in a key path declares that its value there has the axes of the parameter.
 
-    True for a plain array, ``v`` of a ``WeightNorm`` and the base of a ``LoRA``; false for the factors of the ``LoRA``.
+    The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. It is False for
+    the factors of the ``LoRA``.
     """
     return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
 
 
 def _has_axes_of_array(declared: Value) -> bool:
-    """Whether a value has the axes of its array: it is the base, or an aligned main value."""
+    """Returns whether a value has the axes of its array, because it is the base or an aligned main value."""
     return declared.base or (declared.main and declared.aligned)
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
     """Returns a :class:`Leaf` for each place of a raw (or plain) tree, in the same order and without content.
 
-    ``places`` must be all places of the tree, since paths depend on how many main values an array has. With ``bases``,
-    the base of an adapter represents the array, and the values that the adapter adds to it do not.
+    ``places`` must be all places of the tree, because paths depend on the number of main values of each array. With
+    ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
 
     Raises:
       ValueError: If two places have the same path, as keys 0 and "0" do.
@@ -348,16 +354,16 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
 
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
-    """The leaf at a place, without content.
+    """Returns the leaf at a place, without content.
 
-    ``values`` are those of :func:`_marked_values`, and ``main_names`` those of :func:`_names_of_main_values`. Below a
-    kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, since it stands for the array, and the path of ``g``
-    is ``w/g``. Each of several main values, such as two factors, has the path ``w``, but a draw path of its own.
+    ``values`` is the result of :func:`_marked_values`, and ``main_names`` that of :func:`_names_of_main_values`. Below
+    a kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, because ``v`` stands for the array, and the path of
+    ``g`` is ``w/g``. Each of several main values, such as two factors, has the path ``w``, but a draw path of its own.
     """
     path = draw_path = parameter_path(place)
     for value in values:
         if value.declared.part or not value.declared.main:
-            # Stages of two kinds may have values of the same name, so the draw path has the marker too.
+            # Stages of two kinds may have values of the same name, so the draw path includes the marker too.
             path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
         elif len(main_names[value.node]) > 1:
             draw_path = f"{draw_path}/{value.name}"
@@ -373,9 +379,9 @@ def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Na
 
 
 def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
-    """For each marker dict, by its key path, the names of its main values: ``{("w", "@weight_norm"): {"v"}}``.
+    """Maps the key path of each marker dict to the names of its main values: ``{("w", "@weight_norm"): {"v"}}``.
 
-    ``values`` are those of all places of a tree.
+    ``values`` must contain the raw values in all key paths of a tree.
     """
     names = dict[Names, set[str]]()
     for value in values:
@@ -385,7 +391,7 @@ def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]
 
 
 def same_path_error(path: str) -> ValueError:
-    """The error for a tree in which two leaves have the same path, so that no stage could tell them apart."""
+    """Returns the error for a tree in which two leaves have the same path, so that no stage could tell them apart."""
     return ValueError(
         f"Two leaves of the tree have the path {path!r}. "
         f"Rename one of them. The usual cause is a key that contains '/', or a pair of keys such as 0 and '0'."
@@ -393,52 +399,52 @@ def same_path_error(path: str) -> ValueError:
 
 
 def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
-    """The leaves of a raw (or plain) tree, a :class:`Leaf` for each, and the treedef."""
+    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of them, and the treedef."""
     paths, contents, treedef = flatten_with_names(tree)
     return contents, describe_places(paths), treedef
 
 
 def places_of(tree: PyTree) -> list[Names]:
-    """The place of each leaf, and of each empty node, which takes the place of an array without values of its own."""
+    """Returns the place of each leaf, and of each empty node, which stands for an array without values of its own."""
     return flatten_with_names(tree, is_empty)[0]
 
 
 def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
-    """The path of the first parameter that holds a marker dict, and its outermost marker: ``("a/w", "@scale")``.
+    """Returns the path and the outermost marker of the first parameter with a marker dict: ``("a/w", "@scale")``.
 
-    None in a plain tree, so this also serves to recognize a raw tree.
+    The result is None for a plain tree, so this function also serves to recognize a raw tree.
     """
     marked = ((place, len(parameter_place(place))) for place in places)
     return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
 
 def require_no_raw(who: object, params: PyTree, advice: str) -> None:
-    """Requires a plain tree, not a raw tree. ``advice`` ends the error: it says what to do.
+    """Raises an error if ``params`` is a raw tree; ``advice`` ends the error text and says what to do.
 
     Raises:
-      ValueError: If it is a raw tree.
+      ValueError: If ``params`` is a raw tree.
     """
     if found := first_marker(places_of(params)):
         path, mark = found
-        _class_of_marker(mark, (path,))  # a better error, if the name is the model's own or of an unknown stage
+        _class_of_marker(mark, (path,))  # This raises a better error if no stage of that kind is defined.
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )
 
 
 def state_flags(tree: PyTree) -> list[bool]:
-    """For each leaf of a tree, in order, whether it is model state, such as the running mean of a normalization.
+    """Returns for each leaf of a tree, in order, whether it is model state, such as a running mean.
 
-    Linen's collections and the types of nnx variables tell. See :func:`_are_state`.
+    Model state is recognized by linen's collections and by the types of nnx variables. See :func:`_are_state`.
     """
     return _flags_of_leaves(tree, lambda node: len(jax.tree.leaves(node)))
 
 
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
-    """For each leaf, whether it is model state. Each nnx variable counts as one, since its type tells.
+    """Returns for each leaf whether it is model state; the leaves of an nnx variable get the same answer.
 
-    ``count`` returns for a variable, or for a leaf outside of variables, how many flags it gets in the result: one for
-    each leaf that it holds.
+    ``count`` takes a variable, or a leaf outside of variables, and returns how many flags it gets in the result: one
+    for each leaf that it holds.
     """
     paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
@@ -446,29 +452,29 @@ def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
 
 
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
-    """For each place, whether it holds model state: an nnx variable other than ``Param``, or in a linen collection.
+    """Returns for each place whether it holds model state, judged by nnx variables and by linen's collections.
 
-    Linen's variables are ``{"params": ..., "batch_stats": ..., ...}``. ``batch_stats`` is state wherever it is; other
-    names count as collections only if there is a ``params`` next to them. An array directly next to ``params``, such
-    as a temperature, is a parameter.
+    The collections of linen are ``{"params": ..., "batch_stats": ..., ...}``. Everything in ``batch_stats`` is state,
+    wherever ``batch_stats`` is; other names count as collections only if there is a ``params`` next to them. An array
+    directly next to ``params``, such as a temperature, is a parameter.
     """
     has_params = any(path[:1] == ("params",) for path in paths)
 
     def is_state(path: Names, box: Any) -> bool:
-        """Whether one place holds model state; ``box`` is what is there, which may be an nnx variable."""
+        """Returns whether one place holds model state; ``box`` is the content there, which may be an nnx variable."""
         # A variable of the class `rpx.nnx.Fixed` holds a raw value of a parameter, so it is not state.
         is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
         if is_flax_instance(box, "Variable") and not is_parameter:
             return True
-        # A path with "/" has two names or more, so it is in a collection.
+        # A path with "/" has two or more names, so its first name is a collection.
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
     return list(map(is_state, paths, boxes))
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
-"""The places to remove, in the order of the tree, and the arrays that replace them, by their places. The new arrays
-take the position of the first place that is removed."""
+"""The places to remove, in the order of the tree, and the arrays that replace them, by place. The new arrays take the
+position of the first place that is removed."""
 
 
 @dataclass(frozen=True)
@@ -479,7 +485,7 @@ class Frame:
       treedef: The structure.
       places: The place of each parameter, in the order of the tree.
       boxes: The flax box around each parameter that has one; see ``core/boxes.py``.
-      first_places: For each further place of a parameter that a model holds several times, the first place of it.
+      first_places: If a model holds a parameter at several places, the first place for each of the others.
     """
 
     treedef: Any
@@ -489,26 +495,28 @@ class Frame:
 
     @cached_property
     def parameters(self) -> frozenset[Names]:
-        """The places as a set, to look them up."""
+        """The places of the parameters as a set, for fast look-up."""
         return frozenset(self.places)
 
     @cached_property
     def state(self) -> frozenset[Names]:
         """The places that hold model state instead of a parameter."""
         variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
-        # The model's own tree with its variables, whose types tell, and with 0 in place of all other arrays.
+        # This is the model's own tree with its variables, because their types matter, and with 0 in place of all other
+        # arrays.
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
-        # Each of these variables is at one place. Others, which remain in the tree, hold their leaves as usual.
+        # Each of these variables is at one place. Other variables, which remain in the tree, contain their leaves as
+        # usual.
         ids = set(map(id, variables.values()))
         flags = _flags_of_leaves(around, lambda node: 1 if id(node) in ids else len(jax.tree.leaves(node)))
         return frozenset(place for place, flag in zip(self.places, flags, strict=True) if flag)
 
     @cached_property
     def axes(self) -> Mapping[Names, KnownAxes]:
-        """What is known about the axes of each parameter: from its module or else its name, and from its box.
+        """What is known about the axes of each parameter, from its module or else its name, and from its box.
 
-        A module counts by its class, which the structure contains. A model may hold a parameter at several places; all
-        of them count for the first.
+        Only the class of a module matters, which the structure contains. If a model holds a parameter at several
+        places, the modules at all of these must agree on its axes. Otherwise, the axes at the first place are unknown.
         """
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
@@ -527,9 +535,9 @@ class Flat:
 
     Attributes:
       frame: The model's own tree around the arrays.
-      arrays: The array at each place, or its type. A leaf that is no array is kept as it is, and so is an empty node.
+      arrays: The array at each place, or its type. Leaves that are not arrays, and empty nodes, are kept as they are.
       boxes: The flax box around each raw value that has one.
-      later: When a stage is asked for its sites in this tree: the stages that come after it in the chain.
+      later: The stages that come after a stage in the chain, while that stage is asked for its sites in this tree.
       roles: The role of each array in a network whose program was analyzed. None if there was no such analysis.
     """
 
@@ -540,53 +548,54 @@ class Flat:
     roles: Mapping[Names, Role] | None = None
 
     def parameter_of(self, place: Names) -> Names:
-        """The place of the parameter to which ``place`` belongs: ``("a", "w", "@scale", "x") -> ("a", "w")``.
+        """Returns the place of the parameter to which ``place`` belongs: ``("a", "w", "@scale", "x") -> ("a", "w")``.
 
         Raises:
-          KeyError: If it belongs to none.
+          KeyError: If ``place`` does not belong to any parameter.
         """
-        for n in range(len(place), -1, -1):  # down to the empty place, that of a model that is a single array
+        for n in range(len(place), -1, -1):  # The empty place is that of a model that is a single array.
             if place[:n] in self.frame.parameters:
                 return place[:n]
         raise KeyError(place)
 
     def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
-        """The same tree with other arrays."""
+        """Returns the same tree with other arrays."""
         return replace(self, arrays=arrays)
 
     def types(self) -> "Flat":
-        """The same tree with types in place of arrays, and without boxes of raw values."""
+        """Returns the same tree with types in place of arrays, and without boxes of raw values."""
         types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
         return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
-        """The same tree as a stage sees it that comes before these stages, ``later``, in the chain."""
+        """Returns the same tree for a stage that comes before the stages ``later`` in the chain."""
         return replace(self, later=later)
 
     def axes_at(self, place: Names) -> KnownAxes:
-        """What is known about the axes of the array at a place, derived from the axes of its parameter.
+        """Derives what is known about the axes of the array at a place from the axes of its parameter.
 
         An aligned value has the axes of the parameter. A factor with the axes ``("rows", "rank")``, such as ``u`` of a
-        ``LowRank``, has the inputs of the parameter, and as output an axis of its own. Nothing is known about others.
+        ``LowRank``, has the inputs of the parameter, and its output is an axis of its own. Nothing is known about other
+        values.
         """
         axes = self.frame.axes[self.parameter_of(place)]
         for value in _marked_values(place):
             if _has_axes_of_array(value.declared):
                 continue
             mark, declared = value.node[-1], value.declared.axes
-            # The later stages of this kind, one of which has created the marker dict.
+            # One of the later stages of this kind has created the marker dict.
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
-            # With ``rows`` or ``columns`` of the user's, the rows need not be the inputs.
+            # If the user gave ``rows`` or ``columns``, the rows need not be the inputs.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
-            fields = vars(makers[0]) if len(makers) == 1 else {}  # such as ``rank``, the size of the axis of that name
+            fields = vars(makers[0]) if len(makers) == 1 else {}  # The field ``rank``, for example, is an axis size.
             axes = axes.of_factor(declared, {axis: n for axis, n in fields.items() if isinstance(n, int)})
         return axes
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
-        """A :class:`Leaf` with content for each array. Empty marker dicts are left out.
+        """Returns a :class:`Leaf` with content for each array, without empty marker dicts.
 
-        ``bases`` is as for :func:`describe_places`.
+        ``bases`` has the same meaning as in :func:`describe_places`.
         """
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
@@ -595,10 +604,9 @@ class Flat:
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:
-        """The marker dicts of a kind in which no other marker is nested, by the place of the array.
+        """Returns the marker dicts of a kind in which no other marker is nested, by the place of the array.
 
-        These are the ones that a stage replaces in ``apply``, after which it is the turn of those around them. Empty if
-        there are none.
+        A stage replaces these marker dicts in ``apply``; the marker dicts around them follow after that.
         """
         marks = {place[:-1]: place[-1] for place in self._places_of_innermost_markers() if kind_of(place[-1]) == kind}
         nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
@@ -609,16 +617,16 @@ class Flat:
         return nodes
 
     def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
-        """The result of :meth:`nodes` for a stage of this kind, which needs at least one.
+        """Returns the result of :meth:`nodes` for a stage of this kind, and raises an error if it is empty.
 
         Raises:
-          ValueError: If there are none. ``who``, the stage and its method, begins the error.
+          ValueError: If there are no such marker dicts. The error begins with ``who``, the stage and its method.
         """
         if nodes := self.nodes(kind):
             return nodes
         if found := first_marker(self.arrays):
             path, mark = found
-            if kind_of(mark) == kind:  # but other markers are nested in it
+            if kind_of(mark) == kind:  # Other markers are nested in it.
                 raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
             raise ValueError(
                 f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
@@ -629,21 +637,21 @@ class Flat:
         )
 
     def _places_of_innermost_markers(self) -> list[Names]:
-        """The key path of each marker in which no other marker is nested, marker included: ``("w", "@scale")``."""
-        innermost = dict[Names, None]()  # in the order of the tree
+        """Returns the key path up to each marker in which no other marker is nested, such as ``("w", "@scale")``."""
+        innermost = dict[Names, None]()  # The keys are in the order of the tree.
         outer = set[Names]()
         for place in self.arrays:
             markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
             innermost |= dict.fromkeys(markers[-1:])
             outer.update(markers[:-1])
-        return [place for place in innermost if place not in outer]  # one value may be plain, and another replaced
+        return [place for place in innermost if place not in outer]  # One value may be plain, another replaced.
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
-        """The tree in which each of these marker dicts is one leaf, a :class:`Node` at the place of the array."""
+        """Returns the tree where each of these marker dicts is one leaf, a :class:`Node` at the place of the array."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
-        """The tree with some arrays replaced by others. The order of all others is kept.
+        """Returns the tree with some arrays replaced by others, and all other arrays in the same order as before.
 
         ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap
         removes at least one place, where its new arrays go. The old tree is not changed.
@@ -662,10 +670,11 @@ class Flat:
 
 
 def flatten(tree: PyTree) -> Flat:
-    """Separates the arrays of a raw tree, or a plain one, from its structure and its boxes. Inverse: :func:`nest`.
+    """Separates the arrays of a raw (or plain) tree from its structure and its boxes. Inverse: :func:`nest`.
 
     ``{"w": {"@scale": {"x": x}}, "b": b}`` has the places ``("b",)`` and ``("w", "@scale", "x")`` in ``arrays``, and a
-    frame with the parameters ``b`` and ``w``. Boxes may be around a marker dict, or inside it around its values.
+    frame with the parameters ``b`` and ``w``. A box may be around a marker dict, or inside the marker dict around a
+    value.
 
     Raises:
       ValueError: If two leaves have the same place, or one box is at two places.
@@ -678,14 +687,15 @@ def flatten(tree: PyTree) -> Flat:
         content = node
         if is_box(node):
             boxes[path], content = node, value_in(node)
-        # Everything in a marker dict, with the key paths there; an array of the model is at the place itself.
+        # These are all contents of a marker dict with their key paths in it. An array of the model is at the place
+        # itself.
         entries = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
         for below, x in entries:
             place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
             arrays[place] = x
-            if below and is_box(x):  # the box of a raw value, or of an empty marker dict
+            if below and is_box(x):  # This is the box of a raw value or of an empty marker dict.
                 boxes_of_values[place], value = x, value_in(x)
                 arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
@@ -694,7 +704,7 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
-    """The box of each parameter whose raw values have boxes, made from these. Parameters without one are left out."""
+    """Creates a box for each parameter whose raw values have boxes, and leaves out parameters that get none."""
     boxes_by_parameter = dict[Names, list[Any]]()
     for place, box in boxes_of_values.items():
         boxes_by_parameter.setdefault(parameter_place(place), []).append(box)
@@ -705,10 +715,10 @@ def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, An
 def nest(tree: Flat) -> PyTree:
     """Restores the model's own structure and the boxes. Inverse: :func:`flatten`.
 
-    A raw value keeps its own box if it has one. Then the box of the parameter is left out, because it was made from
-    these.
+    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because it was
+    created from the boxes of the raw values.
     """
-    nested: dict[Any, Any] = {}  # by the whole place of each parameter, then by the names below it
+    nested: dict[Any, Any] = {}  # The keys are the whole places of parameters, then the names below.
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
         box = tree.boxes.get(place)
@@ -722,14 +732,14 @@ def nest(tree: Flat) -> PyTree:
 
 
 def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Stores ``x`` in ``nested``, in place: keys ``["a", "b"]`` make ``{"a": {"b": x}}``. Missing dicts are added."""
+    """Stores ``x`` in ``nested`` in place: keys ``["a", "b"]`` give ``{"a": {"b": x}}``. Missing dicts are added."""
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
 
 
 def _describe_wrong_values(mark: str, content: Any) -> str:
-    """The error text for the ``content`` of a marker, which is not a dict of arrays: the first fault in it."""
+    """Returns the error text for the ``content`` of a marker that is not a dict of arrays: its first fault."""
     fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
     for name, values in ((mark, content), (FIXED, fixed_values)):
         if not isinstance(values, Mapping):
@@ -743,7 +753,7 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
 
 
 def _explain_other(value: Any) -> str:
-    """The end of an error text: where a value that is not an array may come from, and what to do."""
+    """Returns the end of an error text: where a value that is not an array may come from, and what to do."""
     if value is None:
         return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
     if isinstance(value, Mapping) and set(value) == {"value"}:

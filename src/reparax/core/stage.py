@@ -1,4 +1,4 @@
-"""What you need to write a stage of your own.
+"""The classes and functions that you need to write a stage of your own.
 
 A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array; from ``Constraint``, whose
 effective arrays lie in a given set; or from ``Joint``, which acts on several arrays at once. A random stage is a
