@@ -463,3 +463,29 @@ def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
     np.testing.assert_array_equal(p.apply(raw)["w"], w[0])
     noisy = p >> rpx.VarNoise(0.1, where="w")
     assert noisy.apply(noisy.init({"w": w, "b": w[0]}), jax.random.key(0))["w"].shape == (3,)
+
+
+class Tied(nnx.Module):
+    """A table that is the kernel of another layer too, whose path comes first."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.out, self.table = nnx.Linear(4, 4, use_bias=False, rngs=rngs), nnx.Embed(4, 4, rngs=rngs)
+        self.out.kernel = self.table.embedding
+
+
+def tied() -> eqx.nn.Shared:
+    """The same in equinox."""
+    key = jax.random.key(0)
+    pair = eqx.nn.Embedding(4, 4, key=key), eqx.nn.Linear(4, 4, use_bias=False, key=key)
+    return eqx.nn.Shared(pair, where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight)
+
+
+@pytest.mark.parametrize("stage", [rpx.Quantized("int8"), rpx.WeightNorm(), rpx.LoRA(2)], ids=repr)
+def test_a_table_is_left_out_if_another_layer_reads_it_too(stage: Any) -> None:
+    for init in (
+        lambda: stage.init(tied(), jax.random.key(0)),
+        lambda: rpx.nnx.Parametrized(Tied(), stage, rngs=nnx.Rngs(0)),
+    ):
+        with pytest.raises(ValueError, match="selects nothing: its default selects none of the 1 arrays"):
+            init()

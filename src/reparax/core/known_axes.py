@@ -39,7 +39,7 @@ class KnownAxes:
 
     Attributes:
       role: The role of one array, without stacked axes. Its ``shape`` has None where any size is possible, and is empty
-        if nothing is known.
+        if the axes are unknown.
       why: Why the axes are unknown, for any array or for one of another shape.
       source: The class of the layer, or the name of the array in a plain tree.
       is_class: Whether a module holds the array, so that only the class of the module determines its axes.
@@ -78,7 +78,7 @@ class KnownAxes:
         ``(1,)``.
         """
         if not self.sizes:  # The factor's axes are then unknown too, and have other names.
-            return replace(self, names=None)
+            return replace(self, role=_NO_ROLE, names=None)
         groups = {"rows": self.role.inputs, "columns": self.role.outputs}
         followed = tuple(chain(*(groups.get(axis, (axis,)) for axis in axes)))
         sizes: Any = tuple(ranks.get(axis) if isinstance(axis, str) else self.sizes[axis] for axis in followed)
@@ -222,7 +222,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
             for number in range(start, start_of_child):
                 if number in known and not known[number].are_of_vector:
                     why = f"it belongs to {known[number].source} in eqx.nn.Shared, so another layer may read it too"
-                    known[number] = KnownAxes(why=why, is_class=True)
+                    known[number] = KnownAxes(Role(uses=known[number].role.uses), why, is_class=True)
 
     visit(treedef, 0, "")
     return _without_contradictions(known, first_numbers)
@@ -240,7 +240,8 @@ def _without_contradictions(known: Mapping[int, KnownAxes], first_numbers: Seque
         if _uses_of(first) != _uses_of(axes):
             sources = " and ".join(x.source or "a module of another class" for x in (first, axes))
             why = f"{sources} share it, but use its axes differently"
-            resolved[first_numbers[number]] = KnownAxes(why=why, is_class=True)
+            uses = Role(uses=(*first.role.uses, *axes.role.uses))
+            resolved[first_numbers[number]] = KnownAxes(uses, why, is_class=True)
     return resolved
 
 

@@ -29,6 +29,7 @@ from reparax.core.config import register_class
 from reparax.core.known_axes import TABLES
 from reparax.core.paths import PyTree, describe, flatten_with_names, is_empty, path_text
 from reparax.core.raw import Leaf, parameter_path
+from reparax.core.roles import LOOKUP
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
@@ -303,9 +304,12 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Returns whether an array is a table of embeddings, according to its layer if known, and otherwise to its name."""
-    if leaf.axes.are_of_layer:
-        return leaf.axes.role.is_table
+    """Returns whether an array is a table of embeddings, according to its layers if known, and otherwise to its name.
+
+    A table that is also the matrix of another layer is one.
+    """
+    if leaf.axes.is_class and leaf.axes.role.uses:
+        return any(use.how == LOOKUP for use in leaf.axes.role.uses)
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
