@@ -148,7 +148,7 @@ class Joint(Leafwise):
         """
         who = CallName(self, method)
         if self.arrays:  # The expressions determine the groups, so marker dicts are not read to select them.
-            leaves = tree.leaves() if method == "init" else self._intact_nodes(who, self._leaves_with_nodes(who, tree))
+            leaves = tree.leaves() if method == "init" else self._marker_dicts(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method == "init":
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
@@ -159,16 +159,16 @@ class Joint(Leafwise):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
-    def _intact_nodes(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the leaves that are marker dicts, without arrays that no stage of this kind has replaced.
+    def _marker_dicts(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the leaves that ``init`` of this stage has replaced by marker dicts; plain arrays are left out.
 
-        It raises an error if a marker dict holds anything but values.
+        Raises an error if such a dict, as ``{"@pack": {"x": array}}``, holds anything but arrays.
         """
-        nodes = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
-        for leaf in nodes:
+        marker_dicts = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
+        for leaf in marker_dicts:
             with checks.locate_errors(who.at(leaf.path)):
-                leaf.content.arrays()
-        return nodes
+                leaf.content.arrays()  # only for its error
+        return marker_dicts
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
         """Returns the site of one group, with the stage for these arrays, whose stacked axes are numbers."""
@@ -217,7 +217,11 @@ class Joint(Leafwise):
                 checks.require_fit(values_of_one, expected[name])
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """Returns the new values that ``update_leaves`` computes for one group, without gradients or a key."""
+        """Returns the new values that ``update_leaves`` computes at one site.
+
+        A stage on one array overrides this hook of :class:`Leafwise` to pass gradients and a key; ``update_leaves`` of
+        a joint stage takes neither, so they are ignored here.
+        """
 
         def checked_update(values: RawValues) -> RawValues:
             new_values = self.update_leaves(values)

@@ -128,15 +128,15 @@ class KnownAxes:
         axes can be stacked layers, or without ``tree``, in which the other arrays are looked up.
         """
         sizes = tuple(w.shape[axis] for axis in stacked)
-        for number, sizes_of_one in self.siblings if tree else ():
-            place = tree.frame.places[number]
+        for leaf_number, sizes_in_layer in self.siblings if tree else ():
+            place = tree.frame.places[leaf_number]
             shape = getattr(tree.arrays.get(place), "shape", None)  # A model may also hold objects that are not arrays.
             if shape is None:
                 continue
-            found = [tuple(shape[axis] for axis in stack) for stack in _stacks_of(shape, sizes_of_one)]
-            if sizes not in found:
-                there = found[0] if found else shape[: len(shape) - len(sizes_of_one)]  # The error shows a guess.
-                return f"{self.source} has stacked axes of sizes {sizes} here, but {there} at {place[-1]!r}"
+            possible = [tuple(shape[axis] for axis in stack) for stack in _stacks_of(shape, sizes_in_layer)]
+            if sizes not in possible:
+                of_sibling = possible[0] if possible else shape[: len(shape) - len(sizes_in_layer)]  # a guess, to show
+                return f"{self.source} has stacked axes of sizes {sizes} here, but {of_sibling} at {place[-1]!r}"
         return ""
 
 

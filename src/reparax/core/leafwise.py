@@ -412,9 +412,9 @@ class Leafwise(Parametrization):
             raise KeyError(missing[0])
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Raises an error unless raw values have the types that ``init`` would give for an array of type ``effective``.
+        """Hook: raises an error unless raw values have the types that ``init`` would give for ``effective``'s type.
 
-        By default, only their names are checked.
+        This default checks only the names of the values. ``Reparametrization`` overrides it, and also compares shapes.
         """
         self._require_all(types)
 
