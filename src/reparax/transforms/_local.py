@@ -763,7 +763,9 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and weights in float16; to weights
     whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; to products with arrays that
     depend only on named arguments; to any other read, such as the square of a weight; and to a ``shard_map`` with
-    ``check_vma=False``. If one read of a weight requires this, all of its reads take the same draw.
+    ``check_vma=False``. If one read of a weight requires this, all of its reads take the same draw. Under
+    ``WeightDropout(0.1) >> VarNoise(0.1)``, all rows share the mask, but not the Gaussian noise, and ``rpx.explain``
+    counts the latter alone.
 
     If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
     weights as the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is
