@@ -12,7 +12,8 @@ def _einsum(m: Any) -> dict[str, Any]:
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)  # "ii" is a diagonal.
+    # A letter that occurs twice in the kernel stands for a diagonal.
+    is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)
     known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
 

@@ -224,6 +224,6 @@ def _split_key(
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:
         arguments = signature.bind_partial(*args, **model_kwargs).arguments
-    except TypeError:  # The call of the model raises a better error.
+    except TypeError:  # The call of the model then says which arguments it takes.
         arguments = {}
     return {**arguments, **kwargs}.get("key"), model_kwargs

@@ -35,8 +35,9 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
     If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state advances them
     and returns them in the state. Without a state, or for stages that also move weights (:class:`RigL`, :class:`SET`),
-    call ``update`` after each step, and pass ``updates="by hand"`` to confirm this. Stages that do not move weights can
-    be trained with :func:`optimizer` and the chain instead, also with ``updates="by hand"``.
+    call ``update`` after each step, and pass ``updates="by hand"`` to confirm this. A network without a state whose
+    stages do not move weights can instead be trained with :func:`optimizer` and the chain, also with
+    ``updates="by hand"``.
 
     The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 

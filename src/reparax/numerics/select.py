@@ -74,7 +74,7 @@ def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) ->
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # This halves the sum without an overflow.
+        middle = (low & high) + ((low ^ high) >> 1)  # This is half of the sum, which itself may overflow.
         is_true = holds(middle)
         return jnp.where(is_true, low, middle + 1), jnp.where(is_true, middle, high)
 

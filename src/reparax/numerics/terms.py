@@ -178,7 +178,8 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
     def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
-        return formula(*args), arrays, jnp.int32(0)  # The integer is a sentinel: derivatives have none.
+        # The integer is a sentinel that marks this call, because a derivative has no integer output.
+        return formula(*args), arrays, jnp.int32(0)
 
     def sum_of_terms(*args: Any) -> Array:
         checked_terms = _require_terms(terms(*args))

@@ -279,7 +279,8 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        initialize(tuple(p.deterministic), flatten(params), None)  # Wrong parameters fail here.
+        # Initializing the stages here makes wrong parameters fail before the first step.
+        initialize(tuple(p.deterministic), flatten(params), None)
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -473,7 +474,7 @@ _WRONG_STATE = {
 
 
 def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: PyTree) -> str | None:
-    """Says how gradients differ from the raw tree, and what to do; returns None if they fit, or if advice fails too."""
+    """Says how gradients differ from the raw tree, and what to do; returns None if they fit or no advice would help."""
     difference = first_difference(partition(updates)[0], partition(params)[0])
     if difference is None:
         return None

@@ -52,9 +52,9 @@ class Freeze(Reparametrization):
     To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the weights.
     ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Restart the optimizer with
     the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
-    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. Arrays that later stages already keep fixed are
-    skipped: the codes of ``Quantized`` are always fixed, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``
-    freezes only the biases and scales, if the model has any.
+    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. ``Freeze`` only affects values that later stages
+    leave trainable: the codes of ``Quantized`` are always fixed, so
+    ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes the biases and scales, if the model has any.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter, if there is one.
@@ -78,7 +78,7 @@ class Freeze(Reparametrization):
         return values["w"]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["w"].real.dtype)  # No raw value is free to change.
+        return jnp.zeros((), values["w"].real.dtype)  # No raw value is free, so nothing changes the volume.
 
     # If a later stage, such as ``Quantized``, leaves only fixed codes, there is nothing to freeze.
 
@@ -488,7 +488,7 @@ class _Regrow(_Masked, Constraint):
         # NaN must not change the counts, so weights that are NaN are kept, and scores that are NaN rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # Take on the sharding of the weights.
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # Adding zeros gives the scores the sharding of the weights.
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
@@ -507,10 +507,10 @@ class RigL(_Regrow):
 
     ``p.update(raw, grads=grads)`` drops a share ``drop_fraction`` of the active weights, the ones of smallest
     magnitude, and regrows as many from zero where the gradient has the largest magnitude. ``grads`` is the dense
-    gradient with respect to the effective tree, which is expensive, so call ``update`` about once in a hundred steps,
-    and stop after three quarters of the training. Without ``grads``, the mask stays the same. The paper decays the
-    share: ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the
-    momentum of regrown weights to zero.
+    gradient with respect to the effective tree, so call ``update`` only about once in a hundred steps, and stop after
+    three quarters of the training. Without ``grads``, the mask stays the same. The paper decays the share:
+    ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of
+    regrown weights to zero.
 
     ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
 
