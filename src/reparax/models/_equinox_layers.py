@@ -25,7 +25,7 @@ def _conv(m: Any) -> dict[str, Any]:
 
 
 def _cell(m: Any, gates: int) -> dict[str, Any]:
-    """Returns the axes of a recurrent cell's matrices and biases, each of which holds all gates."""
+    """Returns the axes of a recurrent cell's matrices and biases, whose gates are concatenated along one axis."""
     width = gates * m.hidden_size
     weights = {"weight_ih": ("oi", width, m.input_size), "weight_hh": ("oi", width, m.hidden_size)}
     return {**weights, "bias": ("v", width), "bias_n": ("v", m.hidden_size)}

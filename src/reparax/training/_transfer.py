@@ -118,7 +118,7 @@ class _Converted:
 
 
 def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
-    """Raises an error if the weights of the new chain differ from those of the old one by more than rounding."""
+    """Raises an error if the new chain's weights differ from the old chain's by more than rounding errors."""
     advice = "pass `nearest=True` to start as close as possible."
     if not has_numbers((converted.raw, converted.effective)):
         raise ValueError(

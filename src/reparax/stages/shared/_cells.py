@@ -1,11 +1,12 @@
 """Layouts of the arrays of a cell, in this and in other libraries, and conversions between them.
 
 A *value* is a single array, such as ``input_i``, the kernel of an input gate. A *block* describes what an array of a
-model holds: one value, as a string, or several, as a :class:`Concat`. A *layout* maps the paths of a cell's arrays to
-blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins values into arrays.
+model holds: a single value, given as a string, or several values, given as a :class:`Concat`. A *layout* maps the paths
+of a cell's arrays to blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins
+values into arrays.
 
-Shapes consist of numbers and letters. The sizes for the letters follow from the shapes of arrays: functions with an
-argument ``sizes`` add each size that they find to this dict.
+Shapes consist of numbers and letters. The sizes that the letters stand for follow from the shapes of arrays: functions
+with an argument ``sizes`` add each size that they find to this dict.
 """
 
 from __future__ import annotations
@@ -401,8 +402,8 @@ LAYOUTS: dict[str, Blocks] = {
 }
 """The layouts by library and cell; paths are relative to the cell.
 
-``flax.lstm`` is also the layout of ``OptimizedLSTMCell``; ``torch.lstm`` is that of ``LSTMCell``, and of a layer of
-``LSTM`` except for the suffixes of names; ``returnn.native_lstm`` is that of ``NativeLstm2``.
+``flax.lstm`` is also the layout of ``OptimizedLSTMCell``. ``torch.lstm`` is the layout of ``LSTMCell`` and, except for
+the suffixes of names, of a layer of ``LSTM``. ``returnn.native_lstm`` is the layout of ``NativeLstm2``.
 """
 
 

@@ -1,6 +1,6 @@
 """Stages that store the arrays of a cell in another layout: ``Pack``, ``Split``, and ``CudnnLSTM``.
 
-The *model's arrays* are those that the model reads, and the *raw arrays* are those that train. Both hold the same
+The *model's arrays* are the arrays that the model reads, and the *raw arrays* are the trained ones. Both hold the same
 values; ``_cells`` explains values, blocks and layouts, and moves the numbers.
 """
 
