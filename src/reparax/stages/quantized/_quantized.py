@@ -269,7 +269,10 @@ class Scaled(Reparametrization):
         return low, high
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
-        """Computes the scale for entries from ``low`` to ``high``, halved first because the difference may overflow."""
+        """Computes the scale for entries from ``low`` to ``high``.
+
+        Both numbers are halved before they are subtracted, because their difference may overflow.
+        """
         return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:

@@ -130,7 +130,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if a target has no place in a raw tree, whose places are ``places``."""
+        """Raises an error if no path in ``places``, the places of a raw tree, matches a target."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
