@@ -1,4 +1,5 @@
 """Models that hold a chain: modules of nnx, linen, equinox and haiku.
 
-Each makes the effective tree once in each call, and hands it to the plain model; none knows what a stage does.
+Each wrapper computes the effective tree once per call and hands it to the plain model. None depends on what individual
+stages do.
 """

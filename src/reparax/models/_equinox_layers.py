@@ -8,24 +8,24 @@ NAME = "eqx.nn"
 
 
 def _size(features: Any) -> int:
-    """The number of features; equinox's ``"scalar"`` is one."""
+    """Returns the number of features, where equinox's ``"scalar"`` counts as one."""
     return 1 if features == "scalar" else features
 
 
 def _linear(m: Any) -> dict[str, Any]:
-    """A matrix, and a bias."""
+    """Returns the axes of a linear layer: a matrix and a bias."""
     inputs, outputs = _size(m.in_features), _size(m.out_features)
     return {"weight": ("oi", outputs, inputs), "bias": ("v", outputs)}
 
 
 def _conv(m: Any) -> dict[str, Any]:
-    """A kernel, and a bias."""
+    """Returns the axes of a convolution: a kernel and a bias."""
     shape = m.out_channels, m.in_channels // m.groups, m.kernel_size
     return {"weight": ("oiw", *shape), "bias": ("vv", m.out_channels, (1,) * m.num_spatial_dims)}
 
 
 def _cell(m: Any, gates: int) -> dict[str, Any]:
-    """The matrices and biases of a cell, each with all gates."""
+    """Returns the axes of a recurrent cell's matrices and biases, whose gates are concatenated along one axis."""
     width = gates * m.hidden_size
     weights = {"weight_ih": ("oi", width, m.input_size), "weight_hh": ("oi", width, m.hidden_size)}
     return {**weights, "bias": ("v", width), "bias_n": ("v", m.hidden_size)}

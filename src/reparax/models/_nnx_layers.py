@@ -8,35 +8,36 @@ NAME = "nnx"
 
 
 def _einsum(m: Any) -> dict[str, Any]:
-    """The kernel of an einsum, if the layer holds the whole equation, and a bias."""
+    """Returns the axes of an einsum layer: its bias, and its kernel if the layer stores the whole equation."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)  # no diagonal
+    # A letter that occurs twice in the kernel stands for a diagonal.
+    is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)
     known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
 
 
 def _window(m: Any) -> tuple[int, ...]:
-    """The lengths of a convolution's window."""
+    """Returns the lengths of a convolution's window as a tuple."""
     return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
 
 
 def _conv(m: Any) -> dict[str, Any]:
-    """A kernel, and a bias."""
+    """Returns the axes of a convolution: a kernel and a bias."""
     inputs = m.in_features // m.feature_group_count
     return {"kernel": ("wio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
 
 
 def _conv_transpose(m: Any) -> dict[str, Any]:
-    """A kernel, and a bias."""
+    """Returns the axes of a transposed convolution: a kernel and a bias."""
     plain, transposed = ("wio", m.in_features, m.out_features), ("woi", m.out_features, m.in_features)
     letters, *channels = transposed if m.transpose_kernel else plain
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
 
 
 def _linear_general(m: Any) -> dict[str, Any]:
-    """A matrix of several axes, and a bias."""
+    """Returns the axes of a general linear layer: a kernel with batch, input and output axes, and a bias."""
     batch = tuple(m.batch_axis.values())
     return {"kernel": ("sio", batch, m.in_features, m.out_features), "bias": ("sv", batch, m.out_features)}
 

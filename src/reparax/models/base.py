@@ -1,8 +1,8 @@
 """Shared code of the models that hold a chain: argument checks, errors, attribute lookup, and pure functions.
 
 The wrappers of nnx, linen, haiku and equinox hold raw values. Before each call they compute the effective weights,
-which the wrapped model then reads. ``Functions`` gives linen and haiku, whose parameters are arguments, the methods of
-a chain.
+which the wrapped model then reads. ``Functions`` provides the methods of a chain for linen and haiku, where parameters
+are passed as arguments.
 """
 
 import functools
@@ -23,9 +23,9 @@ from reparax.training import partition
 
 
 def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None, name: str = "") -> Parametrization:
-    """Returns ``p``. Raises an error unless it is a chain and ``model`` is an instance of ``kind``.
+    """Returns ``p``, and raises an error unless it is a chain and ``model`` is an instance of ``kind``.
 
-    ``kind`` is the library's class for models, and ``name`` is what users call this class.
+    ``kind`` is the library's class for models, and ``name`` is the name of this class in error messages.
     """
     if not isinstance(p, Parametrization) or isinstance(model, Static):
         got = "a chain first" if isinstance(model, Static) else f"{type(p).__name__} second"
@@ -37,9 +37,9 @@ def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None,
 
 
 def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Collection[str]) -> None:
-    """Raises an error if a method of the model has the name of one of the wrapper, so that nobody could call it.
+    """Raises an error if a method of the wrapper would hide a method of the same name in the model.
 
-    The names in ``of_library`` may be in both: there, the wrapper's method does what the model's would.
+    Names in ``of_library`` are exempt, because there the wrapper's method does what the model's method would do.
     """
     names = {name for name in dir(wrapper) if name[0] != "_" and _is_method(wrapper, name)}
     for name in sorted(names - {*of_library}):
@@ -50,23 +50,23 @@ def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Coll
 
 
 def _is_method(cls: type[Any], name: str) -> bool:
-    """Whether a class has a method or a property of this name."""
+    """Returns whether a class has a method or a property of this name."""
     x = inspect.getattr_static(cls, name, None)
     return inspect.isfunction(x) or isinstance(x, property | staticmethod | classmethod)
 
 
 def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: str | None = None) -> bool:
-    """Whether each call of the model updates the fixed values of ``p``, such as those of power iteration.
+    """Returns whether each call of the model updates the fixed values of ``p``, such as the vectors of power iteration.
 
     Args:
       who: The name of the wrapper, for errors.
       p: The chain.
       updates: The wrapper's argument ``updates``: None or ``"by hand"``.
-      call: The code that updates them by hand, for errors.
-      why: Why calls of this model cannot update them; None if they can.
+      call: The code that updates the fixed values by hand, for errors.
+      why: Why calls of this model cannot update fixed values, or None if they can.
 
     Raises:
-      ValueError: If they must be updated by hand, and ``updates`` is None.
+      ValueError: If the fixed values must be updated by hand, and ``updates`` is None.
     """
     require_by_hand(who, updates)
     instead = ", or train with `rpx.optimizer(tx, p)`"
@@ -82,12 +82,12 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
 
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
-    """The raw tree with fixed values updated by one training step. No gradient passes through the update."""
+    """Returns the raw tree with its fixed values updated by one training step. The update passes no gradients."""
     return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 
 
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
-    """The error for calling a model whose chain draws random numbers without a random stream."""
+    """Returns the error for calling a model whose chain draws random numbers without a random stream."""
     return ValueError(
         f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
         f"{what}. Give one, `{give}`, or evaluate with {mean}."
@@ -95,14 +95,14 @@ def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> V
 
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
-    """The key for initialization; None if nothing is random. Raises an error if a key is needed but missing."""
+    """Returns the key for initialization, or None if nothing is random; raises an error if a needed key is missing."""
     if p.random_init and key is None:
         raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
     return key if p.random_init else None
 
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
-    """Returns ``raw``. Raises an error if ``p`` did not make it."""
+    """Returns ``raw``, and raises an error if ``raw`` is not a raw tree of the chain ``p``."""
     plan_for(p, raw)
     return raw
 
@@ -115,9 +115,9 @@ def find_attribute(
 ) -> Any:
     """Looks up ``owner.name`` in the wrapped model, for a wrapper ``owner`` without an attribute of this name.
 
-    ``raw`` is the model with raw values in place of its arrays; it is None while the wrapper is being constructed.
-    ``read_instance(name)`` reads an attribute of the instance, ``read_effective(name)`` a property of the effective
-    model, and ``call_method(name, *args, **kwargs)`` calls a method on the effective model.
+    ``raw`` is the model with raw values in place of its arrays, or None while the wrapper is being constructed.
+    ``read_instance(name)`` reads an attribute of the instance, ``read_effective(name)`` reads a property of the
+    effective model, and ``call_method(name, *args, **kwargs)`` calls a method on the effective model.
     """
     attributes = {} if raw is None else vars(raw)
     of_class = getattr(type(raw), name, None)
@@ -126,7 +126,7 @@ def find_attribute(
     if name in attributes:
         return read_instance(name)
     if isinstance(inspect.getattr_static(type(raw), name), staticmethod | classmethod):
-        return of_class  # reads no arrays, so it needs no draw
+        return of_class  # These read no arrays, so no effective model is needed.
     if isinstance(of_class, property):
         return read_effective(name)
     return functools.partial(call_method, name) if callable(of_class) else of_class
@@ -135,8 +135,8 @@ def find_attribute(
 class Functions:
     """The methods of a chain as pure functions of a library's variables, which come first among the arguments.
 
-    The subclass for a library defines how many arguments the variables are, such as ``params`` and ``state`` in haiku,
-    and how to get a raw tree out of them and put it back.
+    The subclass for each library defines how many arguments the variables take up, such as two for ``params`` and
+    ``state`` in haiku, and how to get a raw tree out of them and put it back.
     """
 
     p: Any
@@ -144,18 +144,18 @@ class Functions:
     _start: ClassVar[str] = ""
     """The code that calls :meth:`start` with a key, for errors."""
     _fixed_missing: ClassVar[tuple[str, str, str]]
-    """For the error about missing fixed values: what was given, where they should be, and what to do."""
+    """Three parts of the error about missing fixed values: what was given, where they should be, and what to do."""
 
     _get: Callable[..., PyTree]
-    """The raw tree in raw variables, or the parameters in variables of the plain model."""
+    """Returns the raw tree in raw variables, or the parameters in variables of the plain model."""
     _set: Callable[..., Any]
-    """``_set(raw, *variables)``: the variables with this raw tree."""
+    """Returns, for ``_set(raw, *variables)``, the variables with the given raw tree in place of their own."""
     _set_plain: Callable[..., Any]
-    """``_set_plain(params, *variables)``: the variables of the plain model with these parameters."""
+    """Returns, for ``_set_plain(params, *variables)``, variables of the plain model with the given parameters."""
     _has_fixed: Callable[..., bool]
-    """Whether the variables contain the place where fixed values are kept."""
+    """Returns whether the variables contain the collection or entry that holds fixed values."""
     deterministic: Any
-    """The same model without noise, to evaluate."""
+    """The same model without noise, for evaluation."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits positional arguments into the variables and the key, which may follow them."""
@@ -163,21 +163,21 @@ class Functions:
         return variables, further[0] if further else key
 
     def start(self, *arguments: Any, key: Any = None) -> Any:
-        """Raw variables, made from those of the plain model."""
+        """Initializes raw variables from variables of the plain model."""
         variables, key = self._split_key(arguments, key)
         return self._set(self.p.init(self._get(*variables), start_key(self.p, key, self._start)), *variables)
 
     def raw(self, *variables: Any) -> PyTree:
-        """The raw tree in variables."""
+        """Returns the raw tree that raw variables hold."""
         return self._get(*variables)
 
     def replace(self, *variables_and_raw: Any) -> Any:
-        """These variables with another raw tree."""
+        """Returns the variables with another raw tree in place of their own."""
         *variables, raw = variables_and_raw
         return self._set(require_made_by(self.p, raw), *variables)
 
     def effective(self, *arguments: Any, key: Any = None) -> Any:
-        """Variables of the plain model, with the effective weights of one draw."""
+        """Returns variables of the plain model with effective weights, computed with one draw of the noise."""
         variables, key = self._split_key(arguments, key)
         raw, key = self._get(*variables), key_for_apply(self.p, key)
         try:
@@ -193,29 +193,29 @@ class Functions:
             ) from error
 
     def fold(self, *variables: Any) -> Any:
-        """Variables of the plain model, without noise."""
+        """Returns variables of the plain model with effective weights, computed without noise."""
         return self.deterministic.effective(*variables)
 
     def update(self, *arguments: Any, key: Any = None, grads: PyTree = None) -> Any:
-        """These variables, with fixed values updated by one training step."""
+        """Returns the variables with fixed values updated by one training step."""
         variables, key = self._split_key(arguments, key)
         return self._set(self.p.update(self._get(*variables), key, grads), *variables)
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a raw tree of dicts into its free and its fixed values, without empty places for the other half."""
+    """Splits a raw tree of dicts into its free and its fixed values, each without empty branches for the other half."""
     free, fixed = partition(raw)
     return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
 
 
 def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the two halves that :func:`split_collections` returned into the raw tree."""
+    """Joins the two halves that :func:`split_collections` returns into the raw tree."""
     both = {name: join_collections(free[name], fixed[name]) for name in free if name in fixed}
     return {**free, **fixed, **both}
 
 
 def _prune(tree: PyTree, *, also_empty: bool) -> Any:
-    """``tree`` without branches that contain no arrays. ``also_empty`` keeps dicts that were empty before."""
+    """Removes branches without arrays from a tree; with ``also_empty``, keeps dicts that were already empty."""
     if not isinstance(tree, Mapping):
         return tree if jax.tree.leaves(tree) else None
     kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}
@@ -224,7 +224,7 @@ def _prune(tree: PyTree, *, also_empty: bool) -> Any:
 
 
 def import_library(module: str, needs: str, install: str) -> Any:
-    """Imports a module of a library.
+    """Imports a module of an optional library and returns it.
 
     Raises:
       ModuleNotFoundError: If the library is not installed; the error says how to install it.

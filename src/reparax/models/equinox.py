@@ -1,4 +1,4 @@
-"""An equinox module that is a model and its chain: for loops that own the loss and call ``model(x)``."""
+"""An equinox module that wraps a model and its chain, for training loops that own the loss and call ``model(x)``."""
 
 from __future__ import annotations
 
@@ -26,39 +26,41 @@ _WHO = "rpx.equinox.Parametrized"
 class Parametrized(eqx.Module):
     """A model that reads the effective tree of a chain, while its arrays are raw values.
 
-    It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once.
-    ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, for ``p.check``. Fixed values are stored
-    as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain ``optax.adamw`` on
-    ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``, ``eqx.partition``,
-    ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it like any module.
+    The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
+    effective tree once. ``model.raw`` is the raw tree, as ``p.init(model)`` returns it, for use with ``p.check``. Fixed
+    values are stored as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain
+    ``optax.adamw`` on ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``,
+    ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat the wrapper like any module.
 
-    ``eqx.is_array`` selects these integers too, and optax refuses them, as for any module with integers. Filter by
-    ``eqx.is_inexact_array`` instead, including for averages and casts.
+    ``eqx.is_array`` also selects these integers, and optax rejects them, as it does for any module with integers.
+    Filter by ``eqx.is_inexact_array`` instead, including for averages and casts.
 
-    A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
-    ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
-    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each. ``model.deterministic`` is
-    the model without noise; ``eqx.nn.inference_mode`` sets the flags of the model's own layers alone.
+    A chain with noise needs ``key``; if the model takes a key, by name or by position, the model gets the key too.
+    Under ``jax.vmap`` over examples, a single key outside the ``vmap`` gives all examples the same draw:
+    ``jax.vmap(functools.partial(model, key=key))(x)``. With one key per example, each example has its own draw and its
+    own copy of the weights. ``model.deterministic`` is the model without noise; ``eqx.nn.inference_mode`` sets only the
+    flags of the model's own layers.
 
-    Attributes are those of the effective model, except that ``model.p`` is the chain. If the chain draws, read them
-    from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value:
+    Attributes are read from the effective model, except that ``model.p`` is the chain. If the chain draws random
+    numbers, read them from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value, write
     ``model.replace(eqx.tree_at(where, model.raw, value))``.
 
-    A call cannot change a module, so if ``p.update`` advances fixed values, as power iteration does, call
+    A call cannot change a module. Therefore, if ``p.update`` advances fixed values, as power iteration does, call
     ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
-    eqx.is_array)``; and say so by ``updates="by hand"``.
+    eqx.is_array)``, and pass ``updates="by hand"`` to confirm this.
 
     Args:
       model: The model.
       p: The chain.
       key: A key for random initial values.
       raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
-      updates: ``"by hand"`` if the trainer calls :meth:`update`.
+      updates: ``"by hand"`` if the training loop advances the fixed values, as described above.
 
     Raises:
-      TypeError: If ``model`` is a chain, or ``p`` is not.
-      ValueError: If initial values are random and there is no ``key``, ``p.init`` refuses the model, ``raw`` is not a
-        raw tree of the chain for it, or ``p`` must be updated by hand, and ``updates`` does not say so.
+      TypeError: If ``model`` is a chain, or ``p`` is not a chain.
+      ValueError: If initial values are random and there is no ``key``; if ``p.init`` raises an error for the model; if
+        ``raw`` is not a raw tree of the chain for this model; or if ``p`` must be updated by hand, and ``updates`` is
+        None.
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
@@ -101,11 +103,11 @@ class Parametrized(eqx.Module):
 
     @property
     def raw(self) -> Any:
-        """The raw tree, as ``p.init(model)`` gives it."""
+        """The raw tree, as ``p.init(model)`` returns it."""
         return jax.tree.map(lambda x: x.unpacked() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
 
     def replace(self, raw: Any) -> Any:
-        """The same model with another raw tree, such as a restored one."""
+        """Returns the same model with another raw tree, such as a restored one."""
         return eqx.tree_at(lambda model: model.values, self, _hide_fixed(raw))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +115,7 @@ class Parametrized(eqx.Module):
         return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model, or a method that computes the effective weights when it is called."""
+        """Returns an attribute of the model, or a method that computes the effective weights when it is called."""
         raw_model = vars(self).get("values")
 
         def read_effective(name: str) -> Any:
@@ -126,7 +128,7 @@ class Parametrized(eqx.Module):
         return base.find_attribute(self, raw_model, name, read_instance, read_effective, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
-        """The model with the weights of one draw, to call it several times with the same noise.
+        """Returns the plain model with effective weights of one draw, to call it several times with the same noise.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is no key.
@@ -136,11 +138,11 @@ class Parametrized(eqx.Module):
         return self.p.apply(self.raw, key if self.p.stochastic else None)
 
     def fold(self) -> Any:
-        """The plain model, without noise."""
+        """Returns the plain model with effective weights, computed without noise."""
         return self.p.fold(self.raw)
 
     def update(self, key: Array | None = None, grads: PyTree = None) -> Any:
-        """The same model, with fixed values advanced by one training step, as ``p.update``; call it once per step."""
+        """Returns the model with fixed values advanced by one step, as ``p.update`` does; call it once per step."""
         return self.replace(self.p.update(self.raw, key, grads))
 
     @property
@@ -158,7 +160,7 @@ class Parametrized(eqx.Module):
 
 
 def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
-    """The model with the values of a raw tree in place of its arrays."""
+    """Puts the values of a raw tree in place of the arrays of a model."""
     leaves, treedef = jax.tree.flatten(model)
     try:
         parts = treedef.flatten_up_to(raw)
@@ -177,9 +179,9 @@ class _Bits(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
     def unpacked(self) -> Array:
-        """The array with these bits. Raises an error if something has cast or averaged them."""
+        """Returns the array with these bits, and raises an error if a cast or an average has changed their dtype."""
         if not is_array(self.bits):
-            return self.bits  # not an array while `eqx.tree_at` looks for the node to replace
+            return self.bits  # While `eqx.tree_at` looks for the node to replace, this is not an array.
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
@@ -193,17 +195,17 @@ class _Bits(eqx.Module):
 
 
 def _unsigned(dtype: Any) -> Any:
-    """The integer dtype for the bits of a number, or of each part of a complex one."""
+    """Returns the integer dtype for the bits of a real number, or of each part of a complex number."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def _is_bits(x: object) -> bool:
-    """Whether a node is a fixed value, stored as integers."""
+    """Returns whether a node is a fixed value stored as integers."""
     return isinstance(x, _Bits)
 
 
 def _hide_fixed(raw: PyTree) -> PyTree:
-    """The raw tree with integers in place of floating fixed values."""
+    """Returns the raw tree with integers of the same bits in place of floating and complex fixed values."""
 
     def hide(x: Any, label: str) -> Any:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -217,11 +219,11 @@ def _hide_fixed(raw: PyTree) -> PyTree:
 def _split_key(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The key of a call, passed by name or by position, and the named arguments that the model takes."""
+    """Returns the key of a call, passed by name or by position, and the keyword arguments to pass to the model."""
     takes_key = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:
         arguments = signature.bind_partial(*args, **model_kwargs).arguments
-    except TypeError:  # the call itself says which arguments the model takes
+    except TypeError:  # The call of the model then says which arguments it takes.
         arguments = {}
     return {**arguments, **kwargs}.get("key"), model_kwargs

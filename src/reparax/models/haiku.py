@@ -1,4 +1,4 @@
-"""A pair of haiku functions that is a network and its chain: for loops that own the loss and call ``apply``."""
+"""A pair of haiku functions that wraps a network and its chain, for loops that own the loss and call ``apply``."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ hk: Any = base.import_library("haiku", "rpx.haiku", "dm-haiku")
 
 _WHO = "rpx.haiku.parametrized"
 _FIXED = "~fixed"
-"""Where fixed values are in a state."""
+"""The key under which a state holds the fixed values."""
 
 
 def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by hand"] | None = None) -> Any:
-    """A haiku pair whose parameters are raw, while ``transformed`` reads the effective tree.
+    """Returns a haiku pair that holds raw parameters, while ``transformed`` reads the effective tree.
 
-    ``init`` and ``apply`` have the arguments and results of those of ``transformed``. A chain with noise draws from
-    ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the two draw
-    independently. To drop the argument, wrap the result: ``hk.without_apply_rng(rpx.haiku.parametrized(transformed,
-    p))``.
+    ``init`` and ``apply`` have the same arguments and results as the functions of ``transformed``. A chain with noise
+    draws from ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the
+    draws of the chain and of the network are independent. To drop the argument ``rng``, wrap the result:
+    ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
 
-    With ``hk.transform_with_state``, fixed values are in the state, under ``~fixed``, where no optimizer
-    sees them. With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values
-    have zero gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` refuses integers: use
+    With ``hk.transform_with_state``, the state holds the fixed values, under ``~fixed``, where no optimizer sees them.
+    With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values have zero gradients,
+    but an optimizer with weight decay still moves them, and ``jax.grad`` raises an error for integers: use
     ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state does
-    so, and returns them in it. Without a state, or for stages that move weights too (:class:`RigL`, :class:`SET`),
-    call ``update`` after each step, or train the former with :func:`optimizer` and the chain, and say so by
+    If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state advances them
+    and returns them in the state. Without a state, or for stages that also move weights (:class:`RigL`, :class:`SET`),
+    call ``update`` after each step, and pass ``updates="by hand"`` to confirm this. A network without a state whose
+    stages do not move weights can instead be trained with :func:`optimizer` and the chain, also with
     ``updates="by hand"``.
 
     The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 
-    * ``start(params, state, key=None)``: raw ``params``, or both, from those of the plain network.
-    * ``raw(params, state)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
-    * ``replace(params, state, raw)``: raw ``params``, or both, with another raw tree, such as that of
-      :func:`transfer`.
-    * ``effective(params, state, key=None)`` and ``fold(params, state)``: parameters of the plain network, of one draw
-      and without noise.
-    * ``update(params, state, key=None, grads=None)``: with fixed values advanced, as ``p.update``.
-    * ``deterministic``: the same pair without noise, whose calls advance nothing.
+    * ``start(params, state, key=None)`` converts ``params`` of the plain network, and the state if there is one, to
+      raw ones.
+    * ``raw(params, state)`` returns the raw tree, as ``p.init(params)`` returns it, for use with ``p.check``.
+    * ``replace(params, state, raw)`` returns ``params``, and the state if there is one, with another raw tree, such as
+      the result of :func:`transfer`.
+    * ``effective(params, state, key=None)`` and ``fold(params, state)`` return the variables of the plain network, with
+      one draw of the noise and without noise, respectively.
+    * ``update(params, state, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
+    * ``deterministic`` is the same pair without noise, whose calls do not advance fixed values.
 
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
       p: The chain.
-      updates: ``"by hand"`` if the loop calls ``update``, and no call of ``apply`` advances fixed values.
+      updates: ``"by hand"`` if the training loop advances the fixed values, so that no call of ``apply`` does.
 
     Raises:
       TypeError: If ``transformed`` is not such a pair, or ``p`` is not a chain.
-      ValueError: If ``p`` is random, and ``apply`` of ``transformed`` takes no ``rng``; or if ``update`` of ``p`` must
-        be called by hand, as there is no state to advance, and ``updates`` does not say so.
+      ValueError: If ``p`` draws random numbers, but ``apply`` of ``transformed`` takes no ``rng``; or if fixed values
+        must be updated by hand, and ``updates`` is None.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, reparax as rpx
@@ -88,17 +90,17 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
 
 def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
-    """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
+    """Makes the pair for ``transformed``, whose functions are wrapped because haiku attaches data to them."""
     plain_pair = kind(None, None)
     init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
-    for one_pair in (plain_pair, pair):  # what the two functions read, and what the methods do
+    for one_pair in (plain_pair, pair):  # The functions read `plain_pair`, and the methods read `pair`.
         one_pair.network, one_pair.p, one_pair.advances = transformed, p, advances
     return pair
 
 
 class _Pair(base.Functions):
-    """What pairs with a state and without one have in common."""
+    """The base class of pairs with a state and pairs without one."""
 
     network: Any
     advances: bool
@@ -110,16 +112,16 @@ class _Pair(base.Functions):
 
     @property
     def deterministic(self) -> Any:
-        """The same pair without noise, to evaluate."""
+        """The same pair without noise, for evaluation."""
         return parametrized(self.network, self.p.deterministic, updates=base.BY_HAND)
 
     def _init(self, /, rng: Any, *args: Any, **kwargs: Any) -> Any:
-        """``init`` of the pair: raw variables."""
+        """Implements ``init`` of the pair, which returns raw variables."""
         plain = self.network.init(rng, *args, **kwargs)
         return self.start(*(plain if self._count == 2 else (plain,)), rng if self.p.random_init else None)
 
     def _call(self, variables: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of the network with the effective parameters."""
+        """Calls ``apply`` of the network with the effective parameters."""
         rng = inspect.signature(self.network.apply).bind(*variables, *args, **kwargs).arguments.get("rng")
         if self.p.stochastic and rng is None:
             raise base.needs_stream_error(
@@ -133,7 +135,7 @@ class _Pair(base.Functions):
 
 
 class _WithoutState(_Pair, hk.Transformed):
-    """A pair of which ``params`` is the whole raw tree."""
+    """A pair without a state, where ``params`` is the whole raw tree."""
 
     _start: ClassVar[str] = "network.start(params, key)"
 
@@ -149,12 +151,12 @@ class _WithoutState(_Pair, hk.Transformed):
         return True
 
     def _apply(self, /, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of the pair, which takes a raw tree."""
+        """Implements ``apply`` of the pair, which takes a raw tree."""
         return self._call((params,), *args, **kwargs)
 
 
 class _WithState(_Pair, hk.TransformedWithState):
-    """A pair of which the state holds fixed values."""
+    """A pair whose state holds the fixed values."""
 
     _count: ClassVar[int] = 2
     _start: ClassVar[str] = "network.start(params, state, key)"
@@ -174,8 +176,8 @@ class _WithState(_Pair, hk.TransformedWithState):
         return _FIXED in variables[1]
 
     def _apply(self, /, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of the pair: the output, and a state with the fixed values."""
-        state = state or {}  # haiku's own gives None
+        """Implements ``apply`` of the pair, which returns the output and a state with the fixed values."""
+        state = state or {}  # haiku itself passes None for an empty state.
         if self.advances:
             params, state = self._set(base.advanced(self.p, self.raw(params, state)), params, state)
         output, new_state = self._call((params, state), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A flax linen module that is a model and its chain: for trainers that own the loss and call ``apply``."""
+"""A flax linen module that wraps a model and its chain, for trainers that own the loss and call ``apply``."""
 
 from __future__ import annotations
 
@@ -27,43 +27,44 @@ _WHO = "rpx.linen.parametrized"
 def parametrized(
     module: Any, p: Parametrization, *, name: str | None = None, updates: Literal["by hand"] | None = None
 ) -> Any:
-    """A linen module whose variables are raw, while ``module`` reads the effective tree.
+    """Returns a linen module that holds raw variables, while ``module`` reads the effective tree.
 
-    ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Trainable values are in the
-    collection ``params``, as ``TrainState`` expects, and all others in the collection ``fixed``, which no optimizer
-    sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``, ``nn.vmap``,
-    ``nn.remat`` and boxes treat the result like any module, and it may be part of another one. To linen, the module is
-    one call, so ``capture_intermediates`` records only its result; use ``sow`` inside.
+    ``init`` returns raw variables, and ``apply`` takes them; both can run any method of the module. Trainable values
+    are in the collection ``params``, as ``TrainState`` expects, and all others are in the collection ``fixed``, which
+    no optimizer sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``,
+    ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another module. linen
+    sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to record more, use
+    ``sow`` inside it.
 
     A chain with noise draws from the stream ``noise``, once in each call. At the top level, ``apply(variables, x,
-    rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds its
-    path into the key.
+    rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds the
+    path of the module into the key.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call that may change the collection
-    ``fixed`` does so: ``apply(variables, x, mutable=["fixed"])`` returns it, as for ``batch_stats``. A call that may
-    change ``batch_stats`` alone is refused. Stages that move weights too (:class:`RigL`, :class:`SET`) advance by
-    ``update`` alone.
+    If ``p.update`` advances fixed values, as power iteration does, each call that may change the collection ``fixed``
+    advances them: ``apply(variables, x, mutable=["fixed"])`` returns the new collection, as for ``batch_stats``. A call
+    that may change ``batch_stats`` but not ``fixed`` raises an error. Stages that also move weights (:class:`RigL`,
+    :class:`SET`) advance only through ``update``.
 
     These methods of the result take raw variables, and are pure functions:
 
-    * ``start(variables, key=None)``: raw variables from those of the plain module, such as a checkpoint.
-    * ``raw(variables)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
-    * ``replace(variables, raw)``: variables with another raw tree, such as that of :func:`transfer`.
-    * ``effective(variables, key=None)`` and ``fold(variables)``: variables of the plain module, of one draw and without
-      noise.
-    * ``update(variables, key=None, grads=None)``: with fixed values advanced, as ``p.update``.
-    * ``deterministic``: the same module without noise, whose calls advance nothing.
+    * ``start(variables, key=None)`` converts variables of the plain module, such as a checkpoint, to raw variables.
+    * ``raw(variables)`` returns the raw tree, as ``p.init(params)`` returns it, for use with ``p.check``.
+    * ``replace(variables, raw)`` returns the variables with another raw tree, such as the result of :func:`transfer`.
+    * ``effective(variables, key=None)`` and ``fold(variables)`` return variables of the plain module, with one draw of
+      the noise and without noise, respectively.
+    * ``update(variables, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
+    * ``deterministic`` is the same module without noise, whose calls do not advance fixed values.
 
     Args:
-      module: The module. Inside another one, make it with ``parent=None``.
-      p: The chain, for the collection ``params``.
+      module: The module. Inside another module, construct it with ``parent=None``.
+      p: The chain, which applies to the collection ``params``.
       name: The name of the result inside another module, as for any module.
-      updates: ``"by hand"`` if the trainer calls ``update``, or ``rpx.optimizer(tx, p)`` does for ``params =
-        module.raw(variables)``, and no call of the module advances fixed values.
+      updates: ``"by hand"`` if the trainer calls ``update``, or if ``rpx.optimizer(tx, p)`` advances the fixed values
+        of ``params = module.raw(variables)``, so that no call of the module does.
 
     Raises:
       TypeError: If ``module`` is not a linen module, or ``p`` is not a chain.
-      ValueError: If ``p`` has a stage that must be updated by hand, such as :class:`RigL`, without ``updates``.
+      ValueError: If ``p`` has a stage that must be updated by hand, such as :class:`RigL`, and ``updates`` is None.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
@@ -82,15 +83,15 @@ def parametrized(
 
 
 def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
-    """The roles of the axes of a module's parameters, as :func:`reparax.roles` reads them from its ``apply``.
+    """Returns the roles of the axes of a module's parameters, as :func:`reparax.roles` reads them from its ``apply``.
 
-    The kernel of a linen layer may be that of a convolution, of heads or of a stack, and only the module knows which:
-    ``p = p.with_axes(rpx.linen.roles(module, x))``. Nothing is computed.
+    The kernel of a linen layer may belong to a convolution, to attention heads or to a stack of layers, and only the
+    module knows which: ``p = p.with_axes(rpx.linen.roles(module, x))``. The module is only traced; nothing is computed.
 
     Args:
       module: The module.
-      args: Inputs of ``module(...)``, or their shapes and dtypes.
-      kwargs: Its keyword arguments, such as ``train=False``.
+      args: The inputs of ``module(...)``, or their shapes and dtypes.
+      kwargs: The keyword arguments of ``module(...)``, such as ``train=False``.
 
     Raises:
       TypeError: If ``module`` is not a linen module.
@@ -109,7 +110,7 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
         )
     key = jax.random.key(0)
 
-    def call(module: Any, *args: Any) -> Any:  # the module may have arguments with the names of those of `apply`
+    def call(module: Any, *args: Any) -> Any:  # The module's arguments may have the names of arguments of `apply`.
         return module(*args, **kwargs)
 
     variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, method=call), *args))
@@ -123,7 +124,7 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
 
 
 class _Parametrized(base.Functions, nn.Module):
-    """What :func:`parametrized` returns, without the methods of the module."""
+    """The base class of the modules that :func:`parametrized` returns, without the methods of the wrapped module."""
 
     module: Any
     p: Any
@@ -138,24 +139,24 @@ class _Parametrized(base.Functions, nn.Module):
     )
 
     def _get(self, *variables: Any) -> PyTree:
-        """Both collections in one tree."""
+        """Joins both collections into one raw tree."""
         collections = _checked(variables[0])
         return base.join_collections(collections.get("params", {}), collections.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
-        """The raw tree in both collections."""
+        """Splits a raw tree into both collections, and keeps all other collections."""
         free, fixed = base.split_collections(raw)
         return {**self._set_plain(free, *variables), **({"fixed": fixed} if fixed else {})}
 
     def _set_plain(self, params: PyTree, *variables: Any) -> dict[str, Any]:
-        """The collections that a chain leaves as they are, and parameters."""
+        """Returns variables of the plain module: the given parameters and all collections except ``fixed``."""
         return {name: tree for name, tree in _checked(variables[0]).items() if name != "fixed"} | {"params": params}
 
     def _has_fixed(self, *variables: Any) -> bool:
         return "fixed" in variables[0]
 
     def start(self, *arguments: Any, key: Any = None) -> Any:
-        """Variables of the plain module as raw variables."""
+        """Converts variables of the plain module to raw variables."""
         if "fixed" in arguments[0]:
             raise ValueError(
                 f"{_WHO} puts fixed values into the collection 'fixed', but there is one. Start with the "
@@ -165,7 +166,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @property
     def deterministic(self) -> Any:
-        """The same module without noise, to evaluate."""
+        """The same module without noise, for evaluation."""
         return self.clone(p=self.p.deterministic, updates=base.BY_HAND)
 
     @nn.nowrap
@@ -178,7 +179,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _by_name(self, method: Any) -> Any:
-        """The name of a method of the module's class, which its users may pass as a function."""
+        """Converts a function that is a method of the module's class to its name; returns anything else unchanged."""
         name = getattr(method, "__name__", None)
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
@@ -187,7 +188,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
+        """Calls a method of the module: on the effective tree, or in ``init``, to initialize the raw variables."""
         if self.scope is None:
             raise ValueError(
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
@@ -198,7 +199,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _initialize(self, plain: Any, rngs: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The output of the plain module in ``init``, whose variables become raw variables of this one."""
+        """Runs the plain module's initialization, stores its variables as raw variables, and returns its output."""
         output, variables = plain.init_with_output(rngs, *args, **kwargs, mutable=self.scope.mutable)
         known_names = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
         if not variables.get("params", {}).keys() <= known_names:
@@ -207,7 +208,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _evaluate(self, plain: Any, rngs: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The output of the plain module on the effective tree; keeps what it changes in other collections."""
+        """Returns the output of the plain module on the effective tree, and stores its changes to other collections."""
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise base.needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
@@ -221,7 +222,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _advance(self) -> None:
-        """Advances the fixed values, in a call that may change them."""
+        """Advances the fixed values if this call may change them."""
         if self.is_mutable_collection("fixed"):
             new = self._set(base.advanced(self.p, self.raw(self.variables)), self.variables)
             self._put_variables({"fixed": new["fixed"]})
@@ -235,20 +236,23 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _put_variables(self, variables: PyTree) -> None:
-        """Sets variables of this module."""
+        """Stores the given variables in this module."""
         for collection, tree in variables.items():
             for name, x in tree.items():
                 self.put_variable(collection, name, x)
 
     def _rngs(self) -> dict[str, Any]:
-        """A key for each stream: at the top the caller's own, so that the module draws as it does alone."""
+        """Returns a key for each stream.
+
+        At the top level, these are the caller's own keys, so that the module draws the same numbers as without a chain.
+        """
         if self.scope.parent is None:
             return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}
         return {name: self.make_rng(name) for name in self.scope.rngs}
 
 
 def _checked(variables: PyTree) -> PyTree:
-    """Variables; refuses parameters in their place."""
+    """Returns ``variables``, and raises an error if they are parameters without a collection."""
     if variables and not {"params", "fixed"} & set(variables):
         raise ValueError(
             f"{_WHO} takes variables, which have the collection 'params', but got "
@@ -259,18 +263,18 @@ def _checked(variables: PyTree) -> PyTree:
 
 @functools.cache
 def _make_class(plain: type[Any]) -> type[Any]:
-    """The class of the result, with the methods and attributes of the module's class."""
+    """Makes the class of wrapped modules, with the methods and attributes of the module's class."""
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
     names = public - ({*dir(_Parametrized), "module", "p", "updates"} - {"__call__"})
 
     def member(name: str) -> Any:
-        """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
+        """Returns a method that calls the module on the effective tree, or a property for any other attribute."""
         attribute = None if name in fields else inspect.getattr_static(plain, name)
         if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(attribute, updated=())  # linen's own marks of the method are not those of this one
+        @functools.wraps(attribute, updated=())  # Do not copy linen's marks on the method.
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

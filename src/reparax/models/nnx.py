@@ -1,4 +1,4 @@
-"""A flax nnx module that is a model and its chain: for trainers that own the loss and call ``model(x)``."""
+"""A flax nnx module that wraps a model and its chain, for trainers that own the loss and call ``model(x)``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ errors: Any = base.import_library("flax.errors", "rpx.nnx", "flax")
 
 _WHO = "rpx.nnx.Parametrized"
 _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
-"""The call with random streams, for errors."""
+"""The call of the wrapper with random streams, for error messages."""
 _PLAIN = "plain"
 """The metadata key under which a raw variable keeps the type of the model's own variable."""
 _HIDDEN = object()
 """Stands for a variable that is not a parameter, or for a deleted attribute."""
 
 Outputs = dict[Any, tuple[Any, Any]]
-"""Maps the identity of each parameter to the parameter and its replacement. Places that share variables have one."""
+"""Maps the identity of each parameter to the parameter and its replacement. Shared variables have a single entry."""
 Copies = dict[int, tuple[Any, Any]]
 """Maps the id of each node of a graph to the node and its copy. Holding the node keeps its id from being reused."""
 
@@ -46,49 +46,51 @@ class Fixed(nnx.Variable):
 class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
-    It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once,
-    with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of the model's
-    class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``, ``to_peft`` and other functions of raw
-    trees. The model's other variables and attributes, such as statistics and caches, change in the call as before, and
-    ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped model like
-    any module. It may be part of another module.
+    The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
+    effective tree once, with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a
+    module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``, ``to_peft`` and
+    other functions that take raw trees. Calls change the model's other variables and attributes, such as statistics and
+    caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec``
+    treat the wrapper like any module, and it may be part of another module.
 
     An optimizer selects the trainable values by the types of variables. Trainable values, including arrays that no
     stage replaces, have the type ``variable``, a subclass of ``nnx.Param``, and all others are :class:`Fixed`. The
-    model itself reads, and :meth:`fold` returns, variables of its own types.
+    model itself reads variables of its original types, and :meth:`fold` returns them.
 
-    A chain with noise draws from a stream, as ``nnx.Dropout`` does: ``noise`` of ``rngs``, or the default one. As for
-    ``nnx.Dropout``, ``model.deterministic`` switches it off; ``model.eval()`` and ``model.train()`` set it together
-    with the flags of the model's own layers. An argument of a call, ``model(x, deterministic=True)``, is for the model
-    alone.
+    A chain with noise draws from a stream, as ``nnx.Dropout`` does: the stream ``noise`` of ``rngs``, or the default
+    stream. As for ``nnx.Dropout``, ``model.deterministic`` switches noise off; ``model.eval()`` and ``model.train()``
+    set it together with the flags of the model's own layers. An argument of a call, as in
+    ``model(x, deterministic=True)``, only affects the model, not the chain.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call in training does so before it computes the
-    weights; after ``model.eval()``, calls do not. In a function of another trace, such as a loss for a generator that
-    closes over its discriminator, nnx lets no variable change, so the values stay. Stages whose update also moves
-    weights (:class:`RigL`, :class:`SET`) advance only by :meth:`update`.
+    If ``p.update`` advances fixed values, as power iteration does, each call in training advances them before it
+    computes the weights; calls after ``model.eval()`` do not. Inside a function of another trace, such as the loss of a
+    generator that closes over its discriminator, nnx does not allow variables to change, so fixed values stay the same.
+    Stages whose update also moves weights (:class:`RigL`, :class:`SET`) advance only through :meth:`update`.
 
-    A part with parameters, ``model.encoder``, can be called and read as in the plain model, and its counters, caches
-    and flags change as they do there. Its parameters are computed from raw values, so setting them raises an error,
-    here and inside a call. So does passing a part alone to ``nnx.jit``, ``nnx.state`` or an optimizer, as it has no
-    values of its own: pass the whole model. To replace raw values, use ``nnx.update(model.raw,
-    nnx.to_pure_dict(values))``.
+    A submodule with parameters, such as ``model.encoder``, can be called and read as in the plain model, and its
+    counters, caches and flags change as they do there. Its parameters are computed from raw values, so setting them
+    raises an error, both here and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
+    optimizer also raises an error, because it has no values of its own: pass the whole model. To replace raw values,
+    use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
-      model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
-        variables become those of the wrapped one.
+      model: The model. Its parameters are copied, so models that share them do not share the raw values. The wrapper
+        uses the model's other variables without copying them.
       p: The chain.
-      rngs: ``nnx.Rngs`` or one of its streams, for noise, and for random initial values, which use ``params``.
+      rngs: ``nnx.Rngs`` or one of its streams, for noise and for random initial values. Initial values use the stream
+        ``params``.
       variable: The type of the trainable variables, by which trainers select them, such as ``nnx.LoRAParam``.
       deterministic: Whether to replace noise by its mean.
       raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
       updates: ``"by hand"`` if the trainer calls :meth:`update`, so that no call of the model advances fixed values.
 
     Raises:
-      TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,
-        ``rngs`` are not those of nnx, ``variable`` is not a subclass of ``nnx.Param``, or ``raw`` has another class
-        than ``model``.
-      ValueError: If initial values are random and there are no ``rngs``, ``p.init`` refuses the model, ``raw`` lacks
-        parameters of it, or a stage must be updated by hand, and ``updates`` does not say so.
+      TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees; if ``p`` is not a chain; if
+        ``rngs`` is neither ``nnx.Rngs`` nor a stream of it; if ``variable`` is not a subclass of ``nnx.Param``; or if
+        ``raw`` is of another class than ``model``.
+      ValueError: If initial values are random and there are no ``rngs``; if ``p.init`` raises an error for the model;
+        if ``raw`` and the model have parameters at different paths; or if a stage must be updated by hand, and
+        ``updates`` is None.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -131,7 +133,7 @@ class Parametrized(nnx.Module):
             replacements = _match_by_path(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
-        # Last, as attributes that are set afterwards are the model's.
+        # This comes last, because attributes that are set afterwards are attributes of the model.
         self.raw = nnx.data(_copy_graph(model, replacements, {}, anew=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,14 +141,14 @@ class Parametrized(nnx.Module):
         return self._call_method(self.raw, "__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model, or a method that computes the effective weights when it is called."""
+        """Returns an attribute of the model, or a method that computes the effective weights when it is called."""
         return self._attribute(self, vars(self).get("raw"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model, as ``set_attributes`` does.
 
         Raises:
-          ValueError: If the attribute has parameters, before or after, as only the chain can initialize these.
+          ValueError: If the old or the new value has parameters, because only the chain can initialize these.
         """
         raw = vars(self).get("raw")
         if raw is None or name in vars(self):
@@ -155,10 +157,10 @@ class Parametrized(nnx.Module):
             _set_attribute(raw, name, value)
 
     def effective(self) -> Any:
-        """The model with the weights of one draw, to call it several times with the same noise.
+        """Returns the plain model with effective weights of one draw, to call it several times with the same noise.
 
-        It shares its other variables, and its modules without parameters, with the wrapped model. Other changes to it
-        do not reach the wrapped model.
+        The result shares its other variables, and its modules without parameters, with the wrapped model. Other changes
+        to the result do not affect the wrapped model.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
@@ -166,33 +168,36 @@ class Parametrized(nnx.Module):
         return self._copy_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
-        """The plain model, without noise; it shares no variables with this one."""
+        """Returns the plain model with effective weights, without noise; it shares no variables with the wrapper."""
         return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
-        """Advances the fixed values by one training step, as :meth:`Parametrization.update`.
+        """Advances the fixed values by one training step, as :meth:`Parametrization.update` does.
 
         Args:
-          grads: The gradient with respect to the plain model, for stages that read it.
+          grads: The gradient with respect to the plain model, for stages that use it.
         """
         key = None if self.rngs is None else self.rngs()
         self._set_variables(lambda raw: self.p.update(raw, key, grads), nnx.Variable)
 
     def set_view(self, *, deterministic: bool | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Sets ``deterministic``, for ``nnx.view``, and returns the other arguments."""
+        """Sets ``deterministic`` if ``nnx.view`` passes it, and returns the other arguments."""
         if deterministic is not None:
             self.deterministic = deterministic
         return kwargs
 
     def _set_variables(self, verb: Callable[[PyTree], PyTree], kind: type[Any]) -> None:
-        """Sets the variables of a kind to their values in ``verb(raw)``."""
+        """Sets all raw variables of type ``kind`` to their values in ``verb(raw)``."""
         for node, output in _outputs(verb, self.raw).values():
             for variable, new_variable in zip(_variables_of(node), _variables_of(output), strict=True):
                 if isinstance(variable, kind) and jax.tree.leaves(new_variable):
                     variable[...] = new_variable[...]
 
     def _copy_effective(self, copies: Copies, convert: Callable[[Any], Any]) -> Any:
-        """The model with the weights of one draw. Applies ``convert`` to its variables; fills ``copies``."""
+        """Returns a copy of the model with the weights of one draw.
+
+        Applies ``convert`` to the effective variables, and records each copied node in ``copies``.
+        """
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
             raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
@@ -214,20 +219,20 @@ class Parametrized(nnx.Module):
 
         plain = getattr(nnx.Module, name, None)
         if module is not None and plain is not None and getattr(type(module), name) is plain:
-            return getattr(module, name)  # such as `eval`, which reads no parameters
+            return getattr(module, name)  # Methods of `nnx.Module`, such as `eval`, read no parameters.
         call_method = functools.partial(self._call_method, module)
         return base.find_attribute(owner, module, name, read_instance, read_effective, call_method)
 
     def _call_method(self, module: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of a module of the raw model, in training after a step of the fixed values."""
+        """Calls a method of a module of the raw model; in training, advances the fixed values first."""
         if self._advances and not self.deterministic:
-            # Not a model of another trace, such as the discriminator in the loss of a generator.
+            # Variables of a model from another trace, such as the discriminator in a generator's loss, cannot change.
             with contextlib.suppress(errors.TraceContextError):
                 self._set_variables(lambda raw: base.advanced(self.p, raw), Fixed)
         return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
     def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:
-        """``fun`` of the effective copy of a module of the raw model, which keeps what ``fun`` sets."""
+        """Calls ``fun`` on the effective copy of a module of the raw model, and keeps the attributes that it sets."""
         copies: Copies = {}
         self._copy_effective(copies, _for_reading)
         result = fun(copies[id(module)][1])
@@ -235,7 +240,10 @@ class Parametrized(nnx.Module):
         return self._with_parts(result, {id(copy): node for node, copy in copies.values() if copy is not node})
 
     def _with_parts(self, result: Any, raw_nodes: dict[int, Any]) -> Any:
-        """A result with parts of this model for effective modules, whose raw nodes are given by identity."""
+        """Replaces effective modules in a result by ``_Part`` objects of this model.
+
+        ``raw_nodes`` maps the id of each effective node to its raw node.
+        """
         result = list(result) if isinstance(result, ItemsView | ValuesView) else result
         if not any(id(x) in raw_nodes for x in jax.tree.leaves(result, is_leaf=_is_node)):
             return result
@@ -249,7 +257,7 @@ class Parametrized(nnx.Module):
 class _Part:
     """A module with parameters inside a wrapped model: calls, attributes and changes go through the whole model.
 
-    JAX and nnx do not take it apart, as changes of a copy would be lost.
+    JAX and nnx cannot flatten it, because changes to a copy would be lost.
     """
 
     def __init__(self, whole: Parametrized, module: Any) -> None:
@@ -281,7 +289,7 @@ class _Part:
 
 
 def _refuse_part(part: _Part) -> Any:
-    """Raises an error, where JAX looks for arrays in a part."""
+    """Raises an error when JAX looks for arrays in a ``_Part``."""
     raise TypeError(
         f"A {type(part._module).__name__} inside {_WHO} can be called and read, but JAX and nnx cannot take it apart, "
         "as its parameters are raw values of the whole model. Pass the whole model, "
@@ -294,7 +302,7 @@ jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
 
 
 def _refuse_parameters(name: str, value: Any) -> None:
-    """Raises the error for setting an attribute that has parameters."""
+    """Raises an error that says why an attribute with parameters cannot be set."""
     raise ValueError(
         f"{_WHO} holds raw values, so {name!r}, which has parameters before or after, cannot become "
         f"{type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
@@ -303,7 +311,7 @@ def _refuse_parameters(name: str, value: Any) -> None:
 
 
 def _for_reading(variable: Any) -> Any:
-    """A read-only copy of a variable; other nodes are returned as they are."""
+    """Returns a read-only copy of a variable; returns any other node unchanged."""
     if not _is_variable(variable):
         return variable
     return _type_for_reading(type(variable)).from_metadata(value_in(variable), variable.get_metadata())
@@ -311,7 +319,7 @@ def _for_reading(variable: Any) -> Any:
 
 @functools.cache
 def _type_for_reading(kind: type[Any]) -> type[Any]:
-    """The read-only subclass of a variable's type. Only transforms of nnx may set it: they write back their inputs."""
+    """Returns a read-only subclass of a variable's type, which only transforms of nnx may set, to write back inputs."""
 
     def refuse(variable: Any, *_: Any) -> Any:
         raise ValueError(
@@ -327,7 +335,7 @@ def _type_for_reading(kind: type[Any]) -> type[Any]:
 
 
 def _is_called_by_transform() -> bool:
-    """Whether the caller of this function was called by a transform of nnx, with only flax and JAX in between."""
+    """Returns whether a transform of nnx called the caller of this function, with only flax and JAX in between."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     while frame:
@@ -341,14 +349,14 @@ def _is_called_by_transform() -> bool:
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a raw module. Raises an error if it has parameters, before or after."""
+    """Sets an attribute of a raw module, and raises an error if its old or new value has parameters."""
     if _holds_parameters([vars(module).get(name), value]):
         _refuse_parameters(name, value)
     setattr(module, name, value)
 
 
 def _require_pytrees(model: Any) -> None:
-    """Raises an error for modules that are not pytrees, as JAX sees no parameters in them."""
+    """Raises an error if a model has modules that are not pytrees, because JAX sees no parameters in them."""
     for names, leaf in items(model, is_leaf=_is_variable):
         if isinstance(leaf, nnx.Module):
             name = type(leaf).__name__
@@ -379,7 +387,7 @@ def _require_same_class(model: Any, raw: Any) -> None:
 
 
 def _find_stream(rngs: Any, name: str) -> Any:
-    """The random stream of this name, or the default one; None if there is neither."""
+    """Returns the random stream of this name, or the default stream; None if there is neither."""
     if rngs is None or isinstance(rngs, nnx.RngStream):
         return rngs
     if not isinstance(rngs, nnx.Rngs):
@@ -391,37 +399,37 @@ def _find_stream(rngs: Any, name: str) -> Any:
 
 
 def _is_variable(x: object) -> bool:
-    """Whether a node is a variable of nnx."""
+    """Returns whether a node is a variable of nnx."""
     return isinstance(x, nnx.Variable)
 
 
 def _is_parameter(x: object) -> bool:
-    """Whether a node is a parameter, raw or effective."""
+    """Returns whether a node is a raw or an effective parameter."""
     return isinstance(x, nnx.Param | Fixed)
 
 
 def _is_place(x: object) -> bool:
-    """Whether a node of a module is a variable, or a marker dict in place of one."""
+    """Returns whether a node of a module is a variable, or a marker dict in place of one."""
     return _is_variable(x) or holds_markers(x)
 
 
 def _is_node(x: object) -> bool:
-    """Whether a node is a module or a variable."""
+    """Returns whether a node is a module or a variable."""
     return isinstance(x, nnx.Pytree) or _is_variable(x)
 
 
 def _variables_of(tree: PyTree) -> list[Any]:
-    """The variables of a tree."""
+    """Returns the variables of a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
 
 
 def _holds_parameters(tree: PyTree) -> bool:
-    """Whether a tree holds parameters, raw or effective, or a marker dict, such as that of a tied parameter."""
+    """Returns whether a tree holds raw or effective parameters, or a marker dict, such as one for a tied parameter."""
     return any(_is_parameter(x) or holds_markers(x) for x in jax.tree.leaves(tree, is_leaf=_is_place))
 
 
 def _identity(node: Any) -> Any:
-    """A key that is equal for two nodes that share their variables."""
+    """Returns a key that is equal for two nodes that share their variables."""
     return tuple(map(id, _variables_of(node))) or id(node)
 
 
@@ -443,9 +451,10 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
 
 
 def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
-    """Copies a graph with some leaves replaced. An object at several places has one copy, which ``copies`` records.
+    """Copies a graph with some leaves replaced, and records the copies in ``copies``.
 
-    Modules without any replaced leaf are copied only if ``anew``.
+    An object that occurs several times in the graph is copied once. Modules without any replaced leaf are copied only
+    if ``anew``.
     """
     if id(node) not in copies:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
@@ -471,13 +480,13 @@ def _match_by_path(model: Any, raw: Any, replacements: Outputs) -> Outputs:
 
 
 def _parameters_by_path(tree: PyTree) -> dict[str, Any]:
-    """The parameters of a model or a raw model by their paths, including marker dicts, such as those of tied ones."""
+    """Returns the parameters of a plain or raw model by path, including marker dicts, such as for tied parameters."""
     places = ((path_text(names), node) for names, node in items(tree, _is_place))
     return {path: node for path, node in places if _is_parameter(node) or holds_markers(node)}
 
 
 def _keep_changes(copies: Copies) -> None:
-    """Writes what a call has set in the copies of modules back to the raw modules: caches, ``sow`` records, flags.
+    """Writes attributes that a call has set in copies of modules, such as caches and flags, back to the raw modules.
 
     Raises:
       ValueError: If the call has set parameters.
@@ -489,10 +498,10 @@ def _keep_changes(copies: Copies) -> None:
 
 
 def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any]:
-    """The attributes in which a copy differs from its module, by name; ``_HIDDEN`` for one that was deleted.
+    """Returns the attributes in which a copy differs from its module, by name; a deleted attribute is ``_HIDDEN``.
 
     Raises:
-      ValueError: If one of them holds parameters, before or after.
+      ValueError: If the old or the new value of one of them holds parameters.
     """
     changed: dict[str, Any] = {}
     for name in [name for name in {**vars(module), **vars(copy)} if not name.startswith("_pytree__")]:
@@ -507,7 +516,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
 
 
 def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
-    """Sets changed attributes of a copy in its raw module, with raw nodes in place of their copies."""
+    """Sets the changed attributes of a copy in its raw module, and replaces copied nodes in them by the raw nodes."""
     data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
     for name, value in attributes.items():
         if value is _HIDDEN:
@@ -518,7 +527,7 @@ def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: 
 
 
 def _is_same(value: Any, value_before: Any) -> bool:
-    """Whether an attribute has not changed: it has the same variables, and equal numbers and texts."""
+    """Returns whether an attribute has the same structure and variables as before, and equal numbers and texts."""
     if value is value_before:
         return True
     nodes, treedef = jax.tree.flatten(value, is_leaf=_is_variable)
@@ -531,7 +540,10 @@ def _is_same(value: Any, value_before: Any) -> bool:
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
-    """The raw tree with a type for each variable by whether it is trainable; inverse of :func:`_to_model_types`."""
+    """Converts trainable variables to type ``variable`` and all others to ``Fixed``.
+
+    :func:`_to_model_types` is the inverse.
+    """
 
     def by_training(node: Any, label: Any) -> Any:
         if not _is_variable(node):
@@ -543,13 +555,13 @@ def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
 
 
 def _to_model_types(raw: PyTree) -> PyTree:
-    """The raw tree with variables of the model's own types."""
+    """Converts the variables of a raw tree back to the types that the model's own variables have."""
 
     def plain(node: Any) -> Any:
         if not _is_variable(node):
             return node
         metadata = dict(node.get_metadata())
-        default = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
+        default = nnx.Param if isinstance(node, Fixed) else type(node)  # `nnx.update` drops metadata.
         return metadata.pop(_PLAIN, default).from_metadata(value_in(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=_is_variable)

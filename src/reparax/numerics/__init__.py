@@ -1,1 +1,1 @@
-"""Formulas shared by many stages, also safe where naive ones fail: zero rows, half precision, huge numbers."""
+"""Formulas shared by many stages, which also work where naive ones fail: zero rows, half precision, huge numbers."""

@@ -1,7 +1,7 @@
 """Checks of the arguments of stages: ``check(value, who, name)`` returns the value to keep, or raises an error.
 
-``who`` is the name of the class and ``name`` that of the argument. Traced scalars are allowed for numbers that may
-change during training.
+``who`` is the name of the class, and ``name`` is the name of the argument. Numbers that may change during training may
+be traced scalars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reparax.numerics.arithmetic import is_array
 
 
 def describe_argument(value: Any) -> str:
-    """A value as an error shows it: the type of an array or of a tree of arrays, and the ``repr`` of anything else."""
+    """Describes a value for an error: arrays and trees of arrays by their type, and anything else by its ``repr``."""
     if is_array(value):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     holds_arrays = any(map(is_array, jax.tree.leaves(value)))
@@ -27,7 +27,7 @@ def describe_argument(value: Any) -> str:
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """A known number as a float; a traced scalar unchanged."""
+    """Converts a known real number to a float, and returns a traced scalar unchanged."""
     if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
     if isinstance(value, np.floating):
@@ -45,7 +45,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
-    """Like :func:`check_number`, for a number that must be known when the stage is built."""
+    """Converts a number like :func:`check_number`, but raises an error for a traced one."""
     number = check_number(value, who, name)
     if isinstance(number, Tracer):
         raise TypeError(
@@ -56,9 +56,9 @@ def check_known_number(value: Any, who: str, name: str) -> float:
 
 
 def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
-    """A check that requires ``holds(number)`` of a known number; the error ends with ``rule``.
+    """Makes a check that raises an error, which ends with ``rule``, unless ``holds(number)`` for a known number.
 
-    Traced numbers pass, unless ``known`` is set.
+    Traced numbers pass the check, unless ``known`` is set.
     """
 
     def check(value: Any, who: str, name: str) -> Any:
@@ -76,26 +76,26 @@ check_known_positive_number = number_that(*_POSITIVE, known=True)
 
 
 def check_flag(value: Any, who: str, name: str) -> bool:
-    """``value``, which must be True or False."""
+    """Checks that ``value`` is True or False, and returns it."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{who} takes {name}=True or False, but got {describe_argument(value)}.")
     return bool(value)
 
 
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
-    """``value``, which must be a function."""
+    """Checks that ``value`` is a function, and returns it."""
     if not callable(value):
         raise TypeError(f"{who} takes a function as {name}, but got {describe_argument(value)}.")
     return value
 
 
 def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
-    """A check that accepts what ``check`` accepts, or None."""
+    """Makes a check that accepts None, and any value that ``check`` accepts."""
     return lambda value, who, name: None if value is None else check(value, who, name)
 
 
 def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
-    """A check that accepts one of the words of a ``Literal``."""
+    """Makes a check that accepts the words of a ``Literal``."""
     words: tuple[str, ...] = get_args(literal)
     *most, last = map(repr, words)
 
@@ -108,33 +108,33 @@ def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether ``value`` is an integer, and not a bool."""
+    """Returns whether ``value`` is an integer, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_integer(value: Any, who: str, name: str) -> int:
-    """``value``, which must be an integer."""
+    """Checks that ``value`` is an integer, and returns it."""
     if not is_integer(value):
         raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
     return int(value)
 
 
 def check_positive_integer(value: Any, who: str, name: str) -> int:
-    """Like :func:`check_integer`, for a number of at least 1."""
+    """Checks that ``value`` is an integer of at least 1, and returns it."""
     if check_integer(value, who, name) < 1:
         raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
     return int(value)
 
 
 def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """``value``, which must be two integers of at least 1."""
+    """Checks that ``value`` consists of two integers of at least 1, and returns them as a tuple."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
     return tuple(check_positive_integer(size, who, name) for size in value)
 
 
 def shortest(x: Any) -> float:
-    """The decimal number with the fewest digits that equals ``x`` in float32; wider numbers are unchanged."""
+    """Returns the decimal number with the fewest digits that equals ``x`` in float32; wider numbers are unchanged."""
     exact = float(x)
     if x.dtype.itemsize > 4:
         return exact
@@ -144,5 +144,5 @@ def shortest(x: Any) -> float:
 
 
 def shortest_parts(x: Any) -> complex:
-    """:func:`shortest` of both parts of a complex number."""
+    """Applies :func:`shortest` to both parts of a complex number."""
     return complex(shortest(x.real), shortest(x.imag))

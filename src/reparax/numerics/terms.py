@@ -1,7 +1,7 @@
 """Terms, which are products of arrays, and how a jaxpr records that an array is a sum of terms.
 
 :func:`record_terms` computes an array in a call whose name holds the specs of its terms, and whose other results are
-the arrays of the terms. ``factored`` reads the name by :func:`specs_of`, and multiplies data by the terms instead of by
+the arrays of the terms. ``factored`` reads the name with :func:`specs_of`, and multiplies data by the terms instead of
 their sum.
 """
 
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 _INPUT = r"[a-z]*(?:\([a-z]-[a-z]\))?"
 _SPEC = re.compile(rf"{_INPUT}(?:,{_INPUT})*->(?:[a-z]|\([a-z]+\))*")
-_CODES = {"->": "T", "-": "M", ",": "A", "(": "B", ")": "E"}  # names allow letters, digits and underscores only
+_CODES = {"->": "T", "-": "M", ",": "A", "(": "B", ")": "E"}  # Names allow only letters, digits and "_".
 _MARK = "sum_of_terms"
 
 
@@ -44,21 +44,21 @@ class Spec:
 
     @property
     def circulant_flags(self) -> list[bool]:
-        """For each array, whether it is the first column of a circulant matrix."""
+        """The flags that say, for each array, whether it is the first column of a circulant matrix."""
         return ["-" in operand for operand in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
-        """The letters of each axis of the product; several if axes are merged."""
+        """The letters of each axis of the product; a merged axis has several."""
         return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
 
     def encoded(self) -> str:
-        """This spec as a part of a function name."""
+        """Encodes this spec as a part of a function name."""
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
     def decoded(cls, text: str) -> Spec:
-        """The spec from its encoded text."""
+        """Decodes a spec from a part of a function name."""
         return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
 
 
@@ -80,8 +80,8 @@ class Term:
 
     Args:
       spec: Lowercase letters for the axes of each array and of the result. Letters in parentheses are merged into one
-        axis. A letter that occurs twice in the result gives a diagonal. A last axis ``(i-j)`` is indexed by the
-        difference of two letters, modulo its size.
+        axis. A letter that occurs twice in the result stands for a diagonal. A last axis ``(i-j)`` of an array is
+        indexed by the difference of two letters, modulo its size.
       arrays: The arrays.
 
     Raises:
@@ -101,7 +101,7 @@ class Term:
             raise ValueError(f"Term({spec!r}) {reason}")
 
     def array(self) -> Array:
-        """The product."""
+        """Computes the product as an array."""
         spec, letters = self.spec, "".join(self.spec.axes)
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
         pairs = zip(self.arrays, spec.circulant_flags, strict=True)
@@ -114,7 +114,7 @@ class Term:
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
-    """What is wrong with a spec for these arrays, as the end of an error; None if nothing is."""
+    """Says what is wrong with a spec for the given arrays, as the end of an error text; returns None if it fits."""
     if not _SPEC.fullmatch(spec.text):
         return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
     if len(spec.letters) != len(arrays):
@@ -135,13 +135,13 @@ def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
 
 
 def circulant(x: Array) -> Array:
-    """The circulant matrix with the first column ``x``, or a batch of them."""
+    """Returns the circulant matrix with the first column ``x``, or a batch of such matrices."""
     i = jnp.arange(x.shape[-1])
     return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
 
 
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
-    """``x``, which has one axis for each different name in ``axes``, expanded to one axis for each entry of ``axes``.
+    """Expands ``x``, which has one axis for each distinct name in ``axes``, to one axis for each entry of ``axes``.
 
     Axes with equal names form diagonals, with zeros elsewhere.
     """
@@ -155,12 +155,12 @@ def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
 
 
 def sum_terms(terms: Any) -> Array:
-    """The sum of terms."""
+    """Computes the sum of terms as an array."""
     return functools.reduce(jnp.add, [term.array() for term in _require_terms(terms)])
 
 
 def _require_terms(terms: Any) -> Sequence[Term]:
-    """``terms``, after a check that it is a sequence of terms."""
+    """Checks that ``terms`` is a list or tuple of at least one term, and returns it."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
         raise TypeError(f"terms_leaf must return a list of one Term or more, but returned {kinds}.")
@@ -168,9 +168,9 @@ def _require_terms(terms: Any) -> Sequence[Term]:
 
 
 def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
-    """``formula(*args)``; if it is traced, in a call whose name and other results hold the terms.
+    """Computes ``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
 
-    A name is used because every transformation of JAX keeps the name of a call.
+    The name holds the specs because every transformation of JAX keeps the name of a call.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return formula(*args)
@@ -178,7 +178,8 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
     def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
-        return formula(*args), arrays, jnp.int32(0)  # A sentinel: a derivative has no integer output.
+        # The integer is a sentinel that marks this call, because a derivative has no integer output.
+        return formula(*args), arrays, jnp.int32(0)
 
     def sum_of_terms(*args: Any) -> Array:
         checked_terms = _require_terms(terms(*args))
@@ -186,7 +187,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
         return sum_terms(checked_terms)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
-    # The checkpoint is there because it puts the batch axis first in each output under vmap.
+    # The checkpoint puts the batch axis first in each output under vmap.
     formula_under_vmap = jax.checkpoint(array_and_terms, prevent_cse=False)
 
     def call(*args: Any) -> Any:
@@ -203,7 +204,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
 
 def specs_of(name: str) -> list[Spec] | None:
-    """The specs of the terms that the name of a call holds; None if it holds none."""
+    """Returns the specs of the terms that the name of a call holds, or None if it holds none."""
     if not name.startswith(_MARK):
         return None
     return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

@@ -3,15 +3,15 @@
 Threefry is the generator of JAX's default keys. JAX lowers it to a loop on CPUs and to a kernel on CUDA, which write
 the words to memory. Here its rounds are written out as operations on a counter. XLA fuses the counter, the rounds and
 the operations that read the words into one pass, and each device computes only its own part of the counter. The words
-are those of ``jax.random.bits`` for the same key.
+equal the words of ``jax.random.bits`` for the same key.
 
 One word gives one normal number. The quantile function is the square root of 2 times the inverse error function. XLA's
-``erf_inv`` computes a logarithm of its own, a square root, and two polynomials, of which it selects one. Here one
+``erf_inv`` computes a logarithm, a square root, and two polynomials, and selects one of the polynomials. Here one
 polynomial in the logarithm is enough, and the logarithm is read from the bits of a number. This takes half the time,
-less than computing the word. The numbers are those of ``jax.random`` for the same words, but more accurate.
-``jax.random`` uses 23 bits of each word, so its largest number is 5.4, and its tail beyond 5 standard deviations is a
-fourth too heavy on one side and a sixth too light on the other. Here all 32 bits are used: the largest number is 6.3,
-and these tails are accurate to one part in a thousand.
+and less time than computing the word. The numbers approximate the same values as the numbers of ``jax.random`` for the
+same words, but more accurately. ``jax.random`` uses 23 bits of each word, so its largest number is 5.4, and its tail
+beyond 5 standard deviations is a fourth too heavy on one side and a sixth too light on the other. Here all 32 bits are
+used: the largest number is 6.3, and both tails are accurate to one part in a thousand.
 
 References:
   Salmon, Moraes, Dror and Shaw, *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011.
@@ -32,13 +32,16 @@ GROUPS = 5
 
 
 def is_supported(key: Array, shape: tuple[int, ...]) -> bool:
-    """Whether ``bits`` gives the words of ``jax.random.bits``: for partitionable Threefry with 32-bit counters."""
+    """Returns whether ``bits`` gives the words of ``jax.random.bits``.
+
+    It does for keys of partitionable Threefry and shapes of at most ``2**32`` entries, with known sizes.
+    """
     is_threefry: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
     return is_threefry and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32
 
 
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Uniform random words of ``width`` bits, 32 or 64."""
+    """Draws uniform random words of ``width`` bits, which is 32 or 64."""
     key_high, key_low = jax.random.key_data(key)
     high, low = cipher((key_high, key_low), (jnp.uint32(0), _counter(shape, sharding)))
     if width == 32:
@@ -47,7 +50,7 @@ def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding
 
 
 def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The two words that 20 rounds of Threefry compute from a key and a counter, each of two words."""
+    """Computes two words from a key and a counter, each of two words, by 20 rounds of Threefry."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(GROUPS):
@@ -60,7 +63,7 @@ def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Arra
 
 
 def _counter(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    """The row-major index of each entry, computed axis by axis so that it can be sharded along any axis."""
+    """Computes the row-major index of each entry, axis by axis so that the result can be sharded along any axis."""
     counter = jnp.zeros(shape, jnp.uint32, device=sharding)
     for axis, stride in enumerate(math.prod(shape[axis + 1 :]) for axis in range(len(shape))):
         steps = jax.lax.broadcasted_iota(jnp.uint32, shape, axis, out_sharding=sharding)
@@ -70,21 +73,21 @@ def _counter(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
 
 CENTER = 6
 LOG = (1.8457077e-6, 1.4424953, -0.7177911, 0.45652157, -0.2765404, 0.121002086, -0.025691038)
-"""A polynomial for the base-2 logarithm of 1 + m, where m is from 0 to 1, accurate to 2e-6."""
+"""The coefficients of a polynomial for the base-2 logarithm of 1 + m, for m from 0 to 1, accurate to 2e-6."""
 RATIO = (
     *(2.6797621, -0.22159523, -4.9603833e-3, 6.496911e-5, 3.4975918e-5, 3.2118728e-6, 8.1671445e-8),
     *(-1.1483879e-8, -1.3995104e-9, -7.4027895e-11, -2.1684698e-12, -3.4059395e-14, -2.2384746e-16),
 )
-"""A polynomial for the normal quantile of (1 + u) / 2, divided by u. Its variable is the base-2 logarithm of 1 - u^2,
-plus ``CENTER``, which keeps the terms small where most numbers are."""
+"""The coefficients of a polynomial for the normal quantile of (1 + u) / 2, divided by u. Its variable is the base-2
+logarithm of 1 - u^2, plus ``CENTER``, which keeps the terms small where most numbers are."""
 
 
 def normal(words: Array) -> Array:
-    """Standard normal numbers in float32, one for each word of 32 bits, with a relative error below 5e-6, plus 6e-8."""
-    upper = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(31)  # -1 in the upper half of words, else 0
-    below = jax.lax.bitcast_convert_type(words, jnp.int32) ^ upper  # the distance to the nearer end of the range
+    """Converts words of 32 bits to standard normal numbers in float32, with a relative error below 5e-6, plus 6e-8."""
+    upper = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(31)  # -1 in the upper half of the words, else 0.
+    below = jax.lax.bitcast_convert_type(words, jnp.int32) ^ upper  # The distance to the nearer end of the range.
     beyond = (below.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-31)
-    bits = _bits_of(beyond * (np.float32(2) - beyond))  # of 1 - u^2, where u is 1 - beyond
+    bits = _bits_of(beyond * (np.float32(2) - beyond))  # These are the bits of 1 - u^2, where u is 1 - beyond.
     exponent = (bits >> np.uint32(23)).astype(jnp.int32).astype(jnp.float32) - np.float32(127 - CENTER)
     mantissa = _number_of(bits & np.uint32(2**23 - 1) | np.uint32(127 << 23)) - np.float32(1)
     size = (np.float32(1) - beyond) * _polynomial(RATIO, exponent + _polynomial(LOG, mantissa))
@@ -92,17 +95,17 @@ def normal(words: Array) -> Array:
 
 
 def _bits_of(x: Array) -> Array:
-    """The bits of float32 numbers, as uint32."""
+    """Returns the bits of float32 numbers as uint32."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _number_of(bits: Array) -> Array:
-    """The float32 numbers that have these bits."""
+    """Returns the float32 numbers that have the given bits."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
-    """The value at ``x`` of the polynomial with these coefficients, the constant first."""
+    """Evaluates the polynomial with the given coefficients, the constant first, at ``x``."""
     total = jnp.full_like(x, np.float32(coefficients[-1]))
     for coefficient in coefficients[-2::-1]:
         total = total * x + np.float32(coefficient)

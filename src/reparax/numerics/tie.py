@@ -3,15 +3,15 @@
 ``tie`` delays a computation: it makes a value depend on another one, so that the compiler cannot compute it earlier.
 XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
 dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
-cannot know that it is zero. Compilers for accelerators find a good order without help, so there ``tie`` does nothing.
+cannot know that it is zero. Compilers for accelerators find a good order without help, so ``tie`` does nothing there.
 
-``read_in_step`` is for TPUs. These multiply in bfloat16, and their compiler converts the weights of all layers before
-the loop that reads them, which takes another array. The compiler does not move integer operations, so on TPUs
+``read_in_step`` is for TPUs. They multiply in bfloat16, and their compiler converts the weights of all layers before
+the loop that reads them, which requires another array. The compiler does not move integer operations, so on TPUs
 ``read_in_step`` adds a zero to the bits of each entry.
 
-``compute_once`` is for CPUs. There XLA copies cheap operations into each operation that reads their result, and keeps
-their operands until all of these have run. It does not copy a division, so on CPUs ``compute_once`` divides by ones;
-``pull_back_once`` does so with cotangents.
+``compute_once`` is for CPUs, where XLA copies cheap operations into each operation that reads their result, and keeps
+their operands until all these readers have run. XLA does not copy a division, so on CPUs ``compute_once`` divides by
+ones, and ``pull_back_once`` divides cotangents by ones.
 """
 
 import contextlib
@@ -27,45 +27,46 @@ from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
-    """``x`` itself. On CPUs, compilers can neither compute it before ``barrier``, nor merge it with another ``x``."""
-    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone. So are arrays
-    # on two meshes, one of which has axes that the region of the other leaves to the compiler: no operation reads both.
+    """Returns ``x``, which compilers for CPUs neither compute before ``barrier`` nor merge with another ``x``."""
+    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are returned as they are.
+    # Arrays on two meshes are also returned as they are: if one mesh has axes that the region of the other leaves to
+    # the compiler, no operation can read both arrays.
     cannot_tie = _is_sharded(x) or _is_sharded(barrier) or _mesh_of(x) != _mesh_of(barrier)
     return x if cannot_tie else _tie.bind(x, barrier)
 
 
 def _mesh_of(x: Array) -> AbstractMesh:
-    """The mesh of the region of the jaxpr in which an array was computed."""
+    """Returns the mesh of the region of the jaxpr in which an array was computed."""
     return jax.typeof(x).sharding.mesh
 
 
 def _is_sharded(x: Array) -> bool:
-    """Whether an array is split over the devices of an explicit mesh."""
+    """Returns whether an array is split over the devices of an explicit mesh."""
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 def store_whole(x: Array) -> Array:
-    """``x`` itself. On accelerators, compilers store it as an array, instead of fusing it into each of its uses."""
+    """Returns ``x``, which compilers for accelerators store as an array instead of fusing it into each of its uses."""
     return _whole.bind(x)
 
 
 def compute_once(x: Array) -> Array:
-    """``x`` itself. Compilers compute it only once for all operations that read it, including the backward pass."""
+    """Returns ``x``, which compilers compute only once for all operations that read it, including the backward pass."""
     return _once.bind(x)
 
 
 def pull_back_once(x: Array) -> Array:
-    """``x`` itself. Compilers compute its cotangent only once for all operations that read the cotangent."""
+    """Returns ``x``, whose cotangent compilers compute only once for all operations that read the cotangent."""
     return _once_back.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
-    """``x`` itself, the float32 weight of one step of a loop. Compilers for TPUs convert it only in that step."""
+    """Returns ``x``, a float32 weight of one step of a loop, which compilers for TPUs convert only in that step."""
     return _read.bind(x)
 
 
 def has_bits(x: Any) -> bool:
-    """Whether ``tie`` can make a value depend on ``x``."""
+    """Returns whether ``tie`` can make a value depend on ``x``."""
     return (
         all(isinstance(n, int) and n > 0 for n in x.shape)
         and x.dtype != jax.dtypes.float0
@@ -77,7 +78,7 @@ class _Identity(Primitive):
     """A primitive whose result is its first operand."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """The first operand, bound under its own mesh, under which JAX then lowers the primitive too."""
+        """Binds the primitive under the mesh of its first operand, under which JAX then also lowers it."""
         if has_series(args):
             return args[0]
         mesh = _mesh_of(args[0])
@@ -86,7 +87,7 @@ class _Identity(Primitive):
 
 
 def _tie_on_cpu(x: Array, barrier: Array) -> Array:
-    """``x``, plus a zero that is computed from one entry of ``barrier``."""
+    """Adds a zero that is computed from one entry of ``barrier`` to the bits of ``x``."""
     entry = lax.reshape(lax.slice(barrier, (0,) * barrier.ndim, (1,) * barrier.ndim), ())
     if jnp.iscomplexobj(entry):
         entry = lax.real(entry)
@@ -96,18 +97,18 @@ def _tie_on_cpu(x: Array, barrier: Array) -> Array:
 
 
 def _zero_from_bits(bits: Array) -> Array:
-    """Zeros that a compiler does not know: the counts of set bits, which are below 64, shifted right by 6."""
+    """Computes zeros that a compiler does not recognize: counts of set bits, which are below 64, shifted right by 6."""
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
 def by_integers(x: Array) -> Array:
-    """``x`` itself, in float32, after integer operations, which compilers do not swap with a cast."""
+    """Returns ``x``, in float32, after integer operations, which compilers do not swap with a cast."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
 
 
 def _add_to_bits(x: Array, zero: Array) -> Array:
-    """``x``, with a uint32 zero added to its bits, or to those of each part of a key or complex number."""
+    """Adds a uint32 zero to the bits of ``x``, or to the bits of each part of a PRNG key or complex number."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
@@ -121,13 +122,13 @@ def _add_to_bits(x: Array, zero: Array) -> Array:
 
 
 def _divide_by_ones(x: Array) -> Array:
-    """``x``, divided by ones that compilers do not know. On CPUs, they do not copy a division into its readers."""
+    """Divides ``x`` by ones that compilers do not recognize. On CPUs, they do not copy a division into its readers."""
     wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
     return lax.div(x, lax.add(lax.convert_element_type(_zero_from_bits(wide), x.dtype), jnp.ones_like(x)))
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
-    """The batching rule of ``tie``: one ``barrier`` of a batch is enough; a sharded one is ignored."""
+    """Implements batching of ``tie``, which reads only one ``barrier`` of a batch, and ignores a sharded batch."""
     (x, barrier), (place, batch) = args, dims
     if batch is not None:
         if _is_sharded(barrier):
@@ -137,15 +138,15 @@ def _batch_tie(args: Any, dims: Any) -> Any:
 
 
 def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
-    """The partial evaluation rule of ``tie``: a known ``x`` stays known, even if ``barrier`` is not.
+    """Implements partial evaluation of ``tie``, where a known ``x`` stays known even if ``barrier`` is not known.
 
-    JAX transposes only functions whose weights are known before.
+    This matters because JAX transposes only functions whose weights are already known.
     """
     return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
 def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[..., Any]) -> _Identity:
-    """A primitive whose result is its operand; ``lowering`` and ``on_platform`` say how it is computed on devices."""
+    """Makes a primitive that returns its operand; ``lowering`` and ``on_platform`` define how devices compute it."""
     primitive = _Identity(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
@@ -158,7 +159,7 @@ def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[.
 
 
 def _same(x: Array) -> Array:
-    """The operand."""
+    """Returns its operand."""
     return x
 
 
@@ -180,5 +181,5 @@ mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False)
 
 
 def has_series(args: Iterable[Any]) -> bool:
-    """Whether any of these values is traced by ``jax.experimental.jet``, which does not know our primitives."""
+    """Returns whether ``jax.experimental.jet``, which does not support our primitives, traces any of ``args``."""
     return any(type(x).__name__ == "JetTracer" for x in args)

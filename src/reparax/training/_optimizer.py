@@ -1,8 +1,8 @@
 """Optimizers for raw trees, which leave fixed values unchanged; projection; moments under a mask; state shardings.
 
-A step with gradients, a state or parameters of the wrong tree raises a clear error. An optax transformation would fail
-on these with an error of its own, or silently broadcast them. To cost nothing in a correct step, arguments are checked
-only after the transformation has failed, or if it has changed a shape.
+A step with gradients, a state or parameters of the wrong tree raises a clear error. An optax transformation alone would
+fail with a less specific error, or silently broadcast arrays. Arguments are checked only after the transformation has
+failed or has changed a shape, so that a correct step costs nothing.
 """
 
 from __future__ import annotations
@@ -62,31 +62,33 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 
 
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
-    """An optimizer for a whole raw tree: applies ``tx`` to the trainable values; only ``p.update`` moves fixed values.
+    """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
-    With the chain, ``optax.apply_updates`` gives ``p.update(raw)`` of the raw tree after the step of ``tx``: masks and
-    other integers to the bit, floats up to the rounding of one addition. So power iteration and pruning advance in each
-    step, and a train step that knows nothing of them stays as it is. What needs a key or gradients does not advance:
-    for :class:`SET` and :class:`RigL`, call ``p.update(raw, key, grads)`` beside it, in which other stages of the chain
-    advance once more. Nor do booleans under ``eqx.apply_updates``, which makes integers of them. Start fixed values
-    that advance at finite numbers: by additions, infinity becomes NaN.
+    With the chain, ``optax.apply_updates`` returns what ``p.update`` makes of the raw tree after the step of ``tx``:
+    masks and other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and
+    pruning therefore advance in each step, and the training step needs no code for them. Stages whose update needs a
+    key or gradients do not advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which
+    advances the other stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns
+    them into integers. Fixed values that advance must start at finite numbers, because adding updates turns infinity
+    into NaN.
 
-    ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
-    and its norms do not count it. What does not advance gets zero updates that keep every bit. Leaves that cannot be
-    added, such as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats numbers below 1.2e-38 in
-    float32 (subnormal ones) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the
-    free part::
+    ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
+    does not change them, and its norms do not include them. Fixed values that do not advance get zero updates that keep
+    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get None, as in equinox. On a CPU,
+    XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your tree has such
+    leaves or fixed numbers, update only the free part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
 
-    The state is that of ``free``: functions of optax that read it, such as ``schedule_free_eval_params``, also take
-    ``free``.
+    The state is the state of ``tx`` for ``free``, so functions of optax that read it, such as
+    ``schedule_free_eval_params``, also take ``free``.
 
-    Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values, and
-    scales how they advance. Around it, masks and partitions hide fixed values.
-    Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
-    or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
+    Put every transformation inside ``tx``: a transformation that you chain after the optimizer, such as weight decay,
+    also moves fixed values and scales their updates, and masks and partitions around the optimizer hide fixed values
+    from it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a
+    function, or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches
+    also work.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
@@ -95,13 +97,13 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
       updates: ``"by hand"``, instead of the chain, if you call ``raw = p.update(raw)`` after each step.
 
     Returns:
-      A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part. Its ``init`` raises an
-      error if a stage would be wrong without ``update``, such as :class:`SpectralNorm`, and there is neither ``p`` nor
-      ``updates``, or if the tree has not the fixed values of ``p``.
+      A transformation of the class of ``tx``, whose state is the state of ``tx`` for the free part. Its ``init`` raises
+      an error if a stage would be wrong without ``update``, such as :class:`SpectralNorm`, and neither ``p`` nor
+      ``updates`` is given, or if the tree lacks the fixed values of ``p``.
 
     Raises:
       TypeError: If ``tx`` is not a transformation, or ``p`` is not a chain.
-      ValueError: If ``updates`` is another word, or beside ``p``.
+      ValueError: If ``updates`` is neither None nor ``"by hand"``, or if both ``p`` and ``updates`` are given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -158,7 +160,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
 
 
 def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
-    """The updates that lead to ``p.update(raw + updates)``."""
+    """Returns the updates that, when added to ``raw``, give ``p.update(raw + updates)``."""
 
     def added(w: Any, u: Any) -> Any:
         return w if u is None else jnp.asarray(w + u).astype(w.dtype)
@@ -171,7 +173,7 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
                 f"optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` "
                 f"after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
             )
-        # Infinity minus itself would be NaN.
+        # Equal entries get a zero update, because infinity minus itself would be NaN.
         return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else jnp.where(new == w, 0, new - w)
 
     moved = jax.tree.map(added, raw, updates, is_leaf=is_none)
@@ -179,7 +181,7 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
 
 
 def _updated(p: Parametrization, raw: PyTree) -> PyTree:
-    """``p.update`` of a raw tree, or of a model that holds the chain."""
+    """Updates a raw tree with ``p.update``, or a model that holds the chain with its own method ``update``."""
     if not getattr(type(raw), "holds_chain", False):
         return p.update(raw)
     if raw.p != p:
@@ -208,7 +210,7 @@ def _require_advancing(p: Parametrization, raw: PyTree) -> None:
 
 
 def _require_no_update(raw: PyTree) -> None:
-    """Raises an error for a raw tree with values that must advance in each step, such as those of spectral norm."""
+    """Raises an error if a raw tree has values that must advance in each step, such as the vectors of spectral norm."""
     for path, _ in items(raw, is_placeholder):
         for mark, below in pairwise(path):
             if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
@@ -220,7 +222,7 @@ def _require_no_update(raw: PyTree) -> None:
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """An extra argument for ``tx``, without fixed values. A function of raw trees becomes one of the free part."""
+    """Removes fixed values from an extra argument for ``tx``; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -229,7 +231,7 @@ def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
-    """A function of the free part, which adds the fixed values and calls ``function`` with the whole raw tree."""
+    """Returns a function of the free part that adds the fixed values and calls ``function`` with the whole raw tree."""
 
     def complete(x: Any) -> Any:
         return combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x
@@ -238,20 +240,23 @@ def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree)
 
 
 def _neutral_update(x: Any) -> Any:
-    """A zero that keeps every bit of ``x`` when added, except of subnormal numbers; None if nothing can be added."""
-    if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
+    """Returns a zero that keeps every bit of ``x`` when added, or None if nothing can be added to ``x``.
+
+    Subnormal numbers are the exception: XLA may treat them as zeros.
+    """
+    if is_array(x) and x.dtype == jax.dtypes.float0:  # JAX gives integers and booleans gradients of this dtype.
         return jnp.zeros(x.shape, bool)
     if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
-    return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # adding 0.0 would turn -0.0 into 0.0
+    return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # Adding 0.0 would turn -0.0 into 0.0.
 
 
 def projected(p: Parametrization) -> Transformation:
-    """An optax transformation that projects parameters onto the image of ``p`` after each step.
+    """Makes an optax transformation that projects parameters onto the image of ``p`` after each step.
 
     Use it to train the model's own parameters, without a raw tree. ``optax.chain(optax.adam(1e-3), projected(p))``
-    changes the updates so that parameters become ``p.fold(p.init(params + updates))``: the nearest point in the image
-    of ``p``, unless its stages define another one. Put it last in the optax chain.
+    changes the updates so that parameters become ``p.fold(p.init(params + updates))``, which is the nearest point in
+    the image of ``p`` unless its stages define another one. Put the transformation last in the optax chain.
 
     Args:
       p: A chain of stages whose ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
@@ -274,7 +279,8 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        initialize(tuple(p.deterministic), flatten(params), None)  # so that wrong parameters fail before the first step
+        # Initializing the stages here makes wrong parameters fail before the first step.
+        initialize(tuple(p.deterministic), flatten(params), None)
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -302,17 +308,17 @@ def projected(p: Parametrization) -> Transformation:
 def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 
-    While a mask hides a weight, its moments do not belong to its own gradients, or are old. This sets them to zero
-    wherever a mask is 0 in ``before`` and 1 in ``after``: the masks of :class:`RigL`, :class:`SET`,
-    :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
+    While a mask hides a weight, the weight's moments are outdated, or do not come from its own gradients. This function
+    sets them to zero wherever a mask is 0 in ``before`` and 1 in ``after``. It covers the masks of :class:`RigL`,
+    :class:`SET`, :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
     reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states
-    (``schedule_free``, ``rprop``) would lose them.
+    (``schedule_free``, ``rprop``) would lose these.
 
     Args:
-      state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight that
-        have its shape are reset; a factored moment, of another shape, is not.
+      state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight are
+        reset if they have its shape; a factored moment has another shape, so it is not reset.
       before: The whole raw tree that you passed to ``update``, including the masks.
       after: The raw tree that ``update`` returned.
 
@@ -320,7 +326,7 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
       A state with the same structure.
 
     Raises:
-      ValueError: If the two trees hold different masks, or none.
+      ValueError: If the two trees have masks at different paths or of different shapes, or no masks at all.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -347,10 +353,10 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
 
 
 def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
-    """The raw path with which each path in a state ends, such as ``w/@rigl/w`` for ``0/mu/w/@rigl/w``.
+    """Maps each path in a state to the raw path it ends with; for example, ``0/mu/w/@rigl/w`` maps to ``w/@rigl/w``.
 
-    It is None for a path that ends with none, such as that of a counter. If several raw paths fit, the one is chosen
-    whose beginning, ``0/mu``, fits for the most paths, as this is where a raw tree begins.
+    A path that ends with no raw path, such as the path of a counter, maps to None. If a path ends with several raw
+    paths, the one whose prefix, here ``0/mu``, is shared by the most paths is chosen, because a raw tree begins there.
     """
     starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
     counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
@@ -362,7 +368,7 @@ def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> 
 
 
 def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
-    """Where the mask of each marker dict changes from 0 to 1, by the path of the dict."""
+    """Returns where the mask of each marker dict changes from 0 to 1, by the path of the dict."""
     old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
     if not new:
         raise ValueError(
@@ -378,17 +384,17 @@ def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
 
 
 def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
-    """The mask of each marker dict that has one, by the path of the dict."""
+    """Collects the masks of all marker dicts that have one, by the path of the dict."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
 
 def _covers(flags: Array, x: Any) -> bool:
-    """Whether ``flags`` broadcasts to the shape of ``x``, with the same number of axes."""
+    """Returns whether ``flags`` has as many axes as ``x`` and broadcasts to its shape."""
     return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
-    """An optimizer's ``update`` whose errors say what is wrong with its arguments."""
+    """Wraps an optimizer's ``update`` so that its errors say what is wrong with the arguments."""
 
     def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         def require_fitting(failure: Exception | None) -> None:
@@ -398,7 +404,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
 
         try:
             new_updates, new_state = update(updates, state, params, **extra)
-        except Exception as error:  # any type: a transformation may fail in any way on another tree
+        except Exception as error:  # On a wrong tree, a transformation may raise any error.
             require_fitting(error)
             raise
         if _has_other_shapes(state, new_state) or _has_other_shapes(params, new_updates):
@@ -409,7 +415,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
 
 
 def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
-    """Whether two trees have the same structure, but arrays of different shapes."""
+    """Returns whether two trees have the same structure, but arrays of different shapes."""
     shapes, new_shapes = ([x.shape if is_array(x) else None for x in jax.tree.leaves(tree)] for tree in (old, new))
     return shapes != new_shapes and jax.tree.structure(old) == jax.tree.structure(new)
 
@@ -417,7 +423,7 @@ def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
 def _explain_arguments(
     init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
 ) -> str | None:
-    """What is wrong with the arguments of ``update``, and what to do; None if they fit each other."""
+    """Says what is wrong with the arguments of ``update``, and what to do; returns None if they fit each other."""
     if params is None:
         return _explain_state(init, state, updates)
     return (
@@ -428,7 +434,7 @@ def _explain_arguments(
 
 
 def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
-    """The error text for a tuple in place of gradients or a raw tree; None if there is none."""
+    """Returns the error text for a tuple in place of gradients or a raw tree, or None if there is no such tuple."""
     if type(updates) is tuple and type(params) is not tuple:
         value_too = "`jax.value_and_grad` returns the value too: `value, grads = ...`."
         return f"gradients first, but got a tuple. {CALL} {value_too}"
@@ -437,7 +443,7 @@ def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
     return None
 
 
-# What an unexpected tree belongs to. The model's own tree has arrays where a raw tree has markers.
+# These words say what an unexpected tree belongs to. The model's own tree has arrays where a raw tree has markers.
 THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
 ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
 FIXED_VALUES = "fixed values too"
@@ -468,7 +474,7 @@ _WRONG_STATE = {
 
 
 def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: PyTree) -> str | None:
-    """What is wrong with gradients that differ from the raw tree, and what to do; None if they do not."""
+    """Says how gradients differ from the raw tree, and what to do; returns None if they fit or no advice would help."""
     difference = first_difference(partition(updates)[0], partition(params)[0])
     if difference is None:
         return None
@@ -482,10 +488,10 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
-    """What is wrong with a state, and what to do; None if it fits the raw tree, or if ``init`` itself fails."""
+    """Says what is wrong with a state, and what to do; returns None if it fits the raw tree, or if ``init`` fails."""
     try:
         expected = jax.eval_shape(init, raw)
-    except Exception:  # then it is not the state that is wrong
+    except Exception:  # If `init` fails, the state is not the cause.
         return None
     difference = first_difference(state, expected)
     if difference is None:
@@ -501,10 +507,10 @@ class Difference(NamedTuple):
     """A difference between a tree and the expected one.
 
     Attributes:
-      path: Where they differ.
+      path: The path at which the trees differ.
       expected: What should be there, in words.
       found: What is there, in words.
-      source: What the tree belongs to, one of the constants above.
+      source: What the tree belongs to, as one of the constants above, such as ``THE_MODEL``.
     """
 
     path: str
@@ -513,7 +519,7 @@ class Difference(NamedTuple):
     source: str
 
     def explain(self, texts: Mapping[str, str]) -> str:
-        """The text for this source. Its ``{swapped}`` is the difference as seen from the other tree."""
+        """Fills in the text for this source, where ``{swapped}`` is the difference as seen from the other tree."""
         swapped = self._replace(expected=self.found, found=self.expected)
         return texts[self.source].format(difference=self, swapped=swapped)
 
@@ -522,7 +528,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """The first difference between the arrays of two trees. Differences of stages come before all others."""
+    """Finds the first difference between the arrays of two trees; differences of stages come before all others."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):
@@ -533,11 +539,14 @@ def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of the raw values of a parameter, by their paths below it."""
+"""The shapes of the raw values of a parameter, by their paths relative to the parameter."""
 
 
 def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """The difference between the first markers of a parameter in two trees, if both have it; "" for a plain array."""
+    """Compares the first markers of a parameter in two trees, and returns the difference, if both have the parameter.
+
+    A plain array has no marker, which counts as the marker "".
+    """
     if not found or not expected:
         return None
     marker, expected_marker = (next(iter(shapes)).split("/")[0] for shapes in (found, expected))
@@ -549,7 +558,7 @@ def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Differe
 
 
 def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """The first difference between the shapes of a parameter's raw values in two trees."""
+    """Finds the first difference between the shapes of a parameter's raw values in two trees."""
     name = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
     if name is None:
         return None
@@ -561,18 +570,20 @@ def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Differe
 
 
 def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
-    """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
+    """Returns the shardings of an optimizer's state or a training state: each array is sharded like its raw array.
 
-    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
+    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal.
+    This holds for moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on
+    every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
       raw: The raw tree, or its shapes and dtypes.
-      shardings: The result of :meth:`Parametrization.shardings` for it.
+      shardings: The result of :meth:`Parametrization.shardings` for the raw tree.
 
     Raises:
-      ValueError: If a raw array has no sharding; the error names it.
+      ValueError: If a raw array has no sharding, in which case the error names the array, or if ``shardings`` contains
+        a ``PartitionSpec``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx

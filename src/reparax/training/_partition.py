@@ -18,11 +18,11 @@ T = TypeVar("T")
 def partition(raw: T) -> tuple[T, T]:
     """Splits a raw tree into the trainable values (free) and all others (fixed).
 
-    Free values are floating and complex arrays. Fixed values are those under ``"@fixed"``; model state (nnx variables
-    other than ``Param``, linen collections beside ``params``); and leaves without a gradient: integers, booleans, PRNG
-    keys, and leaves that are not arrays, such as an activation function in an equinox module. Both results have the
-    structure of ``raw``, with None where a value belongs to the other one, so you can pass ``free`` to ``jax.grad`` and
-    optax.
+    Free values are floating and complex arrays. Fixed values are all arrays under ``"@fixed"``; model state (nnx
+    variables other than ``Param``, linen collections beside ``params``); and leaves without a gradient: integers,
+    booleans, PRNG keys, and leaves that are not arrays, such as an activation function in an equinox module. Both
+    results have the structure of ``raw``, with None where a value belongs to the other one, so you can pass ``free`` to
+    ``jax.grad`` and optax.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -31,7 +31,7 @@ def partition(raw: T) -> tuple[T, T]:
       The pair ``(free, fixed)``; :func:`combine` is the inverse.
 
     Raises:
-      TypeError: If ``raw`` is a chain or a text, not a tree.
+      TypeError: If ``raw`` is a chain or a string instead of a tree.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -51,10 +51,10 @@ def partition(raw: T) -> tuple[T, T]:
 
 
 def combine(free: T, fixed: T) -> T:
-    """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
+    """Joins the two halves that :func:`partition` returned, ``free`` and ``fixed``, into a raw tree.
 
     Raises:
-      ValueError: If the two have different structures, or if both hold a value at one place.
+      ValueError: If the two have different structures, or if both hold a value at the same path.
     """
     trees = with_names(free, is_none), with_names(fixed, is_none)
     if jax.tree.structure(trees[0], is_leaf=is_none) != jax.tree.structure(trees[1], is_leaf=is_none):
@@ -73,33 +73,33 @@ def combine(free: T, fixed: T) -> T:
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
-    """Where two trees differ, as the end of a sentence; empty if only the types of their nodes differ."""
+    """Says where two trees differ, as the end of a sentence; empty if only the types of their nodes differ."""
     a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
 
 
 def is_none(x: object) -> bool:
-    """Whether a node is None, which JAX does not treat as a leaf."""
+    """Returns whether a node is None, which JAX does not treat as a leaf."""
     return x is None
 
 
 def is_placeholder(x: object) -> bool:
-    """Whether ``x`` is a placeholder for a missing value: None, or optax's empty named tuple."""
+    """Returns whether ``x`` is a placeholder for a missing value: None, or optax's empty named tuple."""
     return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
 
 
 def is_parametrized(tree: PyTree) -> bool:
-    """Whether a tree is a raw tree with markers, such as ``"@lora"``, so that a model needs ``p.apply`` of it.
+    """Returns whether a tree has markers, such as ``"@lora"``, so that a model must read ``p.apply(tree)`` instead.
 
-    It is False for a raw tree of noise, dropout and casts alone: these change arrays in place, so their raw tree looks
-    like the model's parameters.
+    The result is False for a raw tree of a chain that has only noise, dropout and casts: these stages change arrays in
+    place, so their raw tree looks like the model's parameters.
 
     Args:
-      tree: A tree of arrays, or of their types.
+      tree: A tree of arrays, or of their shapes and dtypes.
 
     Raises:
-      TypeError: If ``tree`` is a chain or a text, not a tree.
+      TypeError: If ``tree`` is a chain or a string instead of a tree.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -113,19 +113,19 @@ def is_parametrized(tree: PyTree) -> bool:
 
 
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
-    """A label for each value of a raw tree, by its role; for ``optax.partition``.
+    """Labels each value of a raw tree by its role, for ``optax.partition``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
-      main: Label of free main values, and of free arrays that no stage replaced.
-      aux: Label of free auxiliary values, such as the ``g`` of weight norm.
-      fixed: Label of everything that :func:`partition` calls fixed.
+      main: The label for free main values, and for free arrays that no stage replaces.
+      aux: The label for free auxiliary values, such as the ``g`` of weight norm.
+      fixed: The label for all values that :func:`partition` treats as fixed.
 
     Returns:
-      A tree with the structure of ``raw``.
+      A tree of labels with the structure of ``raw``.
 
     Raises:
-      TypeError: If ``raw`` is a chain or a text, not a tree.
+      TypeError: If ``raw`` is a chain or a string instead of a tree.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -143,16 +143,16 @@ def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: A
 
 
 def decay_mask(raw: PyTree) -> PyTree:
-    """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
+    """Returns whether weight decay should shrink each value of a raw tree, for use as the ``mask`` of ``optax.adamw``.
 
-    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, alone or
-    as a part of a name such as ``bias_n``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape;
-    for auxiliary values, such as the ``g`` of weight norm; for fixed values; and for stages in which a smaller value is
-    not a smaller weight, such as ``Orthogonal``, ``Positive`` and ``Simplex`` (stages declare this with ``decays =
-    False``).
+    The mask is True for free main values of two or more dimensions. It is False for arrays of any shape whose names
+    mark them as biases or scales (``bias``, alone or as a part of a name such as ``bias_n``, ``b``, ``scale``,
+    ``offset``, ``gamma``, ``beta``); for auxiliary values, such as the ``g`` of weight norm; for fixed values; and for
+    stages in which a smaller value does not mean a smaller weight, such as ``Orthogonal``, ``Positive`` and ``Simplex``
+    (stages declare this with ``decays = False``).
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
-    shrink the weights themselves, decay the lengths:
+    shrink the weights themselves, decay the lengths instead, with the mask
     ``rpx.training.param_labels(raw, main=False, aux=True, fixed=False)``.
 
     Args:
@@ -162,7 +162,7 @@ def decay_mask(raw: PyTree) -> PyTree:
       A tree of booleans with the structure of ``raw``.
 
     Raises:
-      TypeError: If ``raw`` is a chain or a text, not a tree.
+      TypeError: If ``raw`` is a chain or a string instead of a tree.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -187,12 +187,12 @@ def decay_mask(raw: PyTree) -> PyTree:
 
 
 def require_tree(who: str, raw: PyTree, write: str) -> None:
-    """Raises an error for a string, or for a chain, which JAX would take for a tree without leaves."""
+    """Raises an error if ``raw`` is a string, or a chain, which JAX would treat as a tree without leaves."""
     if isinstance(raw, Static | str):
         raise TypeError(f"{who} takes a raw tree, but got {raw!r}. Write `{write}`.")
 
 
 def are_free(raw: PyTree) -> list[bool]:
-    """Whether each leaf of a raw tree is trainable."""
+    """Returns, for each leaf of a raw tree, whether it is trainable."""
     leaves = zip(items(raw), state_flags(raw), strict=True)
     return [not (FIXED in path or state) and has_gradient(leaf) for (path, leaf), state in leaves]

@@ -26,17 +26,17 @@ _CELL = "white-space: nowrap; padding: 0 0.5em"
 
 @dataclass(frozen=True)
 class Row:
-    """One array of the raw tree, or a place without a value of its own.
+    """One array of the raw tree, or an empty node, such as the node of a tied parameter.
 
     Attributes:
       path: The parameter's path.
-      value: The markers and the name under which the raw tree holds it; empty for an array that no stage replaced.
-      type: Its dtype and shape; empty if there is no array.
-      free: The number of its trainable entries.
-      fixed: The number of its entries that are not trainable, according to :func:`partition`.
-      bytes: Its size.
+      value: The markers and the name under which the raw tree holds the array; empty if no stage replaces it.
+      type: The dtype and shape of the array; empty if there is no array.
+      free: The number of trainable entries.
+      fixed: The number of entries that are not trainable, according to :func:`partition`.
+      bytes: The size of the array in bytes.
       off: The distance between the starting weight and the model's own: the largest difference relative to the largest
-        entry; 0 if it is rounding, and None if only shapes are known.
+        entry; 0 if it is only due to rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
       axes: The axes that these stages use, and how they are known: ``given``, from the class of a layer, from the name
         of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
@@ -53,14 +53,14 @@ class Row:
     axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
-        """The row for all parameters that share a line: the sums of their numbers, and ``off``."""
+        """Returns the row for all parameters that share a line, with summed numbers and the given ``off``."""
         type, n = f"{line.times}{self.type}".rstrip(), line.count
         free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
         return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The columns of the table."""
+        """The texts of the row for the columns of the table."""
         off = "" if self.off is None else f"{self.off:.2g}"
         return (
             *(self.path, self.value, self.type, f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes)),
@@ -70,15 +70,15 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """The contents of a raw tree. It prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
+    """The contents of a raw tree, which print as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
 
-    Parameters whose paths differ only in a number share one line, with their sums: ``layers/0..11``.
+    Parameters whose paths differ only in a number share one line with their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
       rows: The arrays of the raw tree.
-      left_out: For each stage that selects weights by default, the paths of arrays of two or more axes on which it does
-        not act.
+      left_out: The paths of arrays of two or more axes on which a stage does not act, for each stage that selects
+        weights by default.
     """
 
     chain: str
@@ -92,14 +92,14 @@ class Summary:
         return Row("total", "", "", free, fixed, bytes, off=_largest_off(self.rows), stages=())
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The titles and the cells of all lines, without columns that are empty in every row."""
+        """Returns the titles and the cells of all lines, without the columns ``off`` and ``axes`` if they are empty."""
         table = [_TITLES, *self._lines(), self.total.cells]
         is_shown = dict.fromkeys(_TITLES, True)
         is_shown["off"], is_shown["axes"] = self.total.off is not None, any(row.axes for row in self.rows)
         return [tuple(compress(cells, is_shown.values())) for cells in table]
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """The cells of each line. For a parameter with several raw values, only the first line has path and stages."""
+        """Yields the cells of each line; only the first raw value of a parameter shows its path and stages."""
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
         for line in fold_lines(alike):
@@ -158,12 +158,12 @@ class Summary:
 
 
 def summary(p: Parametrization, params: PyTree) -> Summary:
-    """A table of the raw tree of ``p``: stages, raw values, types, counts of trainable numbers, sizes, and axes.
+    """Returns a table of the raw tree of ``p``: stages, raw values, types, counts of trainable numbers, sizes, axes.
 
     The column ``off`` is the distance between the starting weights, ``p.fold(p.init(w))``, and the model's own ``w``:
-    the largest difference relative to the largest entry of ``w``, or ``-`` if it is rounding. To find it, ``init`` and
-    ``fold`` run once. For a table without it, pass ``jax.eval_shape(lambda: params)``: then nothing is computed, and
-    ``p`` is only traced. A tied parameter, which has no value of its own, counts as 0.
+    the largest difference relative to the largest entry of ``w``, or ``-`` if it is only due to rounding. To compute
+    it, ``init`` and ``fold`` run once. For a table without this column, pass ``jax.eval_shape(lambda: params)``: then
+    ``p`` is only traced, and nothing is computed. A tied parameter has no value of its own, so it counts as 0.
 
     Args:
       p: A stage or a chain.
@@ -171,9 +171,9 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
     Returns:
       An object that prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook. Parameters whose
-      paths differ only in a number share one line, with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each
+      paths differ only in a number share one line with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each
       with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``; ``total`` is
-      their sum. ``left_out`` and the last lines list weights on which a stage does not act.
+      their sum. ``left_out`` and the last lines of the table list weights on which a stage does not act.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
@@ -203,7 +203,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
-    """The largest ``off`` of some rows; None if it is not known."""
+    """Returns the largest ``off`` of some rows, or None if no row has one."""
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
@@ -215,7 +215,7 @@ class _Acting(NamedTuple):
 
 
 def _acting_stages(plan: Plan) -> dict[str, _Acting]:
-    """The stages that act on each parameter, by its path."""
+    """Collects the stages that act on each parameter, by its path."""
     acting: dict[str, _Acting] = {}
     for step in plan.steps:
         for path, axes in _axes_by_parameter(plan, step).items():
@@ -225,7 +225,7 @@ def _acting_stages(plan: Plan) -> dict[str, _Acting]:
 
 
 def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
-    """The axes that a stage uses for each parameter on which it acts, without repetitions."""
+    """Collects the axes that a stage uses for each parameter on which it acts, without repetitions."""
     axes: dict[str, list[str]] = {}
     for site in step.sites:
         for place in site.arrays.values():
@@ -236,7 +236,7 @@ def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
 
 
 def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """For each stage that selects weights by default, the arrays of two or more axes on which it does not act."""
+    """Yields each stage that selects weights by default, with the arrays of two or more axes that it leaves out."""
     paths = [parameter_path(names) for names, x in items(plan.effective) if is_array(x) and x.ndim > 1]
     for step in plan.steps:
         acts_by_default = not isinstance(getattr(step.stage, "where", ""), str)
@@ -248,7 +248,7 @@ def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:
-    """A row for each raw value, and for each marker without one."""
+    """Yields a row for each raw value, and for each marker without one."""
     free_paths = {names for (names, _), is_free in zip(items(raw), are_free(raw), strict=True) if is_free}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)

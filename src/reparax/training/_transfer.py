@@ -1,4 +1,4 @@
-"""Converts raw trees, and optimizer states, from one chain to another."""
+"""Converts raw trees and optimizer states from one chain to another."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
-SHOWN = 3  # the number of arrays that an error lists by name
+SHOWN = 3  # The number of arrays that an error lists by name.
 
 
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
-    If ``new`` cannot represent the current weights, as when ``new`` is ``Orthogonal`` and they are not, an error is
-    raised. With ``nearest=True``, the new chain starts where ``new.init(old.fold(raw))`` does instead. Weights are
-    compared only where stages of ``new`` compute new values. Under ``jax.jit`` and ``jax.eval_shape`` they cannot be
-    compared, so new values need ``nearest=True`` there.
+    If ``new`` cannot represent the current weights, for example because ``new`` is ``Orthogonal`` and the weights are
+    not, ``transfer`` raises an error. With ``nearest=True``, the new chain instead starts at the same weights as
+    ``new.init(old.fold(raw))``. Weights are compared only where stages of ``new`` compute new values. They cannot be
+    compared under ``jax.jit`` and ``jax.eval_shape``, so new values require ``nearest=True`` there.
 
     A :class:`LoRA` whose rank, ``alpha``, ``use_rslora`` or ``init_weights`` changes keeps its base and its adapter:
     ``b`` is multiplied by the ratio of the two scales, and a larger rank adds newly initialized columns to ``a`` and
-    zeros to ``b``. A smaller rank truncates the adapter by singular values, so it needs ``nearest=True`` if this
-    changes the weights. So does merging an adapter into the base of another one.
+    zeros to ``b``. A smaller rank truncates the adapter by singular values, so it requires ``nearest=True`` if this
+    changes the weights. Merging an adapter into the base of another one always requires ``nearest=True``.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ) and all stages around it
-    are the same. Also kept are arrays that are only changed in place, such as the float32 weight under :class:`Cast`,
-    if the same stages change them; the base under a new adapter, such as the codes of :class:`Quantized`; and a LoRA
-    under a new ``WeightNorm(detach=True)``, which makes it DoRA. All other values are computed by ``init`` from the
-    current weights. Random initial values use ``jax.random.key(0)``; for another key, call
+    are the same. Three other kinds of arrays are also kept: arrays that are only changed in place, such as the float32
+    weight under :class:`Cast`, if the same stages change them; the base under a new adapter, such as the codes of
+    :class:`Quantized`; and a LoRA under a new ``WeightNorm(detach=True)``, which turns it into DoRA. ``init`` computes
+    all other values from the current weights. Random initial values use ``jax.random.key(0)``; for another key, call
     ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values are kept. For a
-    LoRA of another rank, the moments of ``a`` are kept, and those of ``b`` if the scale is the same. All other moments
-    start at zero.
+    LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale is the same. All
+    other moments start at zero.
 
     A state may have moments for only some of the trainable values, as under ``optax.masked``. New values then raise an
     error, because the state does not show which of them need moments.
@@ -60,16 +60,21 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
       old: The chain that made the raw tree.
       new: The chain to convert it to.
       raw: The raw tree, or the state of an optimizer, which contains trees like the raw tree.
-      like: A raw tree of ``old``, to recognize raw trees by their structure. Required if ``raw`` is a state without
-        entries for fixed values, such as that of :func:`optimizer`, or contains no class of optax; if ``old`` leaves no
-        markers, by which moments are recognized; or if the raw tree is a tuple, as optimizer states are.
-      nearest: Whether the weights may change if ``new`` cannot represent them, and adapters may be merged into a base.
+      like: A raw tree of ``old``, used to recognize raw trees by their structure. It is required if ``raw`` is a state
+        without entries for fixed values, such as a state of :func:`optimizer`, or a state that contains no class of
+        optax; if ``old`` leaves no markers by which moments can be recognized; or if the raw tree is a tuple, as
+        optimizer states are.
+      nearest: Whether to allow the weights to change if ``new`` cannot represent them, and an adapter to be merged into
+        a base.
+
+    Returns:
+      The raw tree, or the state, for ``new``.
 
     Raises:
       TypeError: If ``old`` or ``new`` is not a parametrization.
-      ValueError: If ``old`` did not make ``raw``, if weights would change or an adapter would be merged, if a tuple
-        could be either a raw tree or a state, if a part of a state does not fit the raw tree, or if the state does not
-        show which new values need moments.
+      ValueError: If ``old`` did not make ``raw``; if the weights would change or an adapter would be merged without
+        ``nearest=True``; if a tuple could be either a raw tree or a state; if a part of a state does not fit the raw
+        tree; or if the state does not show which new values need moments.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -97,10 +102,10 @@ class _Converted:
 
     Attributes:
       raw: The raw tree of the new chain.
-      kept: Maps the path of each kept raw value in the new tree to its path in the old one.
-      grown: The same for values that contain an old value as their first entries, as in a LoRA of a larger rank.
+      kept: Maps the path of each kept raw value in the new tree to its path in the old tree.
+      grown: The same mapping for new values whose first entries are an old value, as in a LoRA of a larger rank.
       fresh: The paths of parameters for which stages of the new chain computed values.
-      merges: For each adapter that was merged into the base of another, what happened, as the middle of an error text.
+      merges: The middle part of an error text for each adapter that was merged into the base of another.
       effective: The effective tree of the old chain.
     """
 
@@ -113,7 +118,7 @@ class _Converted:
 
 
 def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
-    """Raises an error if the weights of the new chain differ from those of the old one by more than rounding."""
+    """Raises an error if the new chain's weights differ from the old chain's by more than rounding errors."""
     advice = "pass `nearest=True` to start as close as possible."
     if not has_numbers((converted.raw, converted.effective)):
         raise ValueError(
@@ -133,13 +138,13 @@ def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """The first few texts, separated by commas, and the number of those left out."""
+    """Joins the first few texts with commas, and adds the number of texts left out."""
     rest = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join([*texts[:SHOWN], *rest])
 
 
 def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
-    """Converts a raw tree, by going through the new chain backwards, as ``init`` does.
+    """Converts a raw tree by going through the new chain backwards, as ``init`` does.
 
     Each stage of the new chain keeps the old values where the same stage made them, and computes new ones elsewhere.
     """
@@ -173,7 +178,7 @@ Kept = dict[Names, Mapping[Names, Array]]
 
 
 def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
-    """The paths of parameters for which a stage computes new values, or which it is the first to change in place."""
+    """Yields the paths of parameters for which a stage computes new values, or which it begins to change in place."""
     acts = len(stage.deterministic) > 0
     for site, _, place in _places(sites):
         is_new_in_place = not site.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
@@ -182,12 +187,12 @@ def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat,
 
 
 def _places(sites: Sequence[Site]) -> list[tuple[Site, str, Names]]:
-    """Each site, once for each of its arrays, with the array's name and key path."""
+    """Lists each site once per array, together with the array's name and key path."""
     return [(site, name, place) for site in sites for name, place in site.arrays.items()]
 
 
 def _put_values(tree: Flat, values: Kept) -> Flat:
-    """A tree in which each of these paths, with everything below it, is replaced by the given values."""
+    """Replaces each of the given paths of a tree, including everything below it, by the given values."""
     old_paths: dict[Names, list[Names]] = {place: [] for place in values}
     for path in tree.arrays:
         for place in (path[:n] for n in range(len(path) + 1) if path[:n] in values):
@@ -199,7 +204,8 @@ def _put_values(tree: Flat, values: Kept) -> Flat:
 class _Node:
     """An array produced by a stage, together with the raw values it was computed from and their paths.
 
-    ``written`` is the stage as it stands in the chain, and ``stage`` has the numbers and axes for this array.
+    ``written`` is the stage as it stands in the chain, and ``stage`` is a copy with the numbers and axes that it uses
+    for this array.
     """
 
     written: Parametrization
@@ -210,14 +216,14 @@ class _Node:
 
 
 class _OldChain:
-    """A raw tree of the old chain with all that its stages compute, and how the new tree reuses these arrays.
+    """A raw tree of the old chain with all arrays that its stages compute, and how the new tree reuses these arrays.
 
     While the new chain is initialized from its last stage to its first, this object maps places of the new tree to
-    arrays of the old one.
+    arrays of the old tree.
 
     Attributes:
       effective: The effective tree.
-      grown: Maps the place of each new value that contains an old one as its first entries to the path of the old one.
+      grown: Maps the place of each new value whose first entries are an old value to the path of the old value.
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
@@ -239,15 +245,15 @@ class _OldChain:
         self.effective = plan.effective_of(arrays)
         self.grown: dict[Names, Names] = {}
         self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
-        self._opened = set[Names]()  # places of raw values of new stages that are the unchanged array itself
+        self._opened = set[Names]()  # Places where a raw value of a new stage is the unchanged array.
 
     def kept_paths(self, tree: Flat) -> dict[Names, Names]:
-        """Maps the place of each raw value that is kept from the old tree to its path there."""
+        """Maps the place of each raw value that is kept from the old tree to its path in the old tree."""
         kept = {place: path for place, path in self._paths.items() if place not in self._opened}
         return {place: path for place, path in kept.items() if place in tree.arrays}
 
     def kept_values(self, sites: Sequence[Site], tree: Flat) -> Kept:
-        """The old values of those arrays on which the same stage acted in the old chain."""
+        """Returns the old values of the arrays on which the same stage acted in the old chain."""
         kept = Kept()
         for site, name, place in _places(sites):
             node, array = self._node_at(place), tree.arrays[place]
@@ -258,9 +264,9 @@ class _OldChain:
         return kept
 
     def converted_values(self, site: Site, name: str, started: Flat) -> Mapping[Names, Array] | None:
-        """The old values converted to those of the new stage, as for a LoRA of another rank; None if it cannot.
+        """Converts old values to values of the new stage, as for a LoRA of another rank.
 
-        ``started`` has the values at which the new stage would start.
+        Returns None if the stage cannot convert them. ``started`` has the values that the new stage would start with.
         """
         node = self._node_at(site.arrays[name]) if site.nodes else None
         fields = site.stage._converts
@@ -274,7 +280,7 @@ class _OldChain:
         return self._place_values(site, name, node, values)
 
     def adapter_at(self, site: Site, place: Names) -> Parametrization | None:
-        """The adapter that the old chain had for an array that becomes the base of a new adapter; None if none."""
+        """Returns the adapter that the old chain had for an array that becomes the base of a new adapter, or None."""
         path = self._paths.get(place)
         if path is None or not _has_base(site.stage):
             return None
@@ -282,7 +288,7 @@ class _OldChain:
         return next(filter(_has_base, stages), None)
 
     def follow_unchanged(self, sites: Sequence[Site], tree: Flat, started: Flat) -> None:
-        """Records which raw values of new stages are the arrays themselves, unchanged."""
+        """Records which raw values of new stages are unchanged arrays of the old tree."""
         arrays = {(place, id(tree.arrays[place])) for _, _, place in _places(sites) if place in self._paths}
         for value_place, x in started.arrays.items():
             for place in (value_place[:n] for n in range(len(value_place))):
@@ -291,12 +297,12 @@ class _OldChain:
                     self._opened.add(value_place)
 
     def _node_at(self, place: Names) -> _Node | None:
-        """What the old chain computed the array at a place of the new tree from; None if no stage made it."""
+        """Returns the record of how the old chain computed the array at ``place``, or None if no stage made it."""
         path = self._paths.get(place)
         return None if path is None else self._nodes.get(path)
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
-        """The values of an array at their places; records which of them are old values."""
+        """Maps the raw values of an array to their places, and records which of them are old values."""
         placed = site.place_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
@@ -305,25 +311,25 @@ class _OldChain:
         return placed
 
     def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
-        """The input of the last stage that changed ``array`` in place if ``stage`` acts alike; otherwise ``array``."""
+        """Returns the input of the last stage that changed ``array`` in place if ``stage`` equals it, or ``array``."""
         changes = self._in_place.get(self._paths[place], [])
         return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 
 
 def _has_base(stage: Parametrization) -> bool:
-    """Whether a stage is an adapter: one of its raw values is the base."""
+    """Returns whether a stage is an adapter, which means that one of its raw values is the base."""
     return any(value.base for value in getattr(stage, "raw_values", {}).values())
 
 
 def _path_without_numbers(path: Names) -> Names:
-    """A path without the numbers of its markers, which only say how they are nested."""
+    """Removes the numbers of the markers from a path, which only say how markers are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
 def _act_alike(stage: Parametrization, other_stage: Parametrization, but: Collection[str] = ()) -> bool:
-    """Whether two stages compute the same from an array that both select. Stages that hold arrays never do.
+    """Returns whether two stages compute the same result from an array that both select.
 
-    The fields named in ``but`` may differ.
+    The fields named in ``but`` may differ. Stages that hold arrays count as different.
     """
     names = [field.name for field in dataclasses.fields(stage) if field.name not in ("where", *but)]
     pairs = [(getattr(stage, name), getattr(other_stage, name, None)) for name in names]
@@ -332,7 +338,7 @@ def _act_alike(stage: Parametrization, other_stage: Parametrization, but: Collec
 
 
 def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
-    """The state with each part that has the structure of the old raw tree converted."""
+    """Converts each part of a state that has the structure of the old raw tree."""
     if not jax.tree.leaves(state):
         return state
     is_part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw_part, old=old)
@@ -353,7 +359,7 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
 
 
 def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
-    """Converts a part of a state with the structure of ``raw``: keeps moments of kept values; new ones are zero."""
+    """Converts a part of a state with the structure of ``raw``: keeps moments of kept values, and zeroes all others."""
     kept, grown = dict[Names, Names](), dict[Names, Names]()
 
     def convert(raw: PyTree) -> PyTree:
@@ -387,12 +393,12 @@ class _Moments:
 
     Attributes:
       arrays: The moments, by their paths.
-      placeholder: What the state has in place of a missing moment.
+      placeholder: The node that the state has in place of a missing moment; None if it has no other.
       holds_fixed: Whether fixed values have moments too.
     """
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
-        """Reads the moments, and finds out which raw values have one."""
+        """Reads the moments, and determines which raw values have one."""
         moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
         self.arrays = moments
         self.placeholder = next(filter(is_placeholder, jax.tree.leaves(tree, is_leaf=is_placeholder)), None)
@@ -400,7 +406,7 @@ class _Moments:
         self._has_all = all(path in moments and moments[path].shape == raw_arrays[path].shape for path in free_paths)
 
     def zeros(self, path: Names, like: Any) -> Array:
-        """A new moment of a raw value, in the dtype of the others."""
+        """Returns a new moment of zeros for a raw value, in the dtype of the other moments."""
         if not self._has_all:
             raise ValueError(
                 f"transfer cannot create a moment for {path_text(path)!r}: some trainable values have no moment in the "
@@ -412,17 +418,17 @@ class _Moments:
 
 
 def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
-    """The arrays of a tree by their paths."""
+    """Collects the arrays of a tree by their paths, without the numbers of markers."""
     return {_path_without_numbers(path): x for path, x in items(tree) if is_array(x)}
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
-    """The paths of the trainable values."""
+    """Returns the paths of the trainable values, without the numbers of markers."""
     return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
-    """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
+    """Returns whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
     if type(x) is not type(like):
         return False
     paths = {path_text(path) for path in flatten_with_names(x, is_placeholder)[0]}
@@ -430,7 +436,7 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:
-    """Whether ``x`` is a raw tree rather than an optimizer state. Raises an error for a tuple that could be either."""
+    """Returns whether ``x`` is a raw tree, not an optimizer state; raises an error for a tuple that could be either."""
     if _holds_state(x):
         return False
     if not isinstance(x, tuple):
@@ -445,12 +451,12 @@ def _is_raw(x: PyTree, old: Parametrization) -> bool:
 
 
 def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
-    """Whether a part of a state is a raw tree of ``old``, by its markers."""
+    """Returns whether a part of a state is a raw tree of ``old``, judging by its markers."""
     return first_marker(places_of(x)) is not None and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
 
 
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
-    """Whether ``old`` could have made ``x``, judging by its markers."""
+    """Returns whether ``old`` could have made ``x``, judging by its markers."""
     try:
         plan_for(old, x, mean=True)
     except ValueError:
@@ -459,20 +465,20 @@ def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
 
 
 def _holds_state(x: PyTree) -> bool:
-    """Whether any node of ``x`` is an instance of a class of optax, which only optimizer states contain."""
+    """Returns whether any node of ``x`` is an instance of a class of optax, which only optimizer states contain."""
     return any(map(_is_of_optax, jax.tree.leaves(x, is_leaf=_is_of_optax)))
 
 
 def _is_of_optax(x: object) -> bool:
-    """Whether ``x`` is a state of optax. ``LookaheadParams`` is not: it holds parameters."""
+    """Returns whether ``x`` is a state of optax. ``LookaheadParams`` is not a state, because it holds parameters."""
     is_of_optax = isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
     return is_of_optax and type(x).__name__ != "LookaheadParams"
 
 
 def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
-    """Maps the path of each array that differs from the expected one by more than rounding to their distance.
+    """Maps the path of each array that differs from the expected one by more than rounding errors to their distance.
 
-    Keys, and arrays whose shape changed, are left out.
+    PRNG keys, and arrays whose shape changed, are left out.
     """
     arrays = dict(items(actual))
     pairs = {
@@ -481,18 +487,18 @@ def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
         if arrays[path] is not w and is_numeric(w) and arrays[path].shape == w.shape
     }
     sizes = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
-    # `not <=` rather than `>`, so that NaN counts as different.
+    # The comparison is `not <=` rather than `>`, so that NaN counts as different.
     return {path: float(sizes[path]) for path, pair in pairs.items() if not sizes[path] <= _rounding(*pair)}
 
 
 def has_numbers(tree: PyTree) -> bool:
-    """Whether the arrays of a tree have known numbers, rather than being traced or only shapes and dtypes."""
+    """Returns whether the arrays of a tree have known numbers, instead of being traced or only shapes and dtypes."""
     return not any(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in jax.tree.leaves(tree))
 
 
 @jax.jit
 def _distance(x: Array, w: Array) -> Array:
-    """The largest difference between two arrays, relative to the largest finite entry of ``w``; NaN equals NaN."""
+    """Computes the largest difference of two arrays relative to the largest finite entry of ``w``; NaN equals NaN."""
     x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
     dtype = jnp.promote_types(x.dtype, w.dtype)
     x, w = x.astype(dtype), w.astype(dtype)
@@ -502,7 +508,10 @@ def _distance(x: Array, w: Array) -> Array:
 
 
 def _rounding(*arrays: Array) -> float:
-    """The largest distance that rounding may cause: 4 units in the last place of the arrays, 64 of the computation."""
+    """Returns the largest distance that rounding may cause.
+
+    It is 4 units in the last place of the arrays, or 64 of the dtype of the computation if this is more.
+    """
     dtypes = [x.dtype for x in arrays if is_inexact(x)]
     units = [(4 * jnp.finfo(dtype).eps, 64 * min(jnp.finfo(dtype).eps, jnp.finfo(jnp.float32).eps)) for dtype in dtypes]
     return max((float(unit) for pair in units for unit in pair), default=0.0)

@@ -1,8 +1,8 @@
 """Formats of few bits: which numbers they contain, and how codes and scales are stored.
 
-The entries of an array are grouped into *blocks* (``Grid``), and those of a block share a *scale*. A *code* is what is
-stored for an entry. It stands for one of the ``Numbers`` of the format, in units of the scale. Codes of fewer than
-eight bits share bytes (``pack``). The scales may be stored as codes too (``Scales``). A ``Format`` combines all this,
+The entries of an array are grouped into *blocks* (``Grid``), and all entries of a block share a *scale*. Each entry is
+stored as a *code*, which stands for one of the ``Numbers`` of the format, in units of the scale. Codes of fewer than
+eight bits share bytes (``pack``). Scales may also be stored as codes (``Scales``). A ``Format`` combines all this,
 and ``FORMATS`` is the table of formats.
 """
 
@@ -22,24 +22,24 @@ from reparax.numerics.arithmetic import inlined
 
 
 def group_of_codes(bits: int) -> tuple[int, int]:
-    """The number of codes and of bytes in the smallest group of codes that fills whole bytes: (8, 3) for 3 bits."""
+    """Returns the size of the smallest group of codes that fills whole bytes, in codes and bytes: (8, 3) for 3 bits."""
     codes = 8 // math.gcd(8, bits)
     return codes, codes * bits // 8
 
 
 def pack(codes: Array, bits: int, axis: int) -> Array:
-    """The bytes that hold the codes. Their number along ``axis`` must be a multiple of that in ``group_of_codes``."""
+    """Packs codes into bytes; ``axis`` must have a multiple of the number of codes that ``group_of_codes`` returns."""
     return codes if bits == 8 else _regroup(codes, bits, 8, axis)
 
 
 def unpack(words: Array, bits: int, axis: int) -> Array:
-    """The inverse of :func:`pack`."""
+    """Unpacks codes from bytes; the inverse of :func:`pack`."""
     return words if bits == 8 else _regroup(words, 8, bits, axis)
 
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
 def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
-    """Words of ``bits`` bits along ``axis``, regrouped into words of ``new_bits`` bits."""
+    """Regroups the words of ``bits`` bits along ``axis`` into words of ``new_bits`` bits."""
     stream = math.lcm(bits, new_bits)
     count = stream // bits
     groups = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
@@ -47,7 +47,7 @@ def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
     mask = jnp.asarray(2**new_bits - 1, jnp.uint8)
     new_words: list[Array] = []
     for start in range(0, stream, new_bits):
-        # The bits from `start` on lie in one word or in several.
+        # The next `new_bits` bits of the stream, from `start` on, lie in one or several of the old words.
         shifts = {i: i * bits - start for i in range(count) if -bits < i * bits - start < new_bits}
         parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in shifts.items()]
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
@@ -61,16 +61,16 @@ class Grid:
 
     Attributes:
       shape: The shape of the array.
-      sizes: For each axis, how many entries lie in a block. The last block may be shorter.
+      sizes: The number of entries of a block along each axis. The last block along an axis may be shorter.
     """
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def reduce_blocks(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
-        """``reduce`` applied to each block. The last block along an axis is padded with ``fill``.
+        """Applies ``reduce`` to each block, after padding an incomplete last block along an axis with ``fill``.
 
-        In blocks of ``(2, 1)``, an array of shape ``(6, 4)`` gives a result of shape ``(3, 4)``.
+        For example, blocks of ``(2, 1)`` reduce an array of shape ``(6, 4)`` to a result of shape ``(3, 4)``.
         """
         split_axes = self._split_axes
         missing = [-n % self.sizes[i] if i in split_axes else 0 for i, n in enumerate(self.shape)]
@@ -84,11 +84,11 @@ class Grid:
         return jnp.squeeze(result, within) if within else result
 
     def mean(self, x: Array) -> Array:
-        """The mean of each block."""
+        """Computes the mean of each block."""
         return self.reduce_blocks(jnp.sum, x, 0) / self.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
 
     def spread(self, numbers: Array) -> Array:
-        """For each entry, the number of its block, in a shape that broadcasts to that of the array."""
+        """Repeats the number of each block for all its entries; the result broadcasts to the shape of the array."""
         for i in self._split_axes:
             apart = jnp.expand_dims(numbers, i + 1)
             wide = (*numbers.shape[: i + 1], self.sizes[i], *numbers.shape[i + 1 :])
@@ -109,12 +109,12 @@ class Numbers:
     """The numbers that codes stand for, in units of their scale.
 
     Attributes:
-      bits: The bits of a code. Codes of fewer than eight bits share bytes.
-      top: The number that stands for the largest magnitude of a block. If it is negative, the sign of the scale is such
-        that the entry of the largest magnitude becomes this number.
-      encode: The codes of the numbers nearest to an array. With noise, uniform from 0 to 1, each entry is rounded up or
-        down at random, and its mean is the entry itself.
-      decode: The numbers of codes, in a dtype whose numbers float32 can represent.
+      bits: The number of bits of a code. Codes of fewer than eight bits share bytes.
+      top: The number that stands for the largest magnitude of a block. If it is negative, the sign of the scale is
+        chosen such that the entry of the largest magnitude becomes this number.
+      encode: A function that returns the codes of the numbers nearest to the entries of an array. Given noise, uniform
+        from 0 to 1, it rounds each entry up or down at random, such that the mean is the entry itself.
+      decode: A function that returns the numbers that codes stand for, in a dtype whose numbers float32 can represent.
       dtype: The dtype in which codes are stored.
       low: The smallest of the numbers.
     """
@@ -128,29 +128,32 @@ class Numbers:
 
 
 def bounds_of(bits: int) -> tuple[int, int]:
-    """The smallest and largest integer of this many bits."""
+    """Returns the smallest and the largest signed integer of ``bits`` bits."""
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
 def round_half_up(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; halves are rounded up. Clipping first keeps XLA from merging the sum with an earlier one."""
+    """Rounds to the nearest integer from ``low`` to ``high``, and halves up.
+
+    Clipping first keeps XLA from merging the sum with an earlier one.
+    """
     return jnp.floor(jnp.clip(x, low, high) + (0.5 - low)) + low
 
 
 def round_half_away(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; halves are rounded away from zero."""
+    """Rounds to the nearest integer from ``low`` to ``high``, and halves away from zero."""
     return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO), low, high)
 
 
 def round_half_even(x: Array, low: int, high: int) -> Array:
-    """The nearest integer; halves are rounded to the even one."""
+    """Rounds to the nearest integer from ``low`` to ``high``, and halves to the even one."""
     return jnp.clip(jnp.round(x), low, high)
 
 
 def integer_numbers(
     bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = round_half_even
 ) -> Numbers:
-    """The integers of this many bits, in two's complement if ``signed``."""
+    """Returns the ``Numbers`` of integers of ``bits`` bits, in two's complement if ``signed``."""
     low, high = bounds_of(bits) if signed else (0, 2**bits - 1)
     dtype = "int8" if signed else "uint8"
 
@@ -159,24 +162,26 @@ def integer_numbers(
         return integer.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        # Shifts extend the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 before products wrongly on CPUs.
+        # The sign is extended with shifts, because with jax 0.10.2 to 0.12, XLA computes sums of int8 that precede
+        # products wrongly on CPUs.
         return codes << (8 - bits) >> (8 - bits) if signed and bits < 8 else codes
 
     return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
 
 
 def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -> Numbers:
-    """The numbers of a table, in increasing order.
+    """Returns the ``Numbers`` of a table.
 
     Args:
-      numbers: The table, for the codes 0, 1, 2 and so on.
-      mirrored: Whether the highest bit of a code is the sign, and the table has the magnitudes.
-      even: Whether a number halfway between two is rounded to the one with the even code, instead of the smaller one.
+      numbers: The numbers for the codes 0, 1, 2 and so on, in increasing order.
+      mirrored: Whether the highest bit of a code is the sign, and the table lists only the magnitudes.
+      even: Whether a value halfway between two numbers is rounded to the one with the even code, instead of the smaller
+        one.
     """
     table = np.asarray(numbers, np.float32)
     middles = (table[1:] + table[:-1]) / 2
     if even:
-        # A number equal to a middle exceeds the lowered bound, so it is rounded up where the code above is even.
+        # A value equal to a middle exceeds the lowered bound, so it is rounded up where the code above is even.
         middles = np.where(np.arange(len(middles)) % 2 == 1, np.nextafter(middles, np.float32(-np.inf)), middles)
     sign = len(table)
 
@@ -206,7 +211,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
 
 
 def floating_numbers(dtype: str) -> Numbers:
-    """The finite numbers of a floating dtype of eight bits."""
+    """Returns the ``Numbers`` of a floating dtype of eight bits, which are its finite values."""
     top = float(jnp.finfo(dtype).max)
     all_numbers = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
     table = np.unique(all_numbers[np.isfinite(all_numbers)])
@@ -221,12 +226,12 @@ def floating_numbers(dtype: str) -> Numbers:
     return Numbers(8, top, encode, lambda codes: codes, dtype, -top)
 
 
-# Tables up to this size become comparisons, which work on arrays on any mesh and read nothing from memory.
+# Tables up to this size are compiled to comparisons, which work on arrays on any mesh and read nothing from memory.
 _SHORT = 16
 
 
 def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
-    """How many of the increasing ``bounds`` each number exceeds."""
+    """Counts, for each entry of ``x``, how many of the increasing ``bounds`` it exceeds."""
     if len(bounds) < _SHORT:
         return functools.reduce(operator.add, [(x > float(bound)).astype(jnp.uint8) for bound in bounds])
     count = jnp.zeros(x.shape, jnp.int32)
@@ -237,7 +242,7 @@ def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
 
 
 def _look_up(table: np.ndarray, codes: Array) -> Array:
-    """The number of the table for each code."""
+    """Looks up the number in the table for each code."""
     if len(table) > _SHORT:
         return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="clip", out_sharding=jax.typeof(codes).sharding)
     numbers: list[Any] = list(table)
@@ -255,12 +260,12 @@ class Scales:
     """How the scales of blocks are stored: as codes, in units of a number that several scales share.
 
     Attributes:
-      dtype: The dtype of the codes; ``"exponent"`` is a byte, the exponent of a power of two. ``"float16"`` is no code:
-        the unit is 1.
-      least: The smallest code of a block that is not zero.
+      dtype: The dtype of the codes. With ``"exponent"``, a code is a byte that holds the exponent of a power of two.
+        With ``"float16"``, scales are stored as they are, because the unit is 1.
+      least: The smallest code; smaller values are clipped to it.
       top: The code of the largest scale.
-      shared: How many blocks share a unit, along the axis that is cut into blocks. With None, all along that axis do;
-        with 0, all blocks of the array.
+      shared: How many blocks share a unit, along the axis that is cut into blocks. None stands for all blocks along
+        that axis, and 0 for all blocks of the array.
     """
 
     dtype: str
@@ -275,11 +280,11 @@ class Format:
 
     Attributes:
       numbers: The numbers that codes stand for.
-      block: The default size of blocks; None for the whole array.
-      scales: How scales and offsets are stored; None if they are plain numbers in the dtype of the weights.
+      block: The default size of blocks, or None for one block that spans the whole array.
+      scales: How scales and offsets are stored, or None if they are plain numbers in the dtype of the weights.
       zero: ``"zero"`` if the format has a zero, in units of the scale; ``"offset"`` if it has an offset, in units of
-        the weights; or ``""``.
-      early: Whether codes are computed with scales that are not rounded yet, as in gguf.
+        the weights; ``""`` if it has neither.
+      early: Whether codes are computed from the scales before these are rounded, as in gguf.
     """
 
     numbers: Numbers
@@ -294,7 +299,7 @@ NF4 = [
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
-"""The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
+"""The sixteen numbers of NF4, which are quantiles of the normal distribution, as printed in the paper on QLoRA."""
 E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, even=True)
 """The sixteen numbers of float4_e2m1fn."""
 
@@ -310,7 +315,7 @@ FormatName = Literal[
     "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
-# A new format also needs its name above, and a row in the table of `Quantized`.
+# A new format also needs its name in `FormatName` above, and a row in the table of `Quantized`.
 FORMATS = {
     **{f"int{bits}": Format(integer_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),

@@ -1,8 +1,8 @@
 """Stages for weights in few bits: stored as codes, or rounded during training; and casts to another dtype.
 
-``Scaled``, the base class of ``Quantized`` and ``FakeQuantized``, computes the scales of blocks, and the codes of
-entries with these scales: ``to_units`` divides entries by their scales, and the format encodes the quotients. Decoding
-does the reverse, with ``from_units``. ``_formats`` explains codes, blocks, scales and units.
+``Scaled``, the base class of ``Quantized`` and ``FakeQuantized``, computes the scales of blocks and, from these, the
+codes of entries: ``to_units`` divides entries by their scales, and the format encodes the quotients. Decoding does the
+reverse, with ``from_units``. ``_formats`` explains codes, blocks, scales and units.
 """
 
 from __future__ import annotations
@@ -43,29 +43,32 @@ _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
 """The raw value that holds the unit of rounded scales, or of rounded offsets."""
 
 Entries = dict[str, Array]
-"""For each entry of an array, its ``scale`` or the ``inverse`` of it, and ``zero`` or ``offset`` if there is one."""
+"""The ``scale`` of each entry of an array, or its ``inverse``, and the ``zero`` or ``offset`` if there is one."""
 
 
 @inlined
 def divide(x: Array, scale: Array) -> Array:
-    """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
+    """Divides ``x`` by its scale. Blocks of zeros, whose scale is zero, stay zero."""
     return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
 
 
 @functools.partial(inlined, static_argnums=1)
 def divide_once(extent: Array, parts: float) -> Array:
-    """``extent / parts``, rounded once. XLA would replace division by a constant with a product with its inverse."""
+    """Computes ``extent / parts`` with one rounding.
+
+    The divisor must not be a constant, because XLA would multiply by its inverse instead, which rounds twice.
+    """
     return extent / jnp.where(extent == extent, jnp.full_like(extent, parts), extent)
 
 
 def clip_to_finite(x: Array, dtype: Any = None) -> Array:
-    """``x`` clipped to the finite numbers of ``dtype``, by default its own. NaN stays NaN."""
+    """Clips ``x`` to the finite numbers of ``dtype``, which defaults to the dtype of ``x``. NaN stays NaN."""
     most = float(jnp.finfo(dtype or x.dtype).max)
     return jnp.clip(x, -most, most)
 
 
 def to_units(x: Array, entries: Entries) -> Array:
-    """``x`` in units of its scales, shifted by offsets and zeros if there are any."""
+    """Converts ``x`` to units of its scales, shifted by offsets and zeros if there are any."""
     if "offset" in entries:
         x = x + entries["offset"].astype(x.dtype)
     if "inverse" in entries:
@@ -75,7 +78,7 @@ def to_units(x: Array, entries: Entries) -> Array:
 
 
 def from_units(numbers: Array, entries: Entries) -> Array:
-    """The entries of an array, from numbers in units of their scales: the inverse of :func:`to_units`."""
+    """Converts numbers in units of their scales back to the entries of an array; the inverse of :func:`to_units`."""
     scale = entries["scale"]
     x = numbers.astype(scale.dtype)
     if "zero" in entries:
@@ -88,10 +91,10 @@ def from_units(numbers: Array, entries: Entries) -> Array:
 
 
 def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
-    """``x`` divided by a power of two near the largest magnitude of its block, and that power for each block.
+    """Divides ``x`` by a power of two near the largest magnitude of its block, and returns also that power per block.
 
-    Sums and squares of the quotients do not overflow. Scaled back, they equal those of ``x`` bit for bit, unless these
-    overflow.
+    Sums and squares of the quotients do not overflow. Scaled back, they equal the sums and squares of ``x`` bit for
+    bit, unless the latter overflow.
     """
     largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     _, exponent = jnp.frexp(largest)
@@ -100,7 +103,7 @@ def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
 
 
 def is_largest_negative(x: Array, blocks: Grid) -> Array:
-    """Whether the entry of the largest magnitude is negative in each block; the first one decides among several."""
+    """Returns whether the entry of the largest magnitude in each block is negative; the first one decides a tie."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
@@ -109,7 +112,7 @@ def is_largest_negative(x: Array, blocks: Grid) -> Array:
 
 
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
-    """The size of blocks: an integer of at least 1, or a tuple with one for each axis."""
+    """Checks the size of blocks, an integer of at least 1 or a tuple of one integer per axis, and returns it."""
     if isinstance(value, tuple | list) and value:
         return tuple(check_positive_integer(size, who, name) for size in value)
     return check_positive_integer(value, who, name)
@@ -163,7 +166,7 @@ class Scaled(Reparametrization):
         return self._cut_axis_error(w) if isinstance(self._block, int) else None
 
     def _cut_axis_error(self, w: Array) -> str | None:
-        """Why the axis to cut into blocks is not known, or None."""
+        """Returns why the axis to cut into blocks cannot be determined, or None if it can."""
         if self.axis is None and w.ndim > 2:
             return (
                 f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Pass the axes along "
@@ -189,7 +192,7 @@ class Scaled(Reparametrization):
 
     @property
     def _block(self) -> int | tuple[int, ...] | None:
-        """The size of blocks, as given or else that of the format; None if only ``axis`` determines the blocks."""
+        """The size of blocks: ``block_size`` or the format's default; None if only ``axis`` determines the blocks."""
         return self._format.block if self.block_size is None and self.format in FORMATS else self.block_size
 
     @property
@@ -198,16 +201,16 @@ class Scaled(Reparametrization):
         return ROUNDED if self.double_quant else self._format.scales
 
     def _block_axis(self, w: Array) -> int:
-        """The axis along which blocks lie and codes share bytes: the last one that is not in ``axis``.
+        """Returns the axis along which blocks lie and codes share bytes: the last one that is not in ``axis``.
 
-        Without ``axis``, it is the last but one, the inputs of a kernel ``(in, out)``.
+        Without ``axis``, it is the second-to-last axis, the inputs of a kernel ``(in, out)``.
         """
         if self.axis is None:
             return max(w.ndim - 2, 0)
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """The blocks of an array. None of them is longer than the array."""
+        """Returns the blocks of an array, none of which is longer than the array."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -218,7 +221,7 @@ class Scaled(Reparametrization):
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
-        """The raw values that hold the scales and zeros of ``w``; those that are not codes have its dtype."""
+        """Computes the raw values that hold the scales and zeros of ``w``, in its dtype unless they are codes."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
             numbers = self._format.numbers
@@ -234,7 +237,7 @@ class Scaled(Reparametrization):
         return values
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
-        """The scales of blocks, and their offsets if the format has them, before they are rounded."""
+        """Computes the scales of blocks, and their offsets if the format has them, before rounding."""
         blocks = self._blocks(x)
         if self._format.zero == "offset":
             low, high = self._range_of(x, blocks, with_zero=not self._format.early)
@@ -244,7 +247,7 @@ class Scaled(Reparametrization):
         return {"scale": scale if top > 0 else jnp.where(is_largest_negative(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
-        """The largest magnitude that codes represent in each block; NaN unless all numbers of the block are finite."""
+        """Computes the largest magnitude that the codes of each block represent; NaN if an entry is not finite."""
         largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
         extent = jnp.ones_like(largest) if self.calibration_method == "fixed" else largest
         if self.calibration_method == "rms":
@@ -254,35 +257,42 @@ class Scaled(Reparametrization):
         return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
 
     def _range_of(self, x: Array, blocks: Grid, *, with_zero: bool) -> tuple[Array, Array]:
-        """The smallest and largest number that codes represent in each block; NaN unless its numbers are all finite."""
+        """Computes the range of numbers that the codes of each block represent; NaN if an entry is not finite."""
         if self.calibration_method != "absmax":
             extent = self._extent_of(x, blocks)
             return -extent, extent
         low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
         is_finite = jnp.isfinite(low) & jnp.isfinite(high)
-        if with_zero:  # so that zeros stay zeros
+        if with_zero:  # Include zero in the range, so that zeros stay zeros.
             low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
         low, high = (jnp.where(is_finite, clip_to_finite(self.calibration_scale * end), jnp.nan) for end in (low, high))
         return low, high
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
-        """The scale for entries from ``low`` to ``high``. Both are halved first, as their difference may overflow."""
+        """Computes the scale for entries from ``low`` to ``high``.
+
+        Both numbers are halved before they are subtracted, because their difference may overflow.
+        """
         return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
-        """The scale in units of which ``extent`` is ``parts``."""
-        # XLA compiles a division by a constant to this product. Written out, results are the same without compilation.
+        """Divides ``extent`` by ``parts`` to get the scale."""
+        # XLA compiles a division by a constant to a product with its inverse. The product is written out here, so that
+        # results are the same without compilation.
         return divide_once(extent, parts) if self._format.early else extent * (1 / parts)
 
     def _power_values(self, extent: Array, dtype: Any) -> dict[str, Array]:
-        """The raw values of scales that are powers of two: their exponents. As none stands for NaN, the unit does."""
+        """Computes the raw values of scales that are powers of two: the exponents, and a unit.
+
+        No exponent stands for NaN, so the unit is NaN if any extent is not finite, and 1 otherwise.
+        """
         shift = 127 - (_biased_exponent(jnp.full((), self._format.numbers.top)) - 127)
         codes = jnp.clip(_biased_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
         unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
         return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
 
     def _store_scales(self, name: str, scale: Array, dtype: Any) -> dict[str, Array]:
-        """The raw values that hold these scales: as they are, or rounded to multiples of a unit."""
+        """Converts scales to the raw values that hold them, either as they are or rounded to multiples of a unit."""
         if self._scales is None:
             return {name: _narrow_scale(scale, dtype)}
         if self._scales.dtype == "float16":
@@ -297,7 +307,7 @@ class Scaled(Reparametrization):
         return {name: codes, _UNIT_OF[name]: unit}
 
     def _scales_of_units(self, scale: Array) -> Grid:
-        """The blocks into which the array of scales is cut, each of which shares a unit."""
+        """Returns the blocks into which the array of scales is cut; the scales of a block share a unit."""
         count = self._scales.shared if self._scales else 0
         if count == 0:
             return Grid(scale.shape, tuple(max(n, 1) for n in scale.shape))
@@ -307,7 +317,7 @@ class Scaled(Reparametrization):
         return Grid(scale.shape, tuple(sizes))
 
     def _read_scales(self, name: str, values: dict[str, Array]) -> Array:
-        """The scales of blocks, in the dtype in which formulas compute: the inverse of ``_store_scales``."""
+        """Reads the scales of blocks from raw values, in the dtype used for computing; undoes ``_store_scales``."""
         codes = values[name]
         if self._scales is None:
             return widened(codes)
@@ -317,14 +327,14 @@ class Scaled(Reparametrization):
         return clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
-        """The scale of each entry, and its zero or offset if the format has one."""
+        """Returns the scale of each entry, and its zero or offset if the format has one."""
         numbers = {name: self._read_scales(name, values) for name in _UNIT_OF if name in values}
         if "zero" in values:
             numbers["zero"] = widened(values["zero"])
         return {name: blocks.spread(x) for name, x in numbers.items()}
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
-        """The codes of ``w``, and the raw values that hold its scales."""
+        """Computes the codes of ``w``, and the raw values that hold its scales."""
         values = self._values_of_scales(w)
         x, blocks = widened(w), self._blocks(w)
         is_early = self._format.early and key is None
@@ -333,28 +343,28 @@ class Scaled(Reparametrization):
         return self._format.numbers.encode(to_units(x, entries), noise), values
 
     def _early_entries(self, x: Array, blocks: Grid) -> Entries:
-        """The inverse of each entry's scale before rounding, and its offset if the format has one."""
+        """Computes the inverse of each entry's scale before rounding, and its offset if the format has one."""
         scales = self._ideal_scales(x)
         scale = scales.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
         return {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
 
     def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
-        """The array that these codes and raw values of scales represent."""
+        """Computes the array that the given codes and raw values of scales represent."""
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
         dtype = values["unit" if self._scales else "scale"].dtype
-        return clip_to_finite(x, dtype).astype(dtype)  # the largest number may exceed the range of the dtype
+        return clip_to_finite(x, dtype).astype(dtype)  # The largest number may exceed the range of `dtype`.
 
 
 def _biased_exponent(x: Array) -> Array:
-    """The exponent of a positive number, plus 127."""
+    """Returns the exponent of a positive number, plus 127, as float32 stores it."""
     return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
 @functools.partial(inlined, static_argnums=1)
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
-    """``scale`` in the dtype of the weights, rounded away from zero if the nearest number is much too small."""
+    """Rounds ``scale`` to the dtype of the weights, away from zero if the nearest number is much too small."""
     scale = clip_to_finite(scale, dtype)
     nearest = scale.astype(dtype)
     is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
@@ -367,14 +377,14 @@ Rounding = Literal["nearest", "stochastic"]
 class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
-    For inference, use ``Quantized("int8", axis=-1)``; on a trained model, init it with ``p.fold(raw)``. For LoRA on few
-    bits (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array has an adapter, only its
-    base is stored in few bits.
+    For inference, use ``Quantized("int8", axis=-1)``; to quantize a trained model, call ``init`` on ``p.fold(raw)``.
+    For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array has an
+    adapter, only its base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
-    number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
-    array lives only while it is used. The codes have no gradient: pass only the trainable values to ``jax.grad``,
-    with ``free, fixed = rpx.partition(raw)``.
+    number of the format, up to a sixteenth with ``double_quant``. ``apply`` returns weights in their original dtype; in
+    a jitted step, that array lives only while it is used. The codes have no gradient: pass only the trainable values to
+    ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -395,33 +405,34 @@ class Quantized(Scaled):
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
-    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of
-    the weights; and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the
-    dtype of the weights, which multiplies stored scales; ``offset`` and ``offset_unit`` are like these two. Codes of
-    fewer than eight bits share bytes along the cut axis: a stream of bits, the first code in the lowest ones.
+    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; and ``scale``, one for each block, in the dtype
+    of the weights. Where the format or ``double_quant`` needs them, there are also ``zero``, like ``scale``, and
+    ``unit``, in the dtype of the weights, which multiplies the stored scales; ``offset`` and ``offset_unit`` are like
+    ``scale`` and ``unit``. Codes of fewer than eight bits share bytes along the cut axis: they form a stream of bits,
+    with the first code in the lowest bits.
 
-    Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
-    number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
-    from 6e-8 to 65504: a larger one is refused, or clipped if the weights are traced. In all formats, finite weights of
-    any magnitude give finite ones, and a block with a number that is not finite becomes NaN. Rounding a
-    second time may move the last bits of scales and, with ``calibration_method="rms"``, the codes.
+    The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal the ones that gguf writes, bit for bit: in q4_0 and
+    q5_0, the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. Their
+    scales range from 6e-8 to 65504: a larger one raises an error, or is clipped if the weights are traced. In all
+    formats, finite weights of any magnitude stay finite, and a block with an entry that is not finite becomes NaN.
+    Rounding a second time may change the last bits of scales and, with ``calibration_method="rms"``, the codes.
 
     Args:
       format: One of the formats above.
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
-        with ``block_size``, all axes but the cut one.
+        with ``block_size``, all axes except the cut axis.
       block_size: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the
-        cut axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Or a length for each
-        axis: ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64 weights has one
-        scale. Default: the block of the table for microscaled formats.
-      double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
-      calibration_method: What the largest number of a format represents. ``"absmax"``, the largest magnitude of the
-        block (with zeros, the range from its least to its largest number, and zero); ``"rms"``, its root mean square;
-        ``"fixed"``, 1.
+        cut axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Alternatively, a length
+        for each axis, such as ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64
+        weights has one scale. Default: the size in the table above if the format has one.
+      double_quant: Whether to round the scales of blocks too, as in QLoRA; for formats of fewer than eight bits.
+      calibration_method: What the largest number of a format represents: ``"absmax"``, the largest magnitude of the
+        block (in formats with a zero, the numbers represent the range from the smallest to the largest entry, extended
+        to include 0); ``"rms"``, the root mean square of the block; or ``"fixed"``, 1.
       calibration_scale: A factor on that magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Larger
         numbers are clipped.
-      rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
-        then needs a key.
+      rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random such that the mean is the number
+        itself; ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -486,7 +497,7 @@ class Quantized(Scaled):
             raise ValueError(f"expected a floating scale, got {dtypes['scale']}: {OTHER_CHAIN}")
 
     def _scale_range_error(self, w: Array) -> str | None:
-        """Why the format cannot store the scales of ``w``; None if it can, or if ``w`` is traced."""
+        """Returns why the format cannot store the scales of ``w``, or None if it can or if ``w`` is traced."""
         if not self._format.early or not is_known(w):
             return None
         with jax.ensure_compile_time_eval():
@@ -501,7 +512,7 @@ class Quantized(Scaled):
         )
 
     def _packing_error(self, w: Array) -> str | None:
-        """Why codes for ``w`` do not fill whole bytes; None if they do."""
+        """Returns why the codes for ``w`` do not fill whole bytes, or None if they do."""
         block_axis = self._block_axis(w)
         count, size = group_of_codes(self._format.numbers.bits)
         if w.shape[block_axis] % count == 0:
@@ -514,19 +525,19 @@ class Quantized(Scaled):
 
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
-"""The bits of the signed integer formats."""
+"""The number of bits of each signed integer format with a zero, by the name of the format."""
 
 
 @jax.custom_jvp
 def straight_through(w: Array, rounded: Array) -> Array:
-    """``rounded``, with the gradient of ``w``, which has its shape and dtype."""
+    """Returns ``rounded``, but passes gradients to ``w``, an array of the same shape and dtype."""
     del w
     return rounded
 
 
 @straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The value is ``rounded``, the derivative that of ``w``."""
+    """Returns ``rounded`` as the value and the tangent of ``w`` as its tangent."""
     return primals[1], tangents[0]
 
 
@@ -537,22 +548,24 @@ Step = Literal["absmax", "learned"]
 class FakeQuantized(Scaled):
     r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
-    The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
-    numbers equal those of :class:`Quantized`, bit for bit, so deploy the trained model with ``Quantized(f).init(raw)``,
-    where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no learned steps. The gradient
-    is that of the identity (straight-through), and scales count as constants.
+    The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
+    numbers equal the ones of :class:`Quantized`, bit for bit, so deploy the trained model with
+    ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no
+    learned steps. Gradients pass through the rounding unchanged (straight-through), and scales count as constants.
 
-    With ``step="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
-    (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude
-    to the largest number; if the weights are multiples of a step already, it takes that step and is exact. Numbers
-    outside the range are clipped, and get no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the
-    range and the bound outside, times :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
+    With ``step="learned"``, the step is trained too (LSQ). The raw values are then ``w`` (main), with the shape and
+    dtype of the weights, and ``step`` (auxiliary), with the shape of the scales, in float32 for half-precision weights.
+    ``init`` maps the largest magnitude to the largest number; if the weights already are multiples of a step, it takes
+    that step and is exact. Numbers outside the range are clipped, and get no gradient.
+    :math:`\partial w / \partial s` is :math:`q - x / s` inside the range and the bound outside, times
+    :math:`1 / \sqrt{n \, q_{max}}` if :math:`n` weights share a step.
 
     Args:
-      format: As for :class:`Quantized`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
-        b1.58.
+      format: As for :class:`Quantized`, or ``"ternary"`` for the numbers -1, 0 and 1, with the mean magnitude as scale,
+        as in BitNet b1.58.
       axis, block_size, double_quant, calibration_method, calibration_scale: As for :class:`Quantized`.
-      step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
+      step: How to choose the step, which is the scale of a block: ``"absmax"`` computes it as :class:`Quantized` does,
+        and ``"learned"`` trains it, for int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -606,7 +619,7 @@ class FakeQuantized(Scaled):
         return _round_to_step(x, steps, BITS[self.format], entries_per_step).astype(w.dtype)
 
     def _round(self, w: Array) -> Array:
-        """The numbers of the format that are nearest to ``w``."""
+        """Rounds ``w`` to the nearest numbers of the format."""
         if self.format != "ternary":
             return self._decode(*self._codes_and_scales(w))
         x = widened(w)
@@ -614,7 +627,10 @@ class FakeQuantized(Scaled):
         return (jnp.clip(jnp.round(divide(x, scale)), -1, 1) * scale).astype(w.dtype)
 
     def _ternary_scale(self, sizes: Array) -> Array:
-        """The mean magnitude of each block; for a block that is ternary already, its magnitude, which keeps it."""
+        """Computes the mean magnitude of each block.
+
+        For a block that is already ternary, returns its largest magnitude, so that rounding does not change the block.
+        """
         blocks = self._blocks(sizes)
         units, size = normalize_blocks(sizes, blocks)
         largest = blocks.reduce_blocks(largest_of, sizes, 0)
@@ -622,7 +638,10 @@ class FakeQuantized(Scaled):
         return jnp.where(blocks.reduce_blocks(jnp.all, is_ternary, 1), largest, size * blocks.mean(units))
 
     def _step(self, w: Array) -> Array:
-        """The initial step of each block: the finest that divides all its numbers, or else the scale of ``absmax``."""
+        """Computes the initial step of each block: one that divides all its numbers, or else the ``absmax`` scale.
+
+        If several steps divide all numbers of a block, the finest is chosen.
+        """
         low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
@@ -640,14 +659,14 @@ class FakeQuantized(Scaled):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _round_to_step(x: Array, step: Array, bits: int, entries_per_step: int) -> Array:
-    """``x`` rounded to integer multiples of ``step``. That many entries share a step, which scales its gradient."""
+    """Rounds ``x`` to integer multiples of ``step``; ``entries_per_step`` only scales the gradient of ``step``."""
     low, high = bounds_of(bits)
     return jnp.clip(jnp.round(divide(x, step)), low, high) * step
 
 
 @_round_to_step.defjvp
 def _round_jvp(bits: int, entries: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The derivative of LSQ: that of the identity for numbers inside the range, and a slope for the step."""
+    """Implements the JVP of LSQ: ``x`` has slope 1 inside the range and 0 outside, and the step has the LSQ slope."""
     (x, step), (dx, dstep) = primals, tangents
     low, high = bounds_of(bits)
     units = divide(x, step)
@@ -658,13 +677,13 @@ def _round_jvp(bits: int, entries: int, primals: tuple[Array, Array], tangents: 
 
 
 class Cast(Perturbation):
-    """Weights in another floating dtype: the optimizer works in the raw dtype, the model reads ``dtype``.
+    """Weights in another floating dtype: the optimizer works in the raw dtype, and the model reads ``dtype``.
 
-    The raw tree is the model's own. Gradients have the raw dtype. Consecutive casts round one after the other:
-    ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
+    The raw tree equals the model's parameters, and gradients have the raw dtype. Consecutive casts round one after the
+    other: ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
 
     Args:
-      dtype: A floating dtype, or its name.
+      dtype: The floating dtype that the model reads, or its name.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Perturbation`.
 
@@ -687,7 +706,7 @@ class Cast(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            dtype = jnp.dtype(self.dtype or "None")  # numpy reads None as float64
+            dtype = jnp.dtype(self.dtype or "None")  # "None" raises a TypeError; numpy reads None as float64.
         except TypeError as error:
             raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -1,6 +1,7 @@
-"""Arrays that share numbers: tied arrays, parts of one block, and cells in the layouts of other libraries.
+"""Stages for arrays that share numbers: tied arrays, parts of one block, and cells in layouts of other libraries.
 
-A layout is data: it lists which rows of which array hold which gate. The same functions read and write all layouts.
+A layout is plain data that lists which rows of which array hold which gate, so the same functions read and write all
+layouts.
 """
 
 from reparax.stages.shared._cells import Concat as Concat

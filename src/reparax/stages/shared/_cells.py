@@ -1,11 +1,12 @@
 """Layouts of the arrays of a cell, in this and in other libraries, and conversions between them.
 
 A *value* is a single array, such as ``input_i``, the kernel of an input gate. A *block* describes what an array of a
-model holds: one value, as a string, or several, as a :class:`Concat`. A *layout* maps the paths of a cell's arrays to
-blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins values into arrays.
+model holds: a single value, given as a string, or several values, given as a :class:`Concat`. A *layout* maps the paths
+of a cell's arrays to blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins
+values into arrays.
 
-Shapes consist of numbers and letters. The sizes for the letters follow from the shapes of arrays: functions with an
-argument ``sizes`` add each size that they find to this dict.
+Shapes consist of numbers and letters. The sizes that the letters stand for follow from the shapes of arrays: functions
+with an argument ``sizes`` add each size that they find to this dict.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ class Concat:
     """Values concatenated along one axis of an array.
 
     Args:
-      parts: Values as strings, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists
-        its axes as numbers and letters; parentheses merge axes, and ``1`` adds an axis.
-      axis: The axis of concatenation, counted from the front.
-      per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
-        holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
+      parts: The blocks to concatenate. A value is a string, either ``"name: shape"`` or
+        ``"name: shape -> shape in the array"``. A shape lists its axes as numbers and letters; parentheses merge
+        axes, and ``1`` adds an axis.
+      axis: The axis to concatenate along, counted from the front.
+      per: The name of a size, such as the number of attention heads. If given, the axis is cut into that many equal
+        pieces, and each piece holds all parts, concatenated. The shapes of the parts then list this size as a
+        separate axis in front of ``axis``.
 
     Raises:
       TypeError: If a part is neither a string nor a block.
-      ValueError: If a string is not of that form, if two values have the same name, or if ``axis`` is negative.
+      ValueError: If a string does not have one of these two forms, if two values have the same name, or if ``axis``
+        is negative.
 
     Example:
       >>> import reparax as rpx
@@ -80,7 +84,7 @@ Block = str | Concat
 
 
 def require_unique(names: Sequence[str], who: str) -> None:
-    """Raises a ValueError, which begins with ``who``, if a value or an array of a layout has the name of another."""
+    """Raises a ValueError that begins with ``who`` if two values, or two arrays, of a layout have the same name."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
@@ -92,7 +96,7 @@ class _Value:
 
     Attributes:
       name: The name of the value.
-      shape: The names of its axes, among which may be ``"1"``.
+      shape: The names of the value's axes, where ``"1"`` stands for an axis of size 1.
       groups: For each axis of the array, the names of the value's axes that are merged into it.
     """
 
@@ -107,19 +111,19 @@ class _Value:
 
     @property
     def array_axes(self) -> Axis:
-        """The same axes, in the order of the array."""
+        """The axes of the value, except those of size 1, in the order in which the array has them."""
         return tuple(name for group in self.groups for name in group if name != "1")
 
     @property
     def order(self) -> list[int]:
-        """For each of ``array_axes``, its index in ``axes``; axes of equal name are matched in order."""
+        """The index in ``axes`` of each of ``array_axes``; axes with the same name are matched in order."""
         indices = {name: [i for i, axis in enumerate(self.axes) if axis == name] for name in self.axes}
         return [indices[name].pop(0) for name in self.array_axes]
 
 
 @functools.cache
 def _parse_value(text: str) -> _Value:
-    """Parses the text of a value; raises an error for text of another form."""
+    """Parses the text of a value, and raises a ValueError if the text is malformed."""
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
         raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
@@ -136,43 +140,43 @@ def _parse_value(text: str) -> _Value:
 
 
 def value_names(block: Block) -> list[str]:
-    """The names of the values in a block, in order."""
+    """Returns the names of the values in a block, in order."""
     if isinstance(block, str):
         return [_parse_value(block).name]
     return [name for part in block.parts for name in value_names(part)]
 
 
 def value_texts(block: Block) -> list[str]:
-    """The text of each value in a block, without its shape in the array."""
+    """Returns the text of each value in a block as ``"name: shape"``, without its shape in the array."""
     if isinstance(block, str):
         return [f"{_parse_value(block).name}: {' '.join(_parse_value(block).shape)}"]
     return [text for part in block.parts for text in value_texts(part)]
 
 
 def _letter(name: str) -> str:
-    """The letter of a size, without the primes that distinguish axes of equal size: ``h`` for ``h'``."""
+    """Strips the primes that distinguish axes of equal size: ``h'`` gives ``h``."""
     return name.rstrip("'")
 
 
 def _known_sizes(names: Iterable[str], sizes: Sizes) -> list[int]:
-    """The sizes of those names whose size is known."""
+    """Returns the sizes of the named axes, skipping names whose size is not known."""
     return [int(name) if name.isdigit() else sizes[_letter(name)] for name in names if _is_known(name, sizes)]
 
 
 def _is_known(name: str, sizes: Sizes) -> bool:
-    """Whether a size is given as a number, or as a letter that is in ``sizes``."""
+    """Returns whether an axis name is a number, or a letter whose size is in ``sizes``."""
     return name.isdigit() or _letter(name) in sizes
 
 
 def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
-    """The size of each group of axes: the product of the known sizes in it."""
+    """Returns, for each group of axes, the product of its known sizes."""
     return [math.prod(_known_sizes(group, sizes)) for group in groups]
 
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
-    """Requires that ``total`` is the sum of ``terms``, each of which is a product of sizes.
+    """Checks that ``terms``, each a product of sizes, add up to ``total``.
 
-    If one size is unknown, solves for it, and adds it to ``sizes``.
+    If one size is unknown, solves for it and adds it to ``sizes``.
     """
     constant, factor, unknown = _linear_form(terms, sizes)
     remaining = total - constant
@@ -187,9 +191,10 @@ def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
 
 
 def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | None]:
-    """The sum of products of sizes as ``constant + factor * size``, with the letter of the unknown size.
+    """Writes a sum of products of sizes as ``constant + factor * size``, where ``size`` is the unknown one.
 
-    With ``h = 8``, ``h h + 3 h d`` is (64, 24, "d"). Raises an error if several sizes are unknown.
+    Returns the constant, the factor, and the letter of the unknown size, or None if all sizes are known. For example,
+    ``h h + 3 h d`` with ``h = 8`` gives ``(64, 24, "d")``. Raises an error if several sizes are unknown.
     """
     unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for names in unknown_names for name in names})
@@ -201,7 +206,7 @@ def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | N
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
-    """Requires that each axis of an array merges one group; adds the sizes that follow from its shape to ``sizes``."""
+    """Checks that an array has one axis for each group, and adds the sizes that follow from its shape to ``sizes``."""
     if array.ndim != len(groups):
         raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
     for group, total in zip(groups, array.shape, strict=True):
@@ -209,7 +214,7 @@ def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -
 
 
 def _terms_along(block: Block, axis: int) -> list[Axis]:
-    """The size of a block along an axis, as terms that add up to it. Each term is a product of sizes."""
+    """Returns the size of a block along an axis as a list of terms to be summed, each a product of sizes."""
     if isinstance(block, str):
         return [_parse_value(block).groups[axis]]
     if axis != block.axis:
@@ -220,7 +225,7 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """The array with ``axis`` split into two axes: one for the equal pieces, and one for the entries of a piece."""
+    """Splits ``axis`` into two axes: one for the equal pieces, and one for the entries within a piece."""
     if not _is_known(per, sizes):
         raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
@@ -230,7 +235,7 @@ def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """The values that an array holds, by name. Adds the sizes that follow from its shape to ``sizes``."""
+    """Cuts an array into its values, by name, and adds the sizes that follow from its shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         _require_axes(value.name, value.groups, array, sizes)
@@ -250,7 +255,7 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """The array that holds the values. Adds the sizes that follow from their shapes to ``sizes``."""
+    """Joins values into the array of a block, and adds the sizes that follow from their shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         array_of_value = values[value.name]
@@ -270,20 +275,21 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
 
 Blocks = Mapping[str, Block]
 
-# With n inputs and h hidden units; kernels have the inputs first, as in flax.
+# Here n is the number of inputs and h the number of hidden units. Kernels have the input axis first, as in flax.
 _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
 def gates(source: str, order: str, *, out_first: bool = False) -> Block:
-    """The gates of a recurrent cell, concatenated in one array in the given order, such as ``"ifgo"``.
+    """Returns the block of an array that holds the gates of a recurrent cell, concatenated in the given order.
 
-    The values are called ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and so on.
+    The values are named after the source and the gate: ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and
+    so on.
 
     Args:
       source: The kind of array: ``"input"`` or ``"hidden"`` for kernels, ``"bias"``, or ``"hidden_bias"`` for a second
-        bias, which is added on the side of the hidden state.
-      order: The gates, one letter each: ``"ifgo"`` or ``"ifco"`` (the same), ``"cifo"``, ``"icfo"`` for LSTM,
-        ``"rzn"`` for GRU.
+        bias, which is added to the contribution of the hidden state.
+      order: The order of the gates, one letter each: for example, ``"ifgo"``, ``"cifo"`` or ``"icfo"`` for an LSTM,
+        and ``"rzn"`` for a GRU. The letter ``c`` means the same gate as ``g``.
       out_first: Whether kernels have the shape ``(out, in)``, as in torch, instead of ``(in, out)``, as in flax.
 
     Raises:
@@ -308,12 +314,12 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
 
 
 def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
-    """One array for each gate: the path ``i{}/kernel`` gives ``ii/kernel``, ``if/kernel`` and so on."""
+    """Returns a layout with one array per gate: the path ``i{}/kernel`` gives ``ii/kernel``, ``if/kernel``, etc."""
     return {path.format(gate): gates(source, gate) for gate in order}
 
 
 def _torch_cell(order: str) -> dict[str, Block]:
-    """The layout of a torch cell with its gates in this order."""
+    """Returns the layout of a torch cell whose arrays hold the gates in the given order."""
     return {
         "weight_ih": gates("input", order, out_first=True),
         "weight_hh": gates("hidden", order, out_first=True),
@@ -323,7 +329,7 @@ def _torch_cell(order: str) -> dict[str, Block]:
 
 
 def _cell_with_one_bias(names: tuple[str, str, str], order: str, *, out_first: bool) -> dict[str, Block]:
-    """The layout of a cell with two kernels and one bias, which have these names."""
+    """Returns the layout of a cell with two kernels and one bias; ``names`` are their paths, in this order."""
     ih, hh, bias = names
     return {
         ih: gates("input", order, out_first=out_first),
@@ -396,13 +402,13 @@ LAYOUTS: dict[str, Blocks] = {
 }
 """The layouts by library and cell; paths are relative to the cell.
 
-``flax.lstm`` is also the layout of ``OptimizedLSTMCell``; ``torch.lstm`` is that of ``LSTMCell``, and of a layer of
-``LSTM`` except for the suffixes of names; ``returnn.native_lstm`` is that of ``NativeLstm2``.
+``flax.lstm`` is also the layout of ``OptimizedLSTMCell``. ``torch.lstm`` is the layout of ``LSTMCell`` and, except for
+the suffixes of names, of a layer of ``LSTM``. ``returnn.native_lstm`` is the layout of ``NativeLstm2``.
 """
 
 
 def blocks_of(layout: Any) -> dict[str, Block]:
-    """The paths and blocks of a layout, which is given by name or as a dict."""
+    """Returns the paths and blocks of a layout given by name or as a dict."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
@@ -414,12 +420,12 @@ def blocks_of(layout: Any) -> dict[str, Block]:
 
 
 def is_optional(block: Block) -> bool:
-    """Whether an array may be missing, because all of its values are biases."""
+    """Returns whether an array may be missing because all of its values are biases."""
     return all("bias" in name for name in value_names(block))
 
 
 def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """The values in the arrays of a layout."""
+    """Cuts the arrays of a layout into their values, by name."""
     missing = [path for path, block in layout.items() if path not in arrays and not is_optional(block)]
     if missing:
         raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
@@ -432,7 +438,7 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
 
 
 def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """The arrays of a layout that hold the values; arrays of missing biases are left out."""
+    """Joins values into the arrays of a layout, by path, and leaves out arrays whose biases are all missing."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in value_names(block) if name not in values]
@@ -445,31 +451,33 @@ def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> d
 
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""For each layout, the constants that its cell adds to some values when it computes."""
+"""The constants that the cell of a layout adds to some of its values at run time, by layout and value name."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
     """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
-    If both layouts hold the same values, numbers are only moved: converting there and back gives the same bits. If the
-    biases differ, numbers change but the function stays the same: two biases that a cell adds are summed, and a missing
-    second bias is zero. haiku's LSTM adds 1 to its forget gate, so 1 is added to that bias when converting from haiku,
-    and subtracted when converting to haiku, with one rounding; later conversions give the same bits. Cells that compute
-    a different function, such as haiku's GRU, are refused.
+    If both layouts hold the same values, the conversion only moves numbers, so converting there and back gives the
+    same bits. If the biases differ, some numbers change, but the cell computes the same function: two biases that the
+    cell adds together are replaced by their sum, and a missing second bias is filled with zeros. haiku's LSTM adds 1
+    to its forget gate, so converting from haiku adds 1 to that bias, and converting to haiku subtracts 1. This rounds
+    once; later conversions give the same bits. A conversion between cells that compute different functions, such as
+    haiku's GRU and flax's, raises an error.
 
     Args:
       tree: The parameters of the cell, under the library's own names; a ``.`` in a name counts as ``/``.
-      source: The layout of ``tree``, ``"torch.lstm"``, ``"flax.gru"``, ``"returnn.attention"``, or a dict of paths and
-        blocks, as for :class:`Pack`.
-      target: The layout of the result.
+      source: The layout of ``tree``: a name, such as ``"torch.lstm"``, ``"flax.gru"`` or ``"returnn.attention"``, or
+        a dict of paths and blocks, as for :class:`Pack`.
+      target: The layout to convert to, given in the same way.
       **sizes: Sizes that the shapes do not determine, such as the number of attention ``heads``.
 
     Returns:
-      Nested dicts, without biases if the source has none.
+      The arrays of the target layout as nested dicts, without biases if the source has none.
 
     Raises:
       TypeError: If a layout is neither a name nor a dict of paths and blocks.
-      ValueError: If an array does not fit its layout, or if no cell of the other layout computes the same function.
+      ValueError: If an array does not fit its layout, or if a cell with the target layout cannot compute the same
+        function.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -490,7 +498,7 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
 
 
 def _nest_arrays(arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The arrays in nested dicts, by the names of their paths."""
+    """Puts the arrays into nested dicts whose keys are the names in their paths."""
     nested: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, name = path.split("/")
@@ -502,12 +510,12 @@ def _nest_arrays(arrays: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
-    """The constants that the cell of a layout adds, by the names of the values."""
+    """Returns the constants that the cell of a layout adds at run time, by the names of the values."""
     return _ADDED.get(layout, {}) if isinstance(layout, str) else {}
 
 
 def _add_to_values(values: dict[str, Array], constants: Mapping[str, float]) -> dict[str, Array]:
-    """The values, with ``constants`` added to those of the same name; raises an error if a value is missing."""
+    """Adds each constant to the value of the same name, and raises an error if there is no such value."""
     if lacking := [name for name in constants if name not in values]:
         raise ValueError(
             f"one cell adds a constant to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
@@ -516,15 +524,15 @@ def _add_to_values(values: dict[str, Array], constants: Mapping[str, float]) -> 
 
 
 def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """The values for a cell that has values with these names.
+    """Adapts the biases among ``values`` to a cell whose values have the given names.
 
     A cell may have two biases ``x`` and ``hidden_x``, or only their sum ``x``. A second bias that is not in ``names``
-    is added to the first one; a second bias that is not in ``values`` becomes zeros.
+    is added to the first one; a second bias that is in ``names`` but not in ``values`` is filled with zeros.
     """
     matched = {name: value for name, value in values.items() if name in names}
     for name in [name for name in values if name not in names]:
         first_bias = name.removeprefix("hidden_")
-        if first_bias in matched and first_bias != "bias_n":  # in a GRU, the reset gate scales n's hidden bias
+        if first_bias in matched and first_bias != "bias_n":  # In a GRU, the reset gate scales n's hidden bias.
             matched[first_bias] = matched[first_bias] + values[name]
         elif not _is_zero_bias(name, values[name]):
             raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
@@ -533,5 +541,5 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
 
 
 def _is_zero_bias(name: str, value: Array) -> bool:
-    """Whether a value is known to be a bias of zeros, without which a cell computes the same function."""
+    """Returns whether a value is a bias known to be zero, so that leaving it out does not change the function."""
     return "bias" in name and not isinstance(value, Tracer) and not jnp.any(value != 0)

@@ -1,6 +1,6 @@
 """Stages that store the arrays of a cell in another layout: ``Pack``, ``Split``, and ``CudnnLSTM``.
 
-The *model's arrays* are those that the model reads, and the *raw arrays* are those that train. Both hold the same
+The *model's arrays* are the arrays that the model reads, and the *raw arrays* are the trained ones. Both hold the same
 values; ``_cells`` explains values, blocks and layouts, and moves the numbers.
 """
 
@@ -44,8 +44,8 @@ from reparax.stages.shared._cells import (
 class _Rearranged(Parametrization):
     """The base class of ``Pack`` and ``Split``, which hold the same values in a model layout and in a raw layout.
 
-    A raw array is stored at the place of the first model array that shares a value with it. The places of the other
-    model arrays hold empty nodes.
+    Each raw array is stored in the node that replaces the model array holding the first of its values. The nodes of
+    the other model arrays are empty.
     """
 
     layout: Any
@@ -82,7 +82,7 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """One site for each cell: the model's arrays in ``init``, and otherwise the nodes at their places."""
+        """Returns one site per cell, with the model's arrays in ``init`` and the nodes that replace them otherwise."""
         who = CallName(self, method)
         if method == "init":
             cells = self._find_cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
@@ -100,7 +100,7 @@ class _Rearranged(Parametrization):
         return sites
 
     def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """The cells that ``where`` selects, each with its arrays by their paths relative to the cell."""
+        """Returns the cells that ``where`` selects, each with its arrays by their paths relative to the cell."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -152,11 +152,11 @@ class _Rearranged(Parametrization):
 
     @property
     def _copies(self) -> dict[str, str]:
-        """For each model array that is part of a raw array, the path at which the raw array is stored."""
+        """The path at which a raw array is stored, for each model array that is taken from it."""
         return {}
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """The raw arrays by their paths in the layout; raises an error for one that is unexpected or missing."""
+        """Collects the raw arrays by their paths in the layout; raises an error if one is unexpected or missing."""
         paths = {_label(path): path for path in self._stored}
         arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in arrays.items():
@@ -168,62 +168,62 @@ class _Rearranged(Parametrization):
         return {paths[name]: x for name, x in arrays.items()}
 
     def _home(self, raw_path: str) -> str:
-        """The path of the model array at whose place a raw array is stored."""
+        """Returns the path of the model array whose node stores the given raw array."""
         first_value = value_names(self._stored[raw_path])[0]
         return next(path for path, block in self._model.items() if first_value in value_names(block))
 
 
 def _path_below(cell: str, path: str) -> str:
-    """The path in the whole tree of the array at ``path`` in a cell."""
+    """Returns the path in the whole tree of the array at ``path`` in a cell."""
     return f"{cell}/{path}" if cell else path
 
 
 def _cell_above(path: str, full_path: str) -> str | None:
-    """The path of the cell whose array at ``path`` has this full path; None if there is no such cell."""
+    """Returns the path of the cell whose array at ``path`` has this full path, or None if there is no such cell."""
     if full_path == path:
         return ""
     return full_path.removesuffix(f"/{path}") if full_path.endswith(f"/{path}") else None
 
 
 def _label(path: str) -> str:
-    """The name of a raw array in a node. Names in nodes may contain neither '/' nor '.'."""
+    """Converts the path of a raw array to its name in a node, which may contain neither '/' nor '.'."""
     return path.replace("/", "_").replace(".", "_")
 
 
 def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
-    """A layout in the form that a field stores: its name, or pairs of paths and blocks."""
+    """Converts a layout to the form that the field stores: its name, or pairs of paths and blocks."""
     blocks = blocks_of(layout)
     return layout if isinstance(layout, str) else tuple(blocks.items())
 
 
 def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
-    """The sizes as pairs of names and integers; raises an error for sizes of another form."""
+    """Converts sizes to pairs of names and integers, and raises an error if they are malformed."""
     if not isinstance(sizes, Mapping | tuple | list):
         raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
     return tuple(sorted((name, check_integer(size, who, name)) for name, size in dict(sizes).items()))
 
 
 def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
-    """The layout with each value as a separate array, under the value's name."""
+    """Returns a layout that stores each value of ``layout`` as a separate array, under the value's name."""
     return {value_names(text)[0]: text for block in layout.values() for text in value_texts(block)}
 
 
 class Pack(_Rearranged):
     r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
 
-    Raw values (main): the parts, ``input_i`` and so on, at the place of their array, each under its own path
-    (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. The block is assembled once in each
-    ``apply``, outside any loop over time. ``init`` splits it. Both only move numbers, and are exact.
+    Raw values (main): the parts, ``input_i`` and so on, in place of the array that they form. Each part has its own
+    path (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. Each call of ``apply`` assembles
+    the block once, outside any loop over time, and ``init`` splits it. Both only move numbers, so they are exact.
 
     Args:
-      layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
+      layout: The layout of the arrays that the model reads: a name, such as ``"haiku.lstm"``, or a dict of paths and
         blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
       where: The path of the cell that holds these arrays, or a regular expression for several cells.
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if the layout or the sizes are of another form.
-      ValueError: If the layout is not known, or names a value twice.
+      TypeError: If ``where`` is not a string, or if the layout or the sizes do not have one of these forms.
+      ValueError: If the layout is not known, or if it names a value twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -246,21 +246,21 @@ class Pack(_Rearranged):
 class Split(_Rearranged):
     r"""Blocks that the optimizer updates, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
-    Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, and
-    its path is that place followed by its name (``cell/Wi/W``). The other places hold empty nodes, ``{"@split": {}}``.
-    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Both only move
-    numbers, and are exact.
+    Raw values (main): the blocks, under the names in the layout. Each block is stored in place of the array with its
+    first part, and its path is the path of that array followed by the name of the block (``cell/Wi/W``). The other
+    arrays of the model become empty nodes, ``{"@split": {}}``. Gradients and optimizer states have the shapes of the
+    blocks. ``init`` joins the parts, and ``apply`` splits the blocks. Both only move numbers, so they are exact.
 
     Args:
-      layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
+      layout: The layout of the raw arrays: a dict of names and blocks, or a name, such as ``"equinox.lstm"``.
       where: The path of the cell that holds the parts, or a regular expression for several cells.
-      model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
-        blocks is an array, whose path is its name.
+      model: The layout of the arrays that the model reads, in the same forms, such as ``"flax.lstm"``. If None, each
+        value of the raw blocks is a separate array of the model, whose path is the name of the value.
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if a layout or the sizes are of another form.
-      ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
+      TypeError: If ``where`` is not a string, or if a layout or the sizes do not have one of these forms.
+      ValueError: If a layout is not known, if it names a value twice, or if the two layouts hold different values.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -296,19 +296,19 @@ class Split(_Rearranged):
 class CudnnLSTM(Reparametrization):
     r"""The flat weight vector of :func:`jax.experimental.rnn.lstm`, assembled from separate gates.
 
-    Raw values (main, each under its own path), for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction: the
-    kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
-    hidden_size)``, the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the backward
-    direction end in ``_reverse``. ``init`` splits the vector. It is exact with ``biases=2``. With 1, the two biases are
-    summed, so that the function stays the same; with 0, they are dropped.
+    Raw values (main, each under its own path), for each gate ``i``, ``f``, ``g``, ``o``, each layer and each direction:
+    the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
+    hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the
+    backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``. With
+    ``biases=1``, ``init`` sums the two biases, so that the function stays the same; with ``biases=0``, it drops them.
 
     Args:
       input_size: The number of inputs of the first layer.
       hidden_size: The number of hidden units in each direction.
       num_layers: The number of layers.
       bidirectional: Whether each layer runs in both directions.
-      biases: How many biases of a gate train: 2, as in cuDNN, which adds them; 1, as in flax and equinox; or 0. The
-        vector holds zeros for the others.
+      biases: The number of trained biases per gate: 2, as in cuDNN, which adds them; 1, as in flax and equinox; or 0.
+        The vector holds zeros for the other biases.
       where: Which arrays to act on. Default: floating vectors of the right size.
       stacked: As for :class:`Reparametrization`.
 
@@ -369,7 +369,7 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _sizes(self) -> Sizes:
-        """The sizes for the letters in ``_block``."""
+        """The sizes that the letters in ``_block`` stand for."""
         return {"n": self.input_size, "h": self.hidden_size, "m": self.hidden_size * (1 + self.bidirectional)}
 
     @property
@@ -380,7 +380,7 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _block(self) -> Concat:
-        """The block of the vector: all kernels, layer by layer, followed by all biases."""
+        """The block that describes the vector: all kernels, layer by layer, followed by all biases."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         ends = [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 

@@ -1,8 +1,9 @@
 """The stage ``Tie``: one parameter that the model reads in several places.
 
-A *target* is the path of a tied array. It is computed by a *transform* from its *sources*, the arrays at one or several
-other paths. The array that the raw tree stores is the *owner* of the parameter. A *place* is a key path in the raw
-tree, markers included. A path may have several places, as a later stage may replace its array by several raw values.
+A *target* is the path of a tied array. A *transform* computes this array from its *sources*, the arrays at one or
+several other paths. The array that the raw tree stores is the *owner* of the parameter. A *place* is a key path in the
+raw tree, including markers. A path may have several places, because a later stage may replace its array by several raw
+values.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ Unequal = Literal["raise", "overwrite"]
 class Tie(Parametrization):
     r"""One parameter in several places: each target is its source, or a pure function of one or several sources.
 
-    The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
-    optimizer states and checkpoints have no copy, and gradients are summed at the owner. A source may be tied itself.
-    The position of ``Tie`` in the chain decides what is shared::
+    The raw tree holds each parameter once, at its owner. Each tied array is replaced by the empty node
+    ``{"@tie": {}}``, so optimizer states and checkpoints hold no copies, and gradients are summed at the owner. A
+    source may itself be tied. The position of ``Tie`` in the chain decides what is shared::
 
         VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
         Tie(...) >> VarNoise(s)      separate noise for each use
@@ -53,14 +54,15 @@ class Tie(Parametrization):
     shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
-      ties: For each target its source, or a pair of a source and a transform, which is any pure function of one array,
-        or a pair of a tuple of sources and a function that takes them in this order. A target is a path, or a regular
-        expression for whole paths; a path belongs to the first expression that matches it, and the source may refer to
-        groups of the expression. A target that resolves to itself owns the parameter. A path with an ``@`` names a
-        value in the raw tree of later stages: ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)``
-        shares one factor of two adapters, which start at different random numbers.
-      unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"`` raises an
-        error; ``"overwrite"`` ties it anyway, which changes the model.
+      ties: A dict that maps each target to its source, to a pair of a source and a transform (any pure function of one
+        array), or to a pair of a tuple of sources and a function that takes them in this order. A target is a path, or
+        a regular expression that matches whole paths; if several expressions match a path, the first one applies. The
+        source may refer to groups of the expression. A target that resolves to itself owns the parameter. A path with
+        an ``@`` names a value in the raw tree of later stages: for example,
+        ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor of two adapters that
+        would otherwise start at different random numbers.
+      unequal: What ``init`` does if a target differs from its transformed source: ``"raise"`` raises an error;
+        ``"overwrite"`` ties it anyway, which changes the model.
 
     Raises:
       TypeError: If a tie is neither a path nor a pair of one or more paths and a function.
@@ -102,9 +104,10 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """One site for each tied array, after those of its sources.
+        """Returns one site for each tied array, ordered so that sites of sources come first.
 
-        Tied arrays must equal their transformed sources in ``init``, and be empty nodes otherwise.
+        Raises an error if a tied array does not equal its transformed sources in ``init``, or if it is not an empty
+        node in other methods.
         """
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
@@ -127,7 +130,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if ``places``, those of a raw tree, contain none for a target."""
+        """Raises an error if no path in ``places``, the places of a raw tree, matches a target."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
@@ -144,7 +147,10 @@ class Tie(Parametrization):
         return {"w": site.formula(*(values[name][""] for name in site.reads))}
 
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
-        """Requires the type that the sources give and, unless ``unequal`` allows others, their numbers."""
+        """Checks that a target has the shape and dtype that its sources give, and the same numbers if required.
+
+        Different numbers are allowed with ``unequal="overwrite"``.
+        """
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
             raise ValueError(
@@ -169,7 +175,7 @@ class Tie(Parametrization):
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """How each tied array is computed, by its place."""
+        """Returns how each tied array is computed, by its place."""
         links: dict[Names, _Link] = {}
         for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
@@ -178,9 +184,9 @@ class Tie(Parametrization):
         return links
 
     def _resolve_ties(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
-        """The ties of a tree as target, sources and transform, where paths have replaced all regular expressions."""
+        """Resolves all regular expressions to paths, and returns each tie as target, sources and transform."""
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
-        expression_of = dict[str, str]()  # by path: the first expression that matches it
+        expression_of = dict[str, str]()  # Maps each path to the first expression that matches it.
         for target, source, transform in self.ties:
             matched = match_paths(target, _paths_of_same_kind(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
@@ -208,7 +214,8 @@ class _Link(NamedTuple):
     Attributes:
       places: The places of its sources.
       transform: The function that is applied to the sources.
-      copies: The paths of the sources by the path of the tied array. Empty if this is a value in the raw tree.
+      copies: Maps the path of the tied array to the paths of its sources. Empty if the target is a value in the raw
+        tree.
     """
 
     places: tuple[Names, ...]
@@ -221,7 +228,7 @@ PlacesOfPath = Mapping[str, Mapping[str, Names]]
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
-    """The places of these arrays, by path."""
+    """Groups the places of the given arrays by path."""
     places: dict[str, dict[str, Names]] = {}
     for leaf in leaves:
         for path in dict.fromkeys((leaf.path, leaf.raw_path)):
@@ -230,12 +237,15 @@ def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
 
 
 def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that contain markers if ``path`` does, and otherwise those that contain none."""
+    """Selects the paths with markers if ``path`` contains a marker, and the paths without markers otherwise."""
     return [other for other in paths if ("@" in other) == ("@" in path)]
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """The place of the source of one array of a target; arrays with several raw values are matched by draw path."""
+    """Returns the place of the source of one array of a target.
+
+    If the target or the source has several raw values, they are matched by draw path.
+    """
     targets, sources = places[target], places[source]
     if len(targets) == len(sources) == 1:
         return next(iter(sources.values()))
@@ -249,7 +259,7 @@ def _place_of_source(who: CallName, target: str, draw_path: str, source: str, pl
 
 
 def _require_empty_node(who: CallName, target: Leaf) -> None:
-    """Raises an error if the place of a tied array in a raw tree does not hold an empty node."""
+    """Raises an error if a raw tree holds anything but an empty node for a tied array."""
     if not isinstance(target.content, Node):
         raise ValueError(
             f"{who} got a tree that never went through init: {target.draw_path!r} holds a value of its "
@@ -260,7 +270,7 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
 
 
 def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
-    """The tied places, each after its sources if these are tied too."""
+    """Sorts the tied places so that each comes after its sources if these are also tied."""
     ordered: dict[Names, None] = {}
 
     def visit(place: Names) -> None:
@@ -275,7 +285,7 @@ def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
 
 
 def _expand_source(who: object, match: re.Match[str], source: str, paths: Collection[str]) -> str:
-    """The source of a target that matched an expression, with the groups of the match filled in."""
+    """Returns the path of the source for a target that matched an expression, filling in the groups of the match."""
     if source in paths:
         return source
     try:
@@ -285,7 +295,7 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """The ties as target, source and transform. Raises an error if there are none, or if one has another form."""
+    """Parses ties into target, source and transform; raises an error if there are none or if one is malformed."""
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
@@ -331,12 +341,12 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
 
 
 def _as_tuple(source: Source) -> tuple[str, ...]:
-    """One or several sources as a tuple."""
+    """Returns one or several sources as a tuple."""
     return (source,) if isinstance(source, str) else source
 
 
 def _parse_tie(target: Any, value: Any) -> Tied:
-    """One tie as target, source and transform; the transform may be None."""
+    """Parses one tie into target, source and transform, which is None if the tie has none."""
     match target, value:
         case str(), str():
             return target, value, None
@@ -354,25 +364,25 @@ def _parse_tie(target: Any, value: Any) -> Tied:
 
 
 def _are_paths(sources: Sequence[Any]) -> bool:
-    """Whether all sources are strings."""
+    """Returns whether all sources are strings."""
     return all(isinstance(source, str) for source in sources)
 
 
 def _identity(x: Array) -> Array:
-    """The transform of a tie that has none."""
+    """Returns ``x`` unchanged; serves as the transform of a tie that has none."""
     return x
 
 
 def _as_numpy(x: Array) -> np.ndarray:
-    """The array in numpy; for PRNG keys, the integers of which they consist."""
+    """Converts an array to numpy; PRNG keys become the integers that they consist of."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def _is_known_to_differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
-    """Whether a target is known to differ from its transformed sources by more than rounding."""
+    """Returns whether a target is known to differ from its transformed sources by more than rounding errors."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, *sources)):
         return False
-    with jax.ensure_compile_time_eval():  # known arrays are compared even if `init` is called under `jax.jit`
+    with jax.ensure_compile_time_eval():  # Compare known arrays even if `init` runs under `jax.jit`.
         found, expected = _as_numpy(jnp.asarray(target)), _as_numpy(transform(*map(jnp.asarray, sources)))
     eps = float(jnp.finfo(found.dtype).eps) if jnp.issubdtype(found.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, found.dtype) if found.dtype.kind != "V" else np.float64

@@ -1,4 +1,4 @@
-"""Masked, pruned and frozen weights; a mask is a fixed value, which ``update`` may change."""
+"""Stages for masked, pruned and frozen weights. A mask is a fixed value that ``update`` may change."""
 
 from reparax.stages.sparse._sparse import SET as SET
 from reparax.stages.sparse._sparse import Freeze as Freeze

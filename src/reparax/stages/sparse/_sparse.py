@@ -1,8 +1,8 @@
 """Stages for frozen weights, masks, pruning, and sparse training.
 
 A masked weight has the raw values ``w`` and ``mask``, and is zero where the mask is zero. Pruning ranks weights, or
-whole slices of an array, by *scores*, and keeps those with the largest scores; among equal scores, those of lower
-index. How many are pruned is given by a share, ``sparsity``, or a number, ``count``.
+whole slices of an array, by *scores*, and keeps the largest; ties go to the lower index. A share, ``sparsity``, or a
+number, ``count``, says how many weights or slices to prune.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from reparax.numerics.select import mask_largest, mask_largest_of_all
 class Freeze(Reparametrization):
     """Frozen weights: ``w`` itself, as a fixed value.
 
-    Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
-    weight decay changes it. ``init`` is exact.
+    Raw value: ``w`` (main, fixed). No gradient reaches it, and under :func:`reparax.optimizer` neither the optimizer
+    nor weight decay changes it. ``init`` is exact.
 
     ``Freeze`` freezes the output of the stages before it in the chain, with all their raw values:
 
@@ -52,9 +52,9 @@ class Freeze(Reparametrization):
     To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the weights.
     ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Restart the optimizer with
     the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
-    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave trainable: codes
-    of ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes biases and
-    scales, if the model has any.
+    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. ``Freeze`` only affects values that later stages
+    leave trainable: the codes of ``Quantized`` are always fixed, so
+    ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes the biases and scales, if the model has any.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter, if there is one.
@@ -78,9 +78,9 @@ class Freeze(Reparametrization):
         return values["w"]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["w"].real.dtype)  # no value is free
+        return jnp.zeros((), values["w"].real.dtype)  # No raw value is free, so nothing changes the volume.
 
-    # If a later stage, such as ``Quantized``, has left only fixed codes, there is nothing to freeze.
+    # If a later stage, such as ``Quantized``, leaves only fixed codes, there is nothing to freeze.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         found_none = method != "init" and not tree.nodes(self.kind)
@@ -94,12 +94,12 @@ class Freeze(Reparametrization):
 
 
 def mask_values(w: Array, keep: Array) -> dict[str, Array]:
-    """The raw values of a masked weight, from the weight and the booleans that say which entries to keep."""
+    """Returns the raw values of a masked weight, given the weight and a boolean array of the entries to keep."""
     return {"w": w, "mask": keep.astype(w.real.dtype)}
 
 
 def apply_mask(values: dict[str, Array]) -> Array:
-    """The effective weight of these raw values, which is zero where the mask is zero."""
+    """Computes the effective weight from the raw values of a masked weight: zero wherever the mask is zero."""
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
 
 
@@ -116,11 +116,12 @@ class _Masked(Reparametrization):
 class Mask(_Masked):
     r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
-    To use masks of your own, multiply by them first: ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To
-    change the mask, call ``init`` again. An array of zeros would stay zero: leave it out with ``where``.
+    To use your own masks, multiply the parameters by them before ``init``:
+    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To change the mask, call ``init`` again. An array that
+    starts as all zeros would stay zero, so leave it out with ``where``.
 
-    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
-    elsewhere. ``init`` is exact. No gradient passes to masked entries.
+    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array that is 0 where ``w`` is zero
+    at ``init`` and 1 elsewhere. ``init`` is exact. Masked entries get no gradient.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -148,19 +149,19 @@ class Mask(_Masked):
 class NByM(_Masked, Constraint):
     r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` consecutive weights, the ``n`` largest stay.
 
-    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
-    has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
-    those with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to
-    masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
-    back; :func:`reset_moments` then sets their momentum to zero.
+    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array of zeros and ones. ``init`` is
+    exact if ``w`` has at least ``m - n`` zeros in each group, and otherwise starts at the nearest array that does;
+    among equal weights, the ones with the lower index stay. ``update`` recomputes the mask from the current weight.
+    Masked entries get no gradient. Their raw values are kept, except that momentum may still change them, so a later
+    ``update`` may bring them back; :func:`reset_moments` then sets their momentum to zero.
 
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed. Default: the inputs, if they are known as for
-        :class:`WeightNorm`; the name of an array is enough, as sparse products have groups of inputs. For a
-        convolution, it is the axis of input channels; for several other input axes, such as heads and their dimensions,
-        the last one.
+      along: The axis along which groups are formed. Default: the input axis, if it is known as for
+        :class:`WeightNorm`; here the name of an array is enough, because sparse products need groups of inputs. For a
+        convolution, it is the axis of input channels; if there are several other input axes, such as heads and their
+        dimensions, it is the last one.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -212,14 +213,14 @@ class NByM(_Masked, Constraint):
 
 
 def check_shares(value: Any, who: str, name: str) -> Any:
-    """A share of the weights from 0 to 1, or a tuple of several shares."""
+    """Checks a share of the weights from 0 to 1, or a tuple of several shares, and returns it."""
     entries = tuple(value) if isinstance(value, tuple | list) else (value,)
     shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
-    """A share of the weights. Raises an error for the integer 1 and for traced integers, which may mean a count."""
+    """Checks a share and returns it; raises an error for the integer 1 and traced integers, which may mean a count."""
     if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which could mean all weights or one of them. For all, write {name}=1.0; for "
@@ -240,14 +241,14 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 
 
 def check_count(value: Any, who: str, name: str) -> int:
-    """A number of weights, at least 0."""
+    """Checks that a number of weights is an integer of at least 0, and returns it."""
     if check_integer(value, who, name) < 0:
         raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
     return int(value)
 
 
 def require_sparsity_or_count(stage: Any) -> None:
-    """Requires that a stage got either ``sparsity``, a share of the weights, or ``count``, a number of them."""
+    """Checks that a stage got exactly one of ``sparsity``, a share of the weights, and ``count``, a number of them."""
     if (stage.sparsity is None) == (stage.count is None):
         which = "neither" if stage.count is None else "both"
         raise TypeError(
@@ -257,7 +258,7 @@ def require_sparsity_or_count(stage: Any) -> None:
 
 
 def count_left(stage: Any, size: int) -> Any:
-    """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
+    """Returns how many of ``size`` weights remain; each share applies to the weights left by the shares before it."""
     if stage.count is not None:
         return size - stage.count
     remaining: Any = size
@@ -267,15 +268,15 @@ def count_left(stage: Any, size: int) -> Any:
 
 
 def _as_tuple(sparsity: Any) -> tuple[Any, ...]:
-    """The shares as a tuple, even if there is only one."""
+    """Returns the shares as a tuple, even if there is only one."""
     return sparsity if isinstance(sparsity, tuple) else (sparsity,)
 
 
 def _round_share(share: Any, count: Any) -> Any:
-    """``share`` times ``count``, rounded to an integer; halves are rounded to the even one."""
+    """Rounds ``share * count`` to the nearest integer, with halves rounded to the even one."""
     if isinstance(share, float) and isinstance(count, int):
         return round(share * count)
-    # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
+    # float32 cannot represent every integer beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(share).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
     integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
@@ -283,7 +284,7 @@ def _round_share(share: Any, count: Any) -> Any:
 
 
 def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The upper and lower 32 bits of a product of numbers of at most 32 bits."""
+    """Returns the upper and the lower 32 bits of the product of two 32-bit numbers."""
     lower = (a & 0xFFFF) * (b & 0xFFFF)
     middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)
     crossed = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
@@ -292,7 +293,7 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def count_error(stage: Any, size: int) -> str | None:
-    """Why ``count`` is too large for an array of ``size`` weights or slices; None if it is not."""
+    """Returns why ``count`` is too large for an array of ``size`` weights or slices, or None if it is not."""
     if stage.count is None or stage.count <= size:
         return None
     return (
@@ -316,7 +317,7 @@ class _Prune(_Masked, Constraint):
         return count_error(self, math.prod(w.shape[axis] for axis in axes.count_from_front(self.axis, w)))
 
     def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
-        """The raw values of ``w``, with a mask that keeps the slices with the largest scores."""
+        """Returns the raw values of ``w`` with a mask that keeps the weights or slices with the largest scores."""
         return mask_values(w, mask_largest(scores, count_left(self, scores.size)))
 
 
@@ -326,28 +327,30 @@ _ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greate
 class MagnitudePruning(_Prune):
     r"""Pruning of the smallest weights: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
-    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
-    ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest such point; among equal
-    weights, those with lower index stay.
+    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array with a zero or one for each
+    weight, or for each slice. ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest
+    array that is; among equal weights, the ones with the lower index stay.
 
-    ``update`` computes the mask again, from the current weight. Call it in the steps that prune, with the sparsity of
+    ``update`` recomputes the mask from the current weight. Call it in the steps that prune, with the sparsity of
     that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
-    schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. No gradient passes to masked
-    entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
+    schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. Masked entries get no gradient.
+    Their raw values are kept, except that momentum may still change them, so a later ``update`` may bring them back;
     :func:`reset_moments` then sets their momentum to zero. ``p.original(raw)`` undoes pruning.
 
-    A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
-    quarter: a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` is refused, as both would prune the
-    same half. To rank the weights of all arrays together, use :class:`GlobalMagnitudePruning`.
+    A tuple of shares prunes repeatedly, as in torch: each share applies to the weights that remain, so ``(0.5, 0.5)``
+    leaves a quarter of the weights, a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` raises an
+    error, because both would prune the same half. To rank the weights of all arrays together, use
+    :class:`GlobalMagnitudePruning`.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
-        of weights may differ by one for halves, and for more than 2^24 weights.
-      axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
-        ``(in, out)``. Default: ``"each"``, single weights.
-      ord: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
-      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
+        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
+        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      axis: The feature axes whose indices select the slices that are pruned as a whole; for example, ``-1`` prunes
+        whole outputs of a dense kernel ``(in, out)``. Default: ``"each"``, which prunes single weights.
+      ord: The order :math:`k` of the norm that ranks slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest
+        magnitude.
+      count: The number of weights, or slices, to set to zero in each array, instead of a share.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -371,13 +374,13 @@ class MagnitudePruning(_Prune):
     ord: float = field(_ORDER, default=2.0, kw_only=True)
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """The inherited checks, and an error if an equal pruning comes next, as both would prune the same weights."""
+        """Adds to the inherited checks an error if an equal stage comes next, as both would prune the same weights."""
         stage = super()._checked_for(method, leaf)
         later = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
-        # If the array is a raw value of a pruning, both act on the same weights.
+        # If the array is a raw value of another pruning stage, both stages act on the same weights.
         if later and leaf.place[-2:-1] and is_mark(leaf.place[-2]) and kind_of(leaf.place[-2]) == self.kind:
             shares = (*_as_tuple(self.sparsity), *_as_tuple(later[0].sparsity))
-            are_shares = all(isinstance(share, float) for share in shares)  # not traced ones, and not counts
+            are_shares = all(isinstance(share, float) for share in shares)  # False for traced shares and for counts.
             if are_shares and replace(later[0], sparsity=self.sparsity, where=self.where) == self:
                 raise ValueError(
                     f"{CallName(self, method, (leaf.path,))} would prune weights that {later[0]!r} prunes too. Write "
@@ -395,16 +398,18 @@ class MagnitudePruning(_Prune):
 class RandomPruning(_Prune):
     r"""Pruning of random weights: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
-    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
-    Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise it starts at a random such
-    point, while ``project`` gives the nearest. No gradient passes to masked entries.
+    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array with a zero or one for each
+    weight, or for each slice. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise
+    ``init`` chooses the pruned weights at random, while ``project`` gives the nearest array of that sparsity. Masked
+    entries get no gradient.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
-        of weights may differ by one for halves, and for more than 2^24 weights.
-      axis: Prunes whole slices, one for each index of these feature axes. Default: ``"each"``, single weights.
-      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
+        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
+        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      axis: The feature axes whose indices select the slices that are pruned as a whole. Default: ``"each"``, which
+        prunes single weights.
+      count: The number of weights, or slices, to set to zero in each array, instead of a share.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -432,13 +437,13 @@ class RandomPruning(_Prune):
 
 
 def _random_scores(sizes: Array, key: Array) -> Array:
-    """Random scores, of which those of zeros are the smallest."""
+    """Draws random scores such that entries of ``sizes`` that are zero get the smallest ones."""
     noise = jax.random.uniform(key, sizes.shape, sizes.dtype, minval=0.5)
     return noise - (sizes == 0).astype(noise.dtype) / 2
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
-    """The scores of slices: numbers that increase with the norm of a slice, of size 1 along the normed axes."""
+    """Computes a score for each slice that increases with its norm; the reduced axes are kept with size 1."""
     x = jnp.abs(widened(w))
     if axis == EACH:
         return x
@@ -452,7 +457,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 
 
 class _Regrow(_Masked, Constraint):
-    """The base class of sparse training: an update drops the smallest weights, and regrows as many others from zero."""
+    """The base class of sparse training, where updates drop small weights and regrow as many others from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
@@ -472,18 +477,18 @@ class _Regrow(_Masked, Constraint):
         return self._keep_largest(w, sizes if key is None else _random_scores(sizes, key))
 
     def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
-        """The raw values of ``w``, where all but the weights with the largest scores are masked and set to zero."""
+        """Returns the raw values of ``w``, with all but the weights with the largest scores masked and set to zero."""
         mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
-        """The raw values after the smallest weights are dropped, and as many with the largest scores are regrown."""
+        """Drops the smallest weights, regrows as many with the largest scores, and returns the new raw values."""
         w, active = values["w"], values["mask"] != 0
         size, lowest = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
-        # NaN must not change the counts: such weights are kept, and such scores rank last.
+        # NaN must not change the counts, so weights that are NaN are kept, and scores that are NaN rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # with the sharding of the weights
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # This shards the scores like the weights.
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
@@ -496,14 +501,14 @@ class _Regrow(_Masked, Constraint):
 class RigL(_Regrow):
     r"""Sparse training by gradient magnitude, at constant density: :math:`w = m \, x`.
 
-    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, zeros and ones. ``init`` draws the mask, and sets
-    masked weights to zero. Zeros are pruned first, so it is exact if ``w`` is already that sparse. ``project`` gives
-    the nearest such array.
+    Raw values: ``w`` (main), the weight :math:`x`; ``mask`` (fixed), a real array of zeros and ones. ``init`` draws the
+    mask and sets masked weights to zero. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse.
+    ``project`` gives the nearest array of that sparsity.
 
-    ``p.update(raw, grads=grads)`` drops the share ``drop_fraction`` of the active weights, those of smallest magnitude.
-    It regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
-    respect to the effective tree, so call it about once in a hundred steps, and stop after three quarters of the
-    training. Without ``grads`` the mask stays. The paper decays the share:
+    ``p.update(raw, grads=grads)`` drops a share ``drop_fraction`` of the active weights, the ones of smallest
+    magnitude, and regrows as many from zero where the gradient has the largest magnitude. ``grads`` is the dense
+    gradient with respect to the effective tree, so call ``update`` only about once in a hundred steps, and stop after
+    three quarters of the training. Without ``grads``, the mask stays the same. The paper decays the share:
     ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of
     regrown weights to zero.
 
@@ -511,8 +516,8 @@ class RigL(_Regrow):
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop_fraction: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar;
-        rounded down to whole weights, in float32.
+      drop_fraction: The share of the active weights that an update replaces: a number from 0 to 1, or a traced scalar.
+        The number of weights is computed in float32 and rounded down.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -547,13 +552,14 @@ class RigL(_Regrow):
 class SET(_Regrow):
     r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
-    Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
-    ``drop_fraction`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each
-    update needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
+    Like :class:`RigL`, with the same raw values, but weights regrow at random positions: ``p.update(raw, key)`` drops
+    a share ``drop_fraction`` of the active weights, the ones of smallest magnitude, and regrows as many from zero at
+    random. Each update needs a new key; without a key, the mask stays the same. Call ``update`` once per epoch, or
+    about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop_fraction: As for :class:`RigL`; the paper's :math:`\zeta`.
+      drop_fraction: As for :class:`RigL`; this is :math:`\zeta` in the paper.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -583,15 +589,15 @@ class SET(_Regrow):
 class GlobalMagnitudePruning(Joint):
     r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, those that
-    come first in the tree stay. Raw values: ``w`` (main)
-    and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
+    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, the ones
+    that come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact
+    if the arrays together are already that sparse.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of what the shares before it leave. A share may be a traced scalar. It is then rounded to float32, so the number
-        of weights may differ by one for halves, and for more than 2^24 weights.
-      count: Instead of a share, the number of weights to set to zero in all arrays together.
+        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
+        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      count: The number of weights to set to zero in all arrays together, instead of a share.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: Not available, because all arrays share one ranking.
