@@ -25,8 +25,8 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
     ``init`` and ``apply`` have the same arguments and results as the functions of ``transformed``. A chain with noise
     draws from ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the
-    draws of the chain and of the network are independent. To drop the argument ``rng``, wrap the result:
-    ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
+    draws of the chain and of the network are independent. Without noise, wrap the result to
+    drop the argument ``rng``: ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
 
     With ``hk.transform_with_state``, the state holds the fixed values, under ``~fixed``, where no optimizer sees them.
     With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values have zero gradients,
