@@ -127,7 +127,7 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     assert f"{taken}, against {without:.0f} with `apply` alone and {by_hand:.0f} by hand." in text
     on_gpu, gpt = Results.newest("nvidia-h200"), "GPT-2, batch 8 x 512: peak MiB of a process"
     assert "on a GPU at batch 8 x 512 it saved nothing" in text
-    assert "a small fixed set: twelve voices, no augmentation" in text
+    assert "a small fixed set (twelve voices, no augmentation)" in text
     of_words = headline("digits_lstm")
     assert of_words in text
     assert of_words in without_links((ROOT / "docs" / "index.md").read_text())
