@@ -2,8 +2,8 @@
 
 :class:`Parametrization` is both the base class of stages and the type of chains. Its public methods, ``init``,
 ``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``); a single stage is a chain of
-one. Each of these methods is the same for all chains. What differs between stages is the private methods that end in
-``_at``: they call the stage's formulas at one :class:`Site`, that is, for one array or one group of arrays.
+one. Each of these methods is the same for all chains. Stages differ in their private methods whose names end in
+``_at``. These call the formulas of the stage at one :class:`Site`, that is, for one array or one group of arrays.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Parametrization(Static, ABC):
     """Whether the gradient differs from that of the formula, as when rounding has the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes trainable values, for example sets regrown weights to zero."""
+    """Whether ``update`` also changes trainable values; for example, it may set regrown weights to zero."""
     needs_update: ClassVar[bool] = False
     """Whether the weights are wrong unless each step calls ``update``, so that :func:`optimizer` requires the call."""
     starts_elsewhere: ClassVar[bool] = False
     """Whether ``apply(init(w))`` is meant to differ from ``w``. If you set it to True, no warning is issued."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises an error for a class without ``sites``, or with a method of whole chains where a formula is meant.
+        """Raises an error for a class that lacks ``sites``, or that overrides a method of whole chains.
 
         ``Chain`` defines ``_parts`` instead of ``sites``, because its stages have the sites.
         """
@@ -105,10 +105,10 @@ class Parametrization(Static, ABC):
     def init(self, params: T, key: jax.Array | None = None) -> T:
         """Returns the raw tree whose effective tree is ``params``, up to rounding.
 
-        If the chain cannot represent ``params``, the effective tree is another one; see the class. Arrays that no stage
-        changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw tree also
-        deletes them in ``params``. If you need ``params`` later, copy them:
-        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        If the chain cannot represent ``params``, the effective tree differs from ``params``; see the class. Arrays that
+        no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw
+        tree also deletes them in ``params``. If you need ``params`` later, copy them: ``raw = jax.tree.map(jnp.copy,
+        p.init(params))``.
 
         Args:
           params: The model's parameters.
@@ -202,14 +202,14 @@ class Parametrization(Static, ABC):
         """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
         If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. All raw values
-        of the array start again: for an adapter, ``w`` becomes the base, which replaces the frozen one, and the trained
-        factors are lost. All other arrays of ``raw`` stay the same, bit for bit. In torch, this is ``module.weight =
-        w`` under a parametrization.
+        of the array are initialized anew. For an adapter, ``w`` becomes the base, which replaces the frozen one, and
+        the trained factors are lost. All other arrays of ``raw`` stay the same, bit for bit. In torch, this is
+        ``module.weight = w`` under a parametrization.
 
         Args:
           raw: The raw tree.
           path: The path of an array of the model, such as ``"dense/kernel"``.
-          w: The array.
+          w: The new effective array.
           key: The same as for ``init``.
 
         Raises:
@@ -280,16 +280,16 @@ class Parametrization(Static, ABC):
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""Returns the log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, float32 or wider.
 
-        It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
-        Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
-        values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
-        own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
-        matrix.
+        The log-determinant turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for
+        Hamiltonian Monte Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a
+        bijection of its values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A
+        bijection of your own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a
+        correlation matrix.
 
         A symmetric matrix counts its n (n + 1) / 2 independent entries, as in numpyro. A :class:`Simplex`, which has
         one raw value more than it needs, adds the density of a number on which the weights do not depend. No stage may
-        follow one of these, as it would count dependent entries too; a stage before them acts on independent values.
-        Noise is replaced by its mean, and frozen values do not count.
+        follow such a stage, because it would count dependent entries too. A stage before it acts on independent values,
+        and is allowed. Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
           ValueError: If a stage is not a bijection, does not define its log-determinant, acts on entries that are
@@ -329,8 +329,8 @@ class Parametrization(Static, ABC):
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
         """Maps the path of each array of ``params`` to the path at which the raw tree holds its values.
 
-        This is the array's own path, except for arrays that are computed from others, such as tied ones. For an array
-        that is computed from several others, it is a tuple of paths.
+        This is the array's own path, unless the array is computed from others, as a tied array is. An array that is
+        computed from several others has a tuple of paths.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
@@ -347,11 +347,11 @@ class Parametrization(Static, ABC):
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
             """Returns the paths of the raw values of an array that these stages compute.
 
-            The last stage that computes the array from other arrays gives the paths of these. They are looked up in all
-            ``stages`` again, because the same stage may compute them from others, as when a tied array is tied to
-            another tied one.
+            The last stage that computes the array from other arrays gives the paths of these other arrays. Each path is
+            looked up in all ``stages`` again, because the same stage may compute that array from others, too, as when
+            an array is tied to a tied array.
             """
-            if not stages:  # No stage computes it from others, so the raw tree has its values.
+            if not stages:  # No stage computes the array from others, so the raw tree has its values.
                 return [path]
             *earlier, last = stages
             if path not in last:
@@ -365,12 +365,12 @@ class Parametrization(Static, ABC):
     def with_axes(self, roles: PyTree) -> Parametrization:
         """Returns this chain with the axes of a network's weights filled in, which :func:`roles` reads from its jaxpr.
 
-        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
-        do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
-        output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each stacked array. The
-        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If raw values
-        of one array need different axes, as the two factors of :class:`LowRank` may, one stage becomes several. The
-        result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
+        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ.
+        Axes that you did not set become numbers too, if they have a meaning in the formula: :class:`WeightNorm` has a
+        norm for each output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each
+        stacked array. The page "Axes of a network" has the table. Axes given by number or by a library's name do not
+        change. If raw values of one array need different axes, as the two factors of :class:`LowRank` may, one stage
+        becomes several. The result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
 
         Args:
           roles: ``rpx.roles(loss, params, batch)``.
@@ -401,8 +401,8 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
-          without: A stage to undo, or a class of stages, or a chain of several of the stages; the other stages are
-            applied. They are undone as :meth:`original` undoes all stages.
+          without: A stage to undo, a class of stages to undo, or a chain of several stages to undo. They are undone as
+            :meth:`original` undoes all stages; the other stages are applied.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
@@ -439,7 +439,7 @@ class Parametrization(Static, ABC):
     _is_layout: ClassVar[bool] = False
     """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields in which two stages of this class may differ if ``_convert`` is to convert their raw values."""
+    """The fields that may differ between two stages of this class when ``_convert`` converts their raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts raw values of the stage ``old`` to raw values of this stage for the same array; for ``transfer``.
@@ -530,7 +530,7 @@ class Parametrization(Static, ABC):
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
         """Computes the penalty or the log-determinant; ``formula`` is ``"penalty"`` or ``"log_det"``.
 
-        For stacked arrays, the result is an array with one number for each of them.
+        For stacked arrays, the result is an array with one number for each stacked array.
         """
         return jnp.zeros(())
 
@@ -541,18 +541,19 @@ class Parametrization(Static, ABC):
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
 
-        There is one stage, unless raw values of one array need different axes. This default is for stages without axes.
+        The list has one stage, unless raw values of one array need different axes. This default is for stages without
+        axes.
         """
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Lists where an axis of the stage differs from the network axis that it is meant to be, for ``check_axes``.
+        """Lists the axes of the stage that differ from the network axes they are meant to be, for ``check_axes``.
 
         ``tree`` has the roles of a network's arrays. The result is empty for a stage without axes.
         """
         return ()
 
-    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report the call of a chain.
+    if not TYPE_CHECKING:  # Hidden, so that type checkers reject calls of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
             """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
@@ -718,7 +719,7 @@ class Chain(Parametrization):
 
     @property
     def deterministic(self) -> Parametrization:
-        """The chain of the means. Noise around zero is left out, as its mean changes nothing."""
+        """The chain of the means. Noise with mean zero is left out, because its mean changes nothing."""
         return _chain_of(tuple(stage.deterministic for stage in self.stages))
 
 
@@ -736,9 +737,9 @@ def from_json(text: str) -> Parametrization:
         to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
-    A text from an untrusted source cannot run code, but treat it with the same care: a regular expression with nested
-    repetitions can take years to match, and a rank or a count can need more memory than there is. Read such a text
-    first, or try it in a process that you can kill.
+    A text from an untrusted source cannot run code, but it can use unlimited time or memory: a regular expression with
+      nested repetitions can take years to match, and a large rank or count can exceed the memory. Read such a text
+      first, or load it in a process that you can kill.
 
     Example:
       >>> import reparax as rpx
@@ -791,7 +792,7 @@ class Mean(Parametrization):
     _unwrapped: ClassVar[Any] = _stage_property("_unwrapped")
 
     def __post_init__(self) -> None:
-        """Requires a random stage, and takes over its kind, that is, its name in markers."""
+        """Requires a random stage, and copies its kind, which is its name in markers."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(

@@ -39,7 +39,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``; nothing if it lacks a gradient or key that it needs."""
+        """Yields the changed values at each site of step ``i``; nothing if the step lacks a gradient or key it needs."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
@@ -267,8 +267,9 @@ def _require_independent(values: Mapping[str, Names], free_places: set[Names], d
     """Requires that all entries of the values can vary independently, as the formula of the log-determinant assumes.
 
     Args:
-      values: The places of the free values of a site, by their names.
-      free_places: The places of all values that vary, which frozen values do not.
+      values: Maps the name of each free value of a site to its place.
+      free_places: The places of all values that are trained, and of the arrays computed from them. Frozen values are
+        excluded.
       dependent: Maps each array with entries that are determined by others to the stage that computes it.
     """
     for name, place in values.items():

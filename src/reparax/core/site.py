@@ -45,8 +45,8 @@ class Site:
       reads: The places of other arrays, which the formulas read but do not change.
       copies: Maps the path of each array without raw values of its own, such as a tied one, to the paths at which its
         values are stored.
-      formula: What the stage does here, if that differs between its sites.
-      types: The types of the effective arrays, if known.
+      formula: The formula of the stage at this site, if its sites have different formulas.
+      types: The types of the effective arrays, if they are known without tracing the formula.
       call: A function that calls the formulas, so that sites with arrays of equal types are traced once.
     """
 
@@ -71,8 +71,8 @@ class Site:
     def read(self, arrays: Arrays) -> RawValues:
         """Returns what the formulas read, by array and value: ``{"w": {"g": ..., "v": ...}, "other": {"": ...}}``.
 
-        An array in ``reads`` is not a raw value, so the name below its own name is ``""``. No gradient flows through
-        fixed values.
+        An array in ``reads`` has no raw values, so the array itself is stored under the name ``""``. No gradient flows
+        through fixed values.
         """
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}
