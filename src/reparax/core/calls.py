@@ -51,7 +51,7 @@ def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
 
 @dataclass(frozen=True, eq=False)
 class CallName:
-    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, formatted only if there is an error.
+    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, formatted only on an error.
 
     Attributes:
       p: The chain, or a stage of it.

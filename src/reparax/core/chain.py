@@ -107,8 +107,8 @@ class Parametrization(Static, ABC):
 
         If the chain cannot represent ``params``, the effective tree differs from ``params``; see the class. Arrays that
         no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw
-        tree also deletes them in ``params``. If you need ``params`` later, copy them: ``raw = jax.tree.map(jnp.copy,
-        p.init(params))``.
+        tree also deletes them in ``params``. If you need ``params`` later, copy them:
+        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.
@@ -348,7 +348,7 @@ class Parametrization(Static, ABC):
             """Returns the paths of the raw values of an array that these stages compute.
 
             The last stage that computes the array from other arrays gives the paths of these other arrays. Each path is
-            looked up in all ``stages`` again, because the same stage may compute that array from others, too, as when
+            looked up in all ``stages`` again, because the same stage may also compute that array from others, as when
             an array is tied to a tied array.
             """
             if not stages:  # No stage computes the array from others, so the raw tree has its values.
@@ -451,9 +451,9 @@ class Parametrization(Static, ABC):
         return values
 
     def _grown_values(self, old: Any) -> Sequence[str]:
-        """Returns the names of the values that ``_convert`` extends, which begin with the entries of the stage ``old``.
+        """Returns the names of the values that ``_convert`` extends.
 
-        An optimizer's state for these values can be extended in the same way.
+        The first entries of these values are those of the stage ``old``. An optimizer's state for these values can be extended in the same way.
         """
         return ()
 
@@ -738,8 +738,8 @@ def from_json(text: str) -> Parametrization:
         ``jax.scipy``. Nothing else is imported.
 
     A text from an untrusted source cannot run code, but it can use unlimited time or memory: a regular expression with
-      nested repetitions can take years to match, and a large rank or count can exceed the memory. Read such a text
-      first, or load it in a process that you can kill.
+    nested repetitions can take years to match, and a large rank or count can exceed the memory. Read such a text
+    first, or load it in a process that you can kill.
 
     Example:
       >>> import reparax as rpx

@@ -39,7 +39,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``; nothing if the step lacks a gradient or key it needs."""
+        """Yields the changed values at each site of step ``i``; nothing if a gradient or key it needs is missing."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
