@@ -453,7 +453,8 @@ class Parametrization(Static, ABC):
     def _grown_values(self, old: Any) -> Sequence[str]:
         """Returns the names of the values that ``_convert`` extends.
 
-        The first entries of these values are those of the stage ``old``. An optimizer's state for these values can be extended in the same way.
+        The first entries of these values are those of the stage ``old``. An optimizer's state for the values can be
+        extended in the same way.
         """
         return ()
 

@@ -3,8 +3,8 @@
 A class attribute such as ``std: Number = number_field()`` declares an argument of a stage. Its *check* validates the
 argument when a stage is built, and returns the value to keep. Numbers and axes may differ between arrays: a dict from
 regular expressions for paths is kept as a :class:`ByPath`, and a function of path and array as a :class:`ByArray`.
-Formulas never see these, as a stage at a site has the number for the array there: ``VarNoise({"out/.*": 0.1, ".*":
-0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
+Formulas never see such an object, because the stage at a site holds the number for the array there:
+``VarNoise({"out/.*": 0.1, ".*": 0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ class Static:
 
     @functools.cached_property
     def _exact_text(self) -> str | None:
-        """All fields as text. Unlike equality, it distinguishes 1 from True, 0.0 from -0.0, and all hidden fields.
+        """All fields as text. Unlike equality, the text tells 1 from True and 0.0 from -0.0, and includes hidden fields.
 
-        The text is part of the keys under which equal stages share traces. It is None if equal stages may compute
-        different results, because a field is a traced number, or a function that may read values that change between
-        calls.
+        The text is part of the keys under which equal stages share traces. The text is None if equal stages may compute
+        different results, because a field is a traced number or a function. A function may read values that change
+        between calls.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
         # A predicate in `where` selects arrays, but the formulas do not read it.
@@ -223,18 +223,18 @@ class Static:
         return _build, (type(self), config.name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Raises an error, as a stage cannot change; code in this file uses ``object.__setattr__`` to build one."""
+        """Raises an error, because a stage is immutable; this file builds stages with ``object.__setattr__``."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
-        """Raises an error, as a field cannot be deleted."""
+        """Raises an error, because a stage is immutable."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _make_dataclass(cls: Any) -> None:
     """Makes ``cls`` a frozen dataclass in place, and sets its ``kind``, ``_checks`` and ``__init__``.
 
-    Raises an error if the class defines ``__init__``, wrong declarations of raw values, or a kind that is taken.
+    Raises an error if the class defines ``__init__``, declares raw values wrongly, or has a kind that is taken.
     """
     if "__init__" in cls.__dict__:
         raise TypeError(
@@ -244,7 +244,7 @@ def _make_dataclass(cls: Any) -> None:
     check_values(cls.__name__, cls.raw_values)
     cls.kind = config.kind_of_class(cls)
     dataclass(frozen=True, repr=False, eq=False)(cls)
-    # If a subclass only changes the default of a field, the check from its base class remains.
+    # If a subclass only changes the default of a field, the field keeps the check from the base class.
     own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
     cls._checks = {**cls._checks, **own_checks}
     cls.__init__ = _with_python_scalars(cls.__init__)
@@ -290,7 +290,7 @@ V = TypeVar("V")
 
 
 class FieldOf(Generic[V]):
-    """The declared type of a field that is set to a ``V``, but read as another type. It is for type checkers only.
+    """The declared type of a field that is set to a ``V``, but read as another type; for type checkers only.
 
     ``std: FieldOf[float | Mapping[str, float]]`` takes a dict when the stage is built, but formulas read a number.
     """
@@ -303,7 +303,7 @@ class FieldOf(Generic[V]):
 
 OneNumber = ArrayLike | Mapping[str, Any] | Callable[[str, Any], Any]
 Number = FieldOf[OneNumber]
-"""A number, known or traced, or one for each array, given by regular expressions or a function of path and array."""
+"""A number, known or traced; or a number for each array, by regular expressions or a function of path and array."""
 
 TYPICAL = 0.5
 """A placeholder for a number that differs between arrays, where only shapes and dtypes matter; all stages accept it."""
@@ -323,7 +323,7 @@ class ByPath:
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        """Requires two tuples of one length, which JSON may not have given."""
+        """Requires two tuples of equal length, because JSON may give anything else."""
         patterns: Any = self.patterns
         numbers: Any = self.numbers
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
@@ -411,7 +411,7 @@ class ByArray:
 def by_array(check: Check) -> Check:
     """Returns a check that also accepts different numbers for different arrays, each of which ``check`` must accept.
 
-    They are given as described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
+    The forms are described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
     becomes a :class:`ByArray`, and ``check`` handles anything else.
     """
 
@@ -432,7 +432,7 @@ def by_array(check: Check) -> Check:
 class AxesByPath:
     """A check of axes that also accepts a dict from regular expressions for paths to axes.
 
-    This is a class, and not a function like :func:`by_array`, so that fields with axes can be recognized by it.
+    The check is a class, unlike :func:`by_array`, because fields with axes are recognized by the class of their check.
 
     Attributes:
       check: The check of the axes for one array.
@@ -449,9 +449,9 @@ class AxesByPath:
 def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
     r"""Returns the value of a field that takes the given ``values`` at the arrays of these paths.
 
-    This is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
-    match any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that they match have the same
-    value.
+    The result is a single value if all values are equal and ``several`` is not set, and otherwise a :class:`ByPath`. An
+    expression matches any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that it matches
+    have the same value.
 
     Args:
       values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
@@ -467,7 +467,7 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
 
 def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
-    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if such paths differ in value.
+    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if other matches differ in value.
 
     ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path in ``paths`` without a value counts as different.
     """
@@ -494,10 +494,10 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
 
 
 def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves that have a number in each of these fields; a field by path may have none for a leaf.
+    """Returns the leaves for which each field has a number; a field given by path may have no number for a leaf.
 
-    ``fields`` holds the values of fields by name, of which only those of the type :class:`ByPath` are considered.
-    ``who`` is the call, for errors. The stage acts on the returned leaves.
+    ``fields`` maps names of fields to values. Only values of the type :class:`ByPath` are considered. ``who`` is the
+    call, for errors. The stage acts on the returned leaves.
 
     Raises:
       ValueError: If an expression applies to none of the leaves.

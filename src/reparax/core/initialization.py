@@ -235,7 +235,7 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
 
 
 def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
-    """Returns the raw tree with a flax box around each raw value of a boxed parameter, or ``raw`` if it has no boxes.
+    """Returns the raw tree with a flax box around each raw value of a boxed parameter; ``raw`` if none is boxed.
 
     The parameter axes that raw values follow are computed only if some box has axis names to pass on, and only for
     stages that left a marker in the raw tree.

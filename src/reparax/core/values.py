@@ -1,4 +1,4 @@
-"""What a stage declares about its raw values: main or auxiliary, free or fixed.
+"""Declarations of the raw values of a stage: main or auxiliary, free or fixed.
 
 Earlier stages of a chain act on the *main* values of an array as if they were the array itself; an *auxiliary* value,
 such as a length, is trained, but other stages do not act on it. A *fixed* value is not trained; a *free* value is.
@@ -115,9 +115,9 @@ def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] =
 
 
 def value_of(values: Values, name: str) -> Value:
-    """Returns the declaration of the raw value with this name, or its default: see :func:`aux`.
+    """Returns the declaration of the raw value ``name``.
 
-    The entry of the name comes first, then the entry ``"*"``, and then the default.
+    If the name has no entry, the entry ``"*"`` applies; if there is none either, the default of :func:`aux` applies.
     """
     default = Value(main=not any(value.main for value in values.values()))
     return values.get(name) or values.get(OTHERS) or default
