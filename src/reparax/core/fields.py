@@ -200,7 +200,7 @@ class Static:
 
     @functools.cached_property
     def _exact_text(self) -> str | None:
-        """All fields as text. Unlike equality, the text tells 1 from True and 0.0 from -0.0, and includes hidden fields.
+        """All fields as text. Unlike equality, it tells 1 from True and 0.0 from -0.0, and includes hidden fields.
 
         The text is part of the keys under which equal stages share traces. The text is None if equal stages may compute
         different results, because a field is a traced number or a function. A function may read values that change

@@ -63,7 +63,8 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
     """Joins lines that differ only in consecutive numbers at part ``i``.
 
-    A joined line takes the position of its first line. With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
+    A joined line takes the position of its first line. With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and
+    ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
     """
     # Group the lines by everything that must be equal, with their numbers and rows. A line without a number is a group
     # of its own.
