@@ -105,7 +105,7 @@ def box_of_parameter(boxes: Iterable[Any]) -> Any:
 def boxes_of_values(
     boxes: Mapping[Names, Any], params: Mapping[Names, Any], raw: Mapping[Names, Any], origins: Origins
 ) -> dict[Names, Any]:
-    """Returns the box of each raw value whose parameter has one; each axis gets the name of the axis it follows.
+    """Returns the box of each raw value of a boxed parameter; each axis gets the name of the axis that it follows.
 
     Args:
       boxes: The boxes of parameters, by their places.
@@ -134,8 +134,8 @@ def _names_of_axes(box: Any, ndim: int, axes: Sequence[int | None]) -> Iterator[
     """Yields the name that the box of an array with ``ndim`` axes gives to each of ``axes``; None for an axis None.
 
     With the names ``("embed", "mlp")``, the axes ``(None, 1)`` have the names ``(None, "mlp")``. A box may have fewer
-    names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have more names, and then
-    all axes are unnamed.
+    names than its array has axes; the last axes are then unnamed. Under ``jax.vmap``, a box may have more names; all
+    axes are then unnamed.
     """
     names = () if box is None else tuple(axis_entries(box) or ())
     for axis in axes:

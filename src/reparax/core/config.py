@@ -181,7 +181,7 @@ def code(value: Any) -> str:
 def expression(stage: object) -> str:
     """Returns source code that builds ``stage``, which is its ``repr``: ``WeightNorm(axis=0)``.
 
-    Arguments are written with names, except for those without a default and those of fields marked as positional.
+    Arguments are written with names, unless they have no default or belong to a field marked as positional.
     """
 
     def text(name: str, value: object) -> str:
@@ -193,7 +193,7 @@ def expression(stage: object) -> str:
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
-    """Converts ``value``, which is the argument ``name`` of ``stage`` or an item in it, to its JSON form.
+    """Converts ``value``, the argument ``name`` of ``stage`` or an item of that argument, to its JSON form.
 
     Tuples become lists, and dataclasses become entries. Functions and non-finite numbers become dicts with one key.
     Raises an error for a value that has no JSON form. :func:`_decode` is the inverse.

@@ -37,7 +37,7 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 
     Args:
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
-        raises an error. By default, any value is kept.
+        raises an error. By default, every value is accepted.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -66,7 +66,7 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 def number_field(
     *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
 ) -> Any:
-    """Declares a field of a stage that holds a real number, known or traced, or a different one for each array.
+    """Declares a field of a stage that holds a real number, known or traced, or a different number for each array.
 
     A known number becomes a Python float. In a formula, the field holds the number for the array to which the formula
     is applied.
@@ -104,8 +104,8 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
     """Declares a field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
     In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
-    negative. The names are those in flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not
-    have the axis, an error is raised.
+    negative. The names come from flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not have
+    the axis, an error is raised.
 
     Args:
       default: The default.
@@ -175,7 +175,7 @@ class Static:
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether both are stages of one class with equal fields."""
+        """Returns whether both stages have the same class and equal fields."""
         if not isinstance(other, Static) or type(other) is not type(self):
             return NotImplemented
         return self._compared() == other._compared()
@@ -337,7 +337,7 @@ class ByPath:
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def index_of(self, path: str) -> int | None:
-        """Returns the index of the expression that applies to a path; None if none matches it."""
+        """Returns the index of the expression that applies to a path; None if no expression matches."""
         return next((i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)), None)
 
     def matches(self, path: str) -> bool:
@@ -345,7 +345,7 @@ class ByPath:
         return self.index_of(path) is not None
 
     def for_paths(self, paths: Sequence[str]) -> ByPath:
-        """Returns the same numbers, but without expressions that apply to none of these paths; may be empty."""
+        """Returns the same numbers without the expressions that apply to none of these paths; may be empty."""
         applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
@@ -455,7 +455,7 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
     Args:
       values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
-      paths: All paths that an expression might match; it must not match those that have no entry in ``values``.
+      paths: All paths that an expression might match; it must not match a path without an entry in ``values``.
       several: Whether several stages divide the arrays among them, so that each needs expressions in any case.
     """
     if len(set(values.values())) == 1 and not several:

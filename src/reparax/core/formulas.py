@@ -3,7 +3,7 @@
 The formulas of a stage read the arrays that the steps before it compute. ``update`` and ``update_base`` write the new
 values to the raw tree; ``penalty`` and ``log_det`` add up one number for each site.
 
-A *free* value is trained; a *fixed* one changes only in ``update`` and ``update_base``. A *base* is a fixed array to
+A *free* value is trained; a *fixed* value changes only in ``update`` and ``update_base``. A *base* is a fixed array to
 which the free values of a stage are relative, as in ``Orthogonal``.
 """
 
@@ -33,7 +33,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     Args:
       who: The call, for errors.
       plan: The plan of the raw tree, with means in place of random stages.
-      key: The key of the whole call. If it is None, stages that need a key do nothing.
+      key: The key of the whole call. If None, stages that need a key do nothing.
       grads: The gradients of the loss with respect to the effective tree. If None, stages that need gradients do
         nothing.
     """
@@ -75,7 +75,7 @@ def advance_bases(plan: Plan) -> Flat:
 
 
 def _changed(values: RawValues, new_values: RawValues) -> RawValues:
-    """Keeps only the new values that a formula changed, and drops those that it returned as the objects it received.
+    """Keeps only the new values that a formula changed, and drops the values returned as the same objects.
 
     Objects are compared instead of numbers, because the numbers may be traced. ``new_values`` may omit values that do
     not change.
@@ -112,7 +112,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
     Args:
       method: ``"update"`` or ``"update_base"``, for errors.
       raw: The arrays of the raw tree so far.
-      arrays: What the stage read: the arrays of ``raw`` and those that earlier stages compute.
+      arrays: The arrays that the stage reads: those of ``raw``, and those that earlier stages compute.
       site: The site of the stage.
       values: The values that its formula changed, by array and value name.
       free: Whether to write new free values too; otherwise they are ignored.
@@ -143,7 +143,7 @@ def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
 
 
 def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
-    """Returns the gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree.
+    """Returns the gradients with respect to the outputs of step ``i``, computed from the effective tree's gradients.
 
     In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so its gradient is doubled.
 
@@ -234,7 +234,7 @@ def total_log_det(plan: Plan) -> Array:
 
 
 def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
-    """Yields each step, together with the arrays that it reads: the raw ones, and those of the earlier steps."""
+    """Yields each step, together with the arrays that it reads: raw arrays, and arrays that earlier steps compute."""
     arrays: Arrays = plan.raw.arrays
     for i, step in enumerate(plan.steps):
         arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)  # Runs the step before; none if i is 0.
@@ -254,7 +254,7 @@ def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
 
 
 def _require_bijection(stage: Any) -> None:
-    """Requires that a stage defines its log-determinant, as only bijections do."""
+    """Requires that a stage defines its log-determinant, because only bijections have one."""
     if not stage._defines("log_det"):
         raise ValueError(
             f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "

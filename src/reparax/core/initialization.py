@@ -3,10 +3,10 @@
 For ``WeightNorm() >> VarNoise(0.1)``, the noise has no raw values and leaves the array ``w``; then ``WeightNorm``
 replaces ``{"w": w}`` by ``{"w": {"@weight_norm": {"g": ..., "v": ...}}}``. A :data:`Swap` is such a replacement.
 
-:func:`initialize` does so for all stages, and :func:`initialize_sites` for the sites of one stage. :func:`follow_axes`
-does the same with types alone, and finds which axis of a parameter each axis of a raw value follows: in ``g`` of shape
-(1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings, axis names in flax
-boxes and the roles of axes are passed on to raw values in this way.
+:func:`initialize` makes the replacements of all stages, and :func:`initialize_sites` those of one stage.
+:func:`follow_axes` makes them with types alone, and finds which axis of a parameter each axis of a raw value follows:
+in ``g`` of shape (1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings,
+axis names in flax boxes and the roles of axes are passed on to raw values in this way.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
       values: The initial raw values that ``init`` of the stage returned for ``arrays``.
       arrays: The arrays that ``init`` received. If they are traced, nothing is checked, because traced arrays have no
         numbers to compare.
-      key: The key that was passed to ``init``; None if it takes none.
+      key: The key that was passed to ``init``; None if ``init`` takes no key.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
@@ -105,8 +105,8 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
 def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
     """Returns the largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` computes; 0 if exact.
 
-    The arrays computed from the initial ``values`` are tried, and also, unless ``init`` takes a key, those computed
-    from slightly perturbed values.
+    The arrays ``w`` are computed from the initial ``values``. Unless ``init`` takes a key, arrays computed from
+    slightly perturbed values are tried too.
     """
     stage, rng = site.stage, np.random.default_rng(0)
 
@@ -175,7 +175,8 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
 
     For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry
     ``(("w",), (None, 1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced
-    keep their entries. If the axes of ``params`` themselves follow those of other arrays, ``origins`` says which ones.
+    keep their entries. If the axes of ``params`` themselves follow axes of other arrays, ``origins`` says which
+    axes these are.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
@@ -203,7 +204,7 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
-        """Computes the initial raw values without a key, as only their types matter."""
+        """Computes the initial raw values without a key, because only their types matter."""
         values = site.stage._init_at(site, arrays, None)
         # `probe_origins` doubles the lengths of axes. If a stage joins arrays, two lengths may have to be equal; this
         # check then raises an error when only one of them is doubled.

@@ -8,8 +8,8 @@ array that ``init`` received, as ``v``, but training may change its lengths ``g`
 
 In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
 ``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
-``v``. Since nothing changes it, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives ``v``,
-whatever ``g`` is.
+``v``. Since nothing changes this ``w``, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives
+``v``, whatever ``g`` is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Stored:
     """A stage whose effective arrays are raw values. It occurs only in plans, which call only its ``_apply_at``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Any]:
-        """Returns the one raw value of each array, as :func:`_undo_site` has chosen it."""
+        """Returns the raw value that :func:`_undo_site` has chosen for each array."""
         return {name: x for name, of_one in values.items() for x in of_one.values()}
 
 
@@ -166,7 +166,7 @@ def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
-    """Returns ``raw`` with other raw values for one array, for which ``apply`` gives ``w`` at ``path``.
+    """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
     The plan is followed from its last step to its first. At each step, the sites that compute the array replace it by
     new raw values, as ``init`` does. For ``LoRA(4) >> WeightNorm()``, the array is replaced by ``g`` and ``v``, and
@@ -194,7 +194,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Requires that a site computes and reads no arrays other than those in ``changed``, which are set anew.
+    """Requires that a site computes and reads only arrays that are in ``changed``, which holds the new arrays.
 
     A stage that computes several arrays together, such as ``Pack``, would change the others too.
     """
@@ -209,7 +209,7 @@ def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat
 def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
     """Converts ``w`` to an array, which must have the shape and dtype of ``expected``, the effective array.
 
-    If the chain may change dtypes, as a cast does, ``w`` may have another precision: that of the model's own array.
+    If the chain may change dtypes, as a cast does, ``w`` may have another precision, that of the model's own array.
     """
     try:
         array = jnp.asarray(w)
@@ -252,7 +252,7 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
 
 
 def _describe_change(old: Any, new: Any) -> str:
-    """Describes how a value differs from an old one, bit by bit; returns an empty text if it does not differ.
+    """Describes how a value differs from an old one, bit by bit; returns an empty text if both are equal.
 
     ``new`` is None if the value is missing. Bits are compared because NaN does not equal itself, and -0.0 equals 0.0.
     """

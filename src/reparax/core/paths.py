@@ -240,7 +240,7 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
-        """Adds key names to ``x``, and below it, if ``x`` is a mapping without them; otherwise returns ``x``."""
+        """Adds key names to ``x`` and below it, if ``x`` is a mapping without key names; otherwise returns ``x``."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:
@@ -289,7 +289,7 @@ def _names(keys: Iterable[Any]) -> Names:
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
-    """Raises an error for an nnx variable at two places: the tree would hold two copies of it, which would diverge.
+    """Raises an error for an nnx variable at two places: the tree would hold two copies, which would diverge.
 
     ``boxes`` holds the boxes of a tree by their key paths. A linen box may be at several places, because it cannot
     change.

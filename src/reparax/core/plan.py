@@ -1,9 +1,9 @@
 """Builds and runs plans. A plan lists what each stage of a chain does with a raw tree, and depends only on array types.
 
-``init`` leaves marker dicts in the raw tree (see ``raw.py``), and a plan is read from these. It has one :class:`Step`
-for each stage of the chain, and a step has one :class:`Site` for each array, or group of arrays, on which the stage
-acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and the path
-that is hashed into the random key. A *place* is always such a key path: the tuple of names that leads to an array.
+``init`` leaves marker dicts in the raw tree (see ``raw.py``), and a plan is built from these dicts. A plan has one
+:class:`Step` for each stage of the chain, and a step has one :class:`Site` for each array, or group of arrays, on which
+the stage acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and
+the path that is hashed into the random key. A *place* is such a key path: the tuple of names that leads to an array.
 
 For ``WeightNorm() >> VarNoise(0.1)`` on ``{"w": ...}``, the first step has a site that computes the array at ``("w",)``
 from the values at ``("w", "@weight_norm", "g")`` and ``("w", "@weight_norm", "v")``. The second step has a site that
@@ -157,7 +157,7 @@ def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
     ``tree`` holds the arrays that the stage reads. Sites with equal formulas and equal types are traced only once.
     Raises an error if a formula rejects its values.
     """
-    # A site may read what an earlier site of the same stage computes: one tied array may be tied to another.
+    # A site may read an array that an earlier site of the same stage computes: a tied array may be tied to another.
     arrays, output_types, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
         if site.types is not None:
@@ -189,7 +189,7 @@ def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]
     """Traces the formula of a stage at one site, and returns the types of the arrays that it computes, by name.
 
     ``arrays`` holds the types of all arrays that the stage may read. No random numbers are drawn, because a random
-    stage gets no key here. Raises an error if the types of the raw values differ from those that ``init`` would give.
+    stage gets no key here. Raises an error if the raw values do not have the types that ``init`` would give them.
     """
     values = {name: {value: arrays[place] for value, place in places.items()} for name, places in site.values.items()}
     with locate_errors(site.who):
@@ -226,7 +226,7 @@ PendingNoise = dict[Names, tuple[Site, Array]]
 def run_steps(
     steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
 ) -> dict[Names, Any]:
-    """Returns the given arrays, together with those that the steps compute from them.
+    """Returns the given arrays, together with the arrays that the steps compute from them.
 
     For ``WeightNorm``, the result holds ``w`` beside its raw values ``g`` and ``v``. Noise is added only when another
     step reads the array, or at the end, so that consecutive noises on one array can be merged. For example,
@@ -250,7 +250,7 @@ def run_steps(
         draws = draw_at_sites(step, others, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
         if step.draws_noise:
             pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in others}
-        else:  # Other random stages take keys and draw by themselves.
+        else:  # Other random stages receive a key for each site.
             _apply_step(step, arrays, draws)
     _add_noise(arrays, pending, list(pending))
     return arrays
@@ -268,7 +268,7 @@ def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array])
 
 
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
-    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``; changes both.
+    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``, in place.
 
     Key paths without pending noise are skipped.
     """
@@ -289,7 +289,7 @@ def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Arra
 
 
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:
-    """Merges the noise of ``site`` with the noise pending at its array; returns None if it needs a draw of its own.
+    """Merges the noise of ``site`` with the noise pending at its array; None if the site needs its own draw.
 
     The random numbers of the earlier site are kept, and only its stage is replaced: if ``VarNoise(4.0)`` follows
     ``VarNoise(3.0)``, the stage becomes ``VarNoise(5.0)``. The result is None in four cases:

@@ -5,10 +5,10 @@ key, the path of the array, the kind of the stage, its number among the stages o
 ``update`` draws. The number of arrays and the other stages do not affect a draw. The noise of small arrays of one type
 is drawn in one loop.
 
-A random array has the sharding of the weight that it is combined with. The numbers are those of ``jax.random`` for the
-same key: words and uniform numbers are equal bit for bit; normal numbers are more accurate (see ``threefry``), and may
-differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone, in a loop whose body
-is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
+A random array has the sharding of the weight that it is combined with. The numbers agree with those of ``jax.random``
+for the same key. Words and uniform numbers are equal bit for bit. Normal numbers are more accurate (see ``threefry``),
+and may differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone; a loop draws
+them, and its body is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
 :func:`local_reparametrization` finds them.
 """
 
@@ -62,7 +62,7 @@ def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, s
 
 
 def is_one_key(key: Any) -> bool:
-    """Returns whether ``key`` is a typed scalar key, as made by ``jax.random.key``, and not a legacy key or a batch."""
+    """Returns whether ``key`` is a typed scalar key, as from ``jax.random.key``; False for a legacy key or a batch."""
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 

@@ -1,6 +1,6 @@
 """Helpers for the text of reports, such as ``summary``: equal lines are shown as one, and sizes have units.
 
-Nothing here depends on the rest of the package. It is in ``core`` because three other folders use it.
+This module does not depend on the rest of the package. It is in ``core`` because three other folders use it.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a report: a path, or several similar ones as in ``layers/0..11/kernel``, and their value.
+    """One line of a report: a path, or similar paths joined as in ``layers/0..11/kernel``, and its value.
 
     Attributes:
       parts: The path, split into text and numbers in turn: ``("layers/", "0..11", "/kernel")``.

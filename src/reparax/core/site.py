@@ -41,7 +41,7 @@ class Site:
         place of the array itself.
       nodes: For each array, the key path of its marker dict; empty if the stage has no markers.
       draw_path: The path that is hashed into the random key; None for stages that join arrays, which draw nothing.
-      draw_number: The number of the stage among those of its kind that act on the array. A plan counts from 1.
+      draw_number: The number of the stage among the stages of its kind that act on the array. A plan counts from 1.
       reads: The places of other arrays, which the formulas read but do not change.
       copies: Maps the path of each array without raw values of its own, such as a tied one, to the paths at which its
         values are stored.
@@ -84,7 +84,7 @@ class Site:
     def free_values(self) -> dict[str, Names]:
         """Maps the name of each raw value that the stage does not declare as fixed to its key path.
 
-        If several arrays of the site have a value of the same name, the dict has only the last one.
+        If several arrays of the site have a value of the same name, the dict has only the value of the last array.
         """
         pairs = [pair for places in self.values.values() for pair in places.items()]
         return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
@@ -113,13 +113,13 @@ class Site:
 
 
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
-    """Returns the value at a key path as a JAX array. No gradient flows through it if a stage declares it as fixed."""
+    """Returns the value at a key path as a JAX array. No gradient flows through a fixed value."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:
-    """Builds the site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it.
+    """Builds the site of a stage at the given leaves: arrays before ``init``, or marker dicts after ``init``.
 
     Args:
       stage: The stage, with its numbers and axes for these arrays.

@@ -61,11 +61,11 @@ class _Mark:
 
 
 MARK = _Mark()
-"""The only instance: JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
+"""The only instance. JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """Returns ``fun(tree, key)``, and computes it again in the backward pass.
+    """Returns ``fun(tree, key)``, and recomputes ``fun`` in the backward pass.
 
     The backward pass stores only ``tree``, ``key`` and the result. Leaves that are not arrays, and leaves that ``fun``
     returns unchanged, are returned as the same objects. An error raised by ``fun`` reaches the caller unchanged.

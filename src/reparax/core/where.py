@@ -134,7 +134,8 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Raises:
-      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of it.
+      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of the
+        model.
       ValueError: If the parts hold no array.
 
     Example:
@@ -200,7 +201,7 @@ def nearest(path: str, paths: Iterable[str]) -> str:
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """Returns the matches of a regular expression with whole paths, one for each different path.
+    """Returns the matches of a regular expression with whole paths, one match for each distinct path.
 
     A pattern that equals a path matches only this path, even if it has special characters, as ``a.b`` has. The list is
     empty if nothing matches, or if the pattern is not a regular expression.
@@ -408,7 +409,7 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied ones.
+    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied arrays.
 
     A selection may name any of these paths. All ``leaves`` belong to one tree, and there is at least one leaf.
     """
