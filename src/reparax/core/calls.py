@@ -1,4 +1,4 @@
-"""Checks of the arguments of public calls, and the names of these calls in errors."""
+"""Checks the arguments of public calls, and names these calls in errors."""
 
 import functools
 import inspect
@@ -136,7 +136,7 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 def require_chains(usage: str, *arguments: object) -> None:
     """Requires that ``arguments`` are parametrizations, the first arguments of a public function.
 
-    ``usage`` shows how to call it, for the error: ``"summary(p, params)"``.
+    ``usage`` shows how to call the function, for the error: ``"summary(p, params)"``.
     """
     for x in arguments:
         if not is_stage(x):

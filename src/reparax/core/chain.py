@@ -65,7 +65,8 @@ class Parametrization(Static, ABC):
     dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
-      TypeError: If a class derives directly from this one, which does not define the arrays on which a stage acts.
+      TypeError: If a class derives directly from this one, because this class does not define the arrays on which a
+        stage acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -73,14 +74,14 @@ class Parametrization(Static, ABC):
     changes_type: ClassVar[bool] = False
     """Whether the stage may change the shape or dtype of the model's arrays."""
     straight_through: ClassVar[bool] = False
-    """Whether the gradient differs from that of the formula, as when rounding has the gradient of the identity."""
+    """Whether the gradient differs from the formula's own, as when rounding has the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes trainable values; for example, it may set regrown weights to zero."""
     needs_update: ClassVar[bool] = False
     """Whether the weights are wrong unless each step calls ``update``, so that :func:`optimizer` requires the call."""
     starts_elsewhere: ClassVar[bool] = False
-    """Whether ``apply(init(w))`` is meant to differ from ``w``. If you set it to True, no warning is issued."""
+    """Whether ``apply(init(w))`` is meant to differ from ``w``. True suppresses the warning about this difference."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises an error for a class that lacks ``sites``, or that overrides a method of whole chains.
@@ -233,9 +234,9 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
-          key: For stages that draw random numbers, such as :class:`SET`: a new key for each update. It may be a key
-            that is also passed to ``init`` or ``apply``, as ``update`` draws other numbers from it. Without a key,
-            these stages do nothing.
+          key: For stages that draw random numbers, such as :class:`SET`: a new key for each update. The key may also be
+            passed to ``init`` or ``apply``, because ``update`` draws other numbers from it. Without a key, these stages
+            do nothing.
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
@@ -248,7 +249,7 @@ class Parametrization(Static, ABC):
         return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
-        """Returns ``raw`` with each base moved to the current point, and the values relative to it set to zero.
+        """Returns ``raw`` with each base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; relative
         to the new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or call
@@ -330,7 +331,7 @@ class Parametrization(Static, ABC):
         """Maps the path of each array of ``params`` to the path at which the raw tree holds its values.
 
         This is the array's own path, unless the array is computed from others, as a tied array is. An array that is
-        computed from several others has a tuple of paths.
+        computed from several others is mapped to a tuple of paths.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
@@ -390,7 +391,7 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
-            """Returns the stages that replace one stage; if that stage is a mean, returns their means."""
+            """Returns the stages that replace ``stage``. If ``stage`` is a mean, returns the means of these stages."""
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
@@ -501,7 +502,7 @@ class Parametrization(Static, ABC):
         raise NotImplementedError
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
-        """Raises an error if ``apply`` of these initial values would give arrays of other types than ``arrays``."""
+        """Raises an error if ``apply`` would turn these initial values into arrays of other types than ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
         """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
@@ -514,10 +515,10 @@ class Parametrization(Static, ABC):
         raise NotImplementedError
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
-        """Returns the raw values that change in one training step, with their new numbers; others may be left out.
+        """Returns the new raw values of one training step. Raw values that do not change may be omitted.
 
-        If the formula takes gradients, ``grads`` holds the gradient with respect to each effective array. If it takes a
-        key, ``key`` is not None.
+        If the formula takes gradients, ``grads`` holds the gradient with respect to each effective array. If the
+        formula takes a key, ``key`` is not None.
         """
         return {}
 
@@ -540,10 +541,10 @@ class Parametrization(Static, ABC):
         return False
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
+        """Returns copies of this stage with numbers as axes.
 
-        The list has one stage, unless raw values of one array need different axes. This default is for stages without
-        axes.
+        ``tree`` holds array types with the roles of a network's arrays. The list has one stage, unless raw values of one
+        array need different axes. This default is for stages without axes.
         """
         return [self]
 
@@ -581,7 +582,7 @@ class Parametrization(Static, ABC):
     @overload
     def __getitem__(self, i: slice) -> Chain: ...
     def __getitem__(self, i: int | slice) -> Parametrization:
-        """Returns one stage; for a slice, such as ``p[1:]``, returns a chain, even if it has only one stage."""
+        """Returns one stage. For a slice, such as ``p[1:]``, returns a chain, even a chain of only one stage."""
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:
@@ -589,7 +590,7 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """Returns the configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        is_one = len(self._parts) == 1  # A chain of one stage does not equal the stage, so it is written as a chain.
+        is_one = len(self._parts) == 1  # A one-stage chain differs from its stage, so write a chain.
         return dump_stages((self,) if is_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
@@ -711,7 +712,7 @@ class Chain(Parametrization):
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
 
     def __bool__(self) -> bool:
-        return True  # A chain is true even if it is the identity, whose length is 0.
+        return True  # Even the identity chain, whose length is 0, is true.
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -725,7 +726,7 @@ class Chain(Parametrization):
 
 
 def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """Returns the chain of ``stages``, each a stage or a chain; if there is only one stage in all, returns that one."""
+    """Returns the chain of ``stages``, each a stage or a chain. If there is one stage in all, returns it."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
@@ -735,8 +736,8 @@ def from_json(text: str) -> Parametrization:
 
     Raises:
       ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
-        to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
-        ``jax.scipy``. Nothing else is imported.
+        to a stage, or names a function that is not public in ``jax.numpy``, ``jax.nn``, ``jax.lax`` or ``jax.scipy``.
+        Nothing else is imported.
 
     A text from an untrusted source cannot run code, but it can use unlimited time or memory: a regular expression with
     nested repetitions can take years to match, and a large rank or count can exceed the memory. Read such a text

@@ -1,4 +1,4 @@
-"""Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one.
+"""Checks raw values and the results of formulas, and lists how a raw tree differs from the expected tree.
 
 A ``require_...`` function returns None, or raises an error that says what was expected, what was found and what to do.
 Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
@@ -140,7 +140,7 @@ def describe_as_stored(x: Any) -> str:
 
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
-    """Returns one line for each path at which ``raw`` differs from ``init(like)``; none if all types are equal."""
+    """Returns one line for each path at which ``raw`` differs from ``init(like)``; empty if all types are equal."""
     # `init` returns dtypes as JAX reads them. If `like` is stored in other dtypes, such as float64, `raw` may be stored
     # in them too.
     keeps_dtypes = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
@@ -151,7 +151,7 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 
 def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """Returns the lines about one parameter: one for the whole parameter, or else one for each wrong value.
+    """Returns the lines about one parameter: one line for the whole parameter, or one for each wrong value.
 
     The parameter as a whole has a line if it is missing, unexpected, or belongs to another stage. ``found`` and
     ``expected`` map the rest of each value's path to the value's type; they are empty if there is no such parameter.
@@ -196,7 +196,7 @@ def require_valid_init(
     *,
     is_shared: bool,
 ) -> None:
-    """Requires that initial values are those that the class declares, and that ``apply`` accepts them.
+    """Requires that initial values have the names that the class declares, and that ``apply`` accepts them.
 
     Args:
       stage: The stage.
@@ -261,7 +261,7 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types.
 
-    ``method`` is the formula, ``update_leaf`` or ``update_leaves``; the values are those of one array.
+    ``method`` is the formula, ``update_leaf`` or ``update_leaves``; ``values`` and ``new_values`` belong to one array.
     """
     require_kept(method, stage, values, new_values)
     free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)

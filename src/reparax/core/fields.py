@@ -181,14 +181,14 @@ class Static:
         return self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        """Returns the hash of the class and of the compared fields. Raises an error if one of them holds an array."""
+        """Returns the hash of the class and of the compared fields. Raises an error if a field holds an array."""
         try:
             return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
             return hash((type(self), self._compared()))  # If a field holds an array, the error names it.
 
     def _compared(self) -> tuple[Any, ...]:
-        """Returns the values of fields that equality and hash use. Raises an error if one of them holds an array."""
+        """Returns the field values that equality and hash use. Raises an error if a value is or holds an array."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if config.holds_array(values):
             name = next(name for name, value in values.items() if config.holds_array(value))
@@ -361,7 +361,7 @@ class ByPath:
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression applies to at least one of these paths; otherwise it is probably misspelled.
+        """Requires that each expression applies to at least one of these paths; an unused one is probably misspelled.
 
         ``who``, the beginning of the error, names the call and the field. An expression that matches a path may still
         not apply to it, because an earlier one matches it too.

@@ -1,4 +1,4 @@
-"""Original arrays (``original`` and ``fold(without=...)``), new values for one array (``set``), and ``check``.
+"""Implements ``original`` and ``fold(without=...)``, ``set``, and the comparison with ``since`` in ``check``.
 
 ``original`` undoes stages without inverse formulas. ``MagnitudePruning``, for example, stores the array that ``init``
 received as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` uses ``w`` in place of

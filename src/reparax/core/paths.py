@@ -34,7 +34,7 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """Returns the dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled.
+    """Returns the dtype of an array as JAX reads it, for example float32 for float64, unless x64 is enabled.
 
     For PRNG keys, whose dtype JAX does not convert, the dtype itself is returned.
     """
@@ -70,8 +70,8 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 def is_traceable(x: object) -> bool:
     """Returns whether ``x`` is an array, or an array type, that ``jax.jit`` or ``jax.eval_shape`` takes as an argument.
 
-    A numpy array of text or objects is not one. ``jax.jit`` also takes Python numbers, but a number that is a leaf of a
-    model does not count as an array.
+    A numpy array of text or objects does not qualify. ``jax.jit`` also takes Python numbers, but a number that is a
+    leaf of a model does not count as an array.
     """
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
@@ -84,7 +84,7 @@ def is_empty(x: object) -> bool:
 
 
 def is_end(x: object) -> bool:
-    """Returns whether ``x`` counts as a leaf of a raw tree though JAX has no leaf for it: None or an empty node."""
+    """Returns whether ``x`` counts as a leaf of a raw tree although JAX does not: None or an empty node."""
     return x is None or is_empty(x)
 
 

@@ -282,7 +282,8 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Draws words of 32 or 64 bits, equal to those of ``jax.random.bits``.
 
-    ``threefry`` computes them if it supports the key and the shape, because XLA can fuse its operations.
+    If the module ``threefry`` supports the key and the shape, it computes the words, because XLA can fuse its
+    operations.
     """
     if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
@@ -290,7 +291,7 @@ def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedS
 
 
 def _prevent_fusion(x: Array) -> Array:
-    """Returns ``x``. If it is a vector, XLA cannot fuse its computation into the operations that read it.
+    """Returns ``x``. If ``x`` is a vector, XLA cannot fuse its computation into the operations that read ``x``.
 
     A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the random numbers into this
     repetition, and take minutes to compile it.

@@ -1,4 +1,4 @@
-"""A site: a stage at one array, or at a group of arrays that it computes together.
+"""Sites. A site is a stage at one array, or at a group of arrays that the stage computes together.
 
 A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. The formulas of a stage do not
 see places: they use a name such as ``"w"`` for each array, and a name such as ``"g"`` or ``"v"`` for each raw value. A

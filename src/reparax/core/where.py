@@ -339,7 +339,7 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
         if isinstance(where, str):
             # The place has markers, as in `dense/kernel/@weight_norm/v`; the path has none, as in `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
-        if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
+        if isinstance(where, Selected):  # Auxiliary values below a selected parameter do not count.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
@@ -419,7 +419,7 @@ def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
-    """Requires that each expression of :func:`all_but` matches a path; otherwise it is probably misspelled."""
+    """Requires that each expression of :func:`all_but` matches a path; an unmatched one is probably misspelled."""
     for pattern in where.patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
             raise ValueError(f"{who} excludes nothing with {pattern!r}: {why_none_selected(pattern, paths)}")
