@@ -543,8 +543,8 @@ class Parametrization(Static, ABC):
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns copies of this stage with numbers as axes.
 
-        ``tree`` holds array types with the roles of a network's arrays. The list has one stage, unless raw values of one
-        array need different axes. This default is for stages without axes.
+        ``tree`` holds array types with the roles of a network's arrays. The list has one stage, unless raw values of
+        one array need different axes. This default is for stages without axes.
         """
         return [self]
 

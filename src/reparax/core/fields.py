@@ -66,7 +66,7 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 def number_field(
     *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
 ) -> Any:
-    """Declares a field of a stage that holds a real number, known or traced, or a different number for each array.
+    """Declares a field of a stage that holds a real number, known or traced, or a different one for each array.
 
     A known number becomes a Python float. In a formula, the field holds the number for the array to which the formula
     is applied.
