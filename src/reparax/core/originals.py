@@ -9,7 +9,7 @@ array that ``init`` received, as ``v``, but training may change its lengths ``g`
 In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
 ``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
 ``v``. Since nothing changes this ``w``, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives
-``v``, whatever ``g`` is.
+``v``, for any ``g``.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 def _as_typed(key: Any) -> Any:
     """Converts a legacy key, or a batch of them, to typed keys; returns anything else unchanged.
 
-    A legacy key is an array of uint32 whose last axis has as many entries as a key has words, two for threefry.
+    A legacy key is an array of uint32. The size of its last axis is the number of words in a key: two for threefry.
     """
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
@@ -161,8 +161,8 @@ def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
 
 
 LOOPED = 2**14
-"""The largest size of an array whose noise is drawn in a loop with that of others. On a CPU, an array drawn by itself
-adds a tenth of a second to compilation; an array drawn in a loop uses only one core in every step."""
+"""The largest size of an array whose noise is drawn in one loop with the noise of other arrays. On a CPU, an array drawn
+by itself adds a tenth of a second to compilation, but an array drawn in a loop uses only one core in every step."""
 
 
 def draw_at_sites(

@@ -33,8 +33,9 @@ from reparax.core.roles import LOOKUP
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
-"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts them with a number,
-as in ``b1``, ``bias`` as a word of a name, as in ``bias_n``, and names that begin with ``ln_``."""
+"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts these names with a
+number at the end, as in ``b1``, names that contain the word ``bias``, as in ``bias_n``, and names that begin with
+``ln_``."""
 
 
 @register_static
