@@ -35,7 +35,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
-"""Pairs of a kind of scalar dtypes and its conversion to Python. Floats get the fewest digits that keep their value."""
+"""Pairs of a scalar type and its conversion to Python. Floats get the fewest digits that keep their value."""
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:

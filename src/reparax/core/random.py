@@ -161,8 +161,9 @@ def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
 
 
 LOOPED = 2**14
-"""The largest size of an array whose noise is drawn in one loop with the noise of other arrays. On a CPU, an array drawn
-by itself adds a tenth of a second to compilation, but an array drawn in a loop uses only one core in every step."""
+"""The largest size of an array whose noise is drawn in one loop with the noise of other arrays. On a CPU, an array
+drawn by itself adds a tenth of a second to compilation, but an array drawn in a loop uses only one core in every step.
+"""
 
 
 def draw_at_sites(
