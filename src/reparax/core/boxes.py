@@ -5,9 +5,9 @@ A box is linen's ``Partitioned``, or an nnx variable with or without ``out_shard
 
 In a raw tree, each raw value has a box, instead of one box around the marker dict, so that flax finds a partition spec
 for each value. Each axis name moves to the axis of the raw value that follows the named axis. nnx variables without
-axis names are moved in the same way, because nnx updates whole variables, each with one array. At a place without an
-array, such as a tied one, there is a variable inside the marker too. It holds ``()``, as nnx would convert a dict in a
-variable to a state in an update.
+axis names are moved in the same way, because nnx updates whole variables, each with one array. A parameter
+without values of its own, such as a tied one, has a variable inside its marker dict too. This variable holds ``()``,
+because nnx would convert a dict in a variable to a state in an update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class RawAxisNames(tuple[Any, ...]):
     of_parameter: Any
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether all names are equal; a plain tuple is compared with those of the raw value alone."""
+        """Returns whether all names are equal; a plain tuple is compared only with the names of the raw value."""
         same_parameter = not isinstance(other, RawAxisNames) or self.of_parameter == other.of_parameter
         return tuple.__eq__(self, other) and same_parameter
 
@@ -49,7 +49,7 @@ def value_in(box: Any) -> Any:
 def is_box_of_one(x: object) -> bool:
     """Returns whether ``x`` is a box around one array, or around the marker dict that replaces it.
 
-    This is false for a box around a tree of several arrays, such as an nnx variable that holds a state.
+    Returns False for a box around a tree of several arrays, such as an nnx variable that holds a state.
     """
     if not is_box(x):
         return False
@@ -105,7 +105,7 @@ def box_of_parameter(boxes: Iterable[Any]) -> Any:
 def boxes_of_values(
     boxes: Mapping[Names, Any], params: Mapping[Names, Any], raw: Mapping[Names, Any], origins: Origins
 ) -> dict[Names, Any]:
-    """Returns the box of each raw value whose parameter has one; each axis gets the name of the axis it follows.
+    """Returns the box of each raw value of a boxed parameter; each axis gets the name of the axis that it follows.
 
     Args:
       boxes: The boxes of parameters, by their places.
@@ -131,11 +131,11 @@ def boxes_of_values(
 
 
 def _names_of_axes(box: Any, ndim: int, axes: Sequence[int | None]) -> Iterator[Any]:
-    """Yields the names that the box of an array with ``ndim`` axes gives to some of its axes; None for a None.
+    """Yields the name that the box of an array with ``ndim`` axes gives to each of ``axes``; None for an axis None.
 
     With the names ``("embed", "mlp")``, the axes ``(None, 1)`` have the names ``(None, "mlp")``. A box may have fewer
-    names than its array has axes; the last axes are then unnamed. Under ``jax.vmap`` it may have more names, and then
-    all axes are unnamed.
+    names than its array has axes; the last axes are then unnamed. Under ``jax.vmap``, a box may have more names; all
+    axes are then unnamed.
     """
     names = () if box is None else tuple(axis_entries(box) or ())
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of public calls, and the names of these calls in errors."""
+"""Checks the arguments of public calls, and names these calls in errors."""
 
 import functools
 import inspect
@@ -40,7 +40,7 @@ def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> b
 
 
 def is_stage(x: object) -> bool:
-    """Returns whether ``x`` is a stage or a chain, not a class of stages. Does not import ``Parametrization``."""
+    """Returns whether ``x`` is a stage or a chain; False for a class. Does not import ``Parametrization``."""
     return hasattr(type(x), "_parts")
 
 
@@ -51,7 +51,7 @@ def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
 
 @dataclass(frozen=True, eq=False)
 class CallName:
-    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, written only if there is an error.
+    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, formatted only on an error.
 
     Attributes:
       p: The chain, or a stage of it.
@@ -75,7 +75,7 @@ class CallName:
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
-    """Requires a tree without references, that is, leaves whose content changes in place.
+    """Requires a tree without references. A reference is a leaf whose content changes in place.
 
     Chains are pure functions, so they could not write such a change back.
     """
@@ -113,9 +113,9 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
 
 
 def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
-    """Returns the key for ``p.apply`` as a typed key; None if the chain draws nothing, whatever the user passed.
+    """Returns the key for ``p.apply`` as a typed key; None if the chain draws nothing.
 
-    The key is checked in any case, because a user of another library may pass the model's data here by mistake.
+    Even an unused key is checked, because a user of another library may pass the model's data here by mistake.
     """
     needed = "Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
     typed_key = checked_key(p, "apply", key, needed=needed)
@@ -123,7 +123,7 @@ def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:
-    """Returns the stages of an argument of ``Chain``: those of a chain, or a single stage itself.
+    """Returns the stages in an argument of ``Chain``: all stages of a chain, or the single stage.
 
     Raises a TypeError for anything else.
     """
@@ -136,7 +136,7 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 def require_chains(usage: str, *arguments: object) -> None:
     """Requires that ``arguments`` are parametrizations, the first arguments of a public function.
 
-    ``usage`` shows how to call it, for the error: ``"summary(p, params)"``.
+    ``usage`` shows how to call the function, for the error: ``"summary(p, params)"``.
     """
     for x in arguments:
         if not is_stage(x):
@@ -148,9 +148,9 @@ def require_chains(usage: str, *arguments: object) -> None:
 
 
 def describe_non_stage(x: Any) -> str:
-    """Returns the end of an error, after "but got": what was passed instead of a stage, and what to write instead.
+    """Describes what was passed instead of a stage, and what to write instead; the text follows "but got" in an error.
 
-    Only short values are shown. For an array, for example, only the type is shown.
+    Only short values are shown. An array, for example, is described by its type.
     """
     if isinstance(x, type) and hasattr(x, "_parts"):  # The user has passed a class of stages without calling it.
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."

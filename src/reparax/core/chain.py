@@ -2,8 +2,8 @@
 
 :class:`Parametrization` is both the base class of stages and the type of chains. Its public methods, ``init``,
 ``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``); a single stage is a chain of
-one. Each of these methods is the same for all chains. What differs between stages is the private methods that end in
-``_at``: they call the stage's formulas at one :class:`Site`, that is, for one array or one group of arrays.
+one. Each of these methods is the same for all chains. Stages differ in their private methods whose names end in
+``_at``. These call the formulas of the stage at one :class:`Site`, that is, for one array or one group of arrays.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Parametrization(Static, ABC):
     dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
-      TypeError: If a class derives directly from this one, which does not define the arrays on which a stage acts.
+      TypeError: If a class derives directly from this one, because this class does not define the arrays on which a
+        stage acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -73,17 +74,17 @@ class Parametrization(Static, ABC):
     changes_type: ClassVar[bool] = False
     """Whether the stage may change the shape or dtype of the model's arrays."""
     straight_through: ClassVar[bool] = False
-    """Whether the gradient differs from that of the formula, as when rounding has the gradient of the identity."""
+    """Whether the gradient differs from the formula's own, as when rounding has the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` also changes trainable values, for example sets regrown weights to zero."""
+    """Whether ``update`` also changes trainable values; for example, it may set regrown weights to zero."""
     needs_update: ClassVar[bool] = False
     """Whether the weights are wrong unless each step calls ``update``, so that :func:`optimizer` requires the call."""
     starts_elsewhere: ClassVar[bool] = False
-    """Whether ``apply(init(w))`` is meant to differ from ``w``. If you set it to True, no warning is issued."""
+    """Whether ``apply(init(w))`` is meant to differ from ``w``. True suppresses the warning about this difference."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises an error for a class without ``sites``, or with a method of whole chains where a formula is meant.
+        """Raises an error for a class that lacks ``sites``, or that overrides a method of whole chains.
 
         ``Chain`` defines ``_parts`` instead of ``sites``, because its stages have the sites.
         """
@@ -105,9 +106,9 @@ class Parametrization(Static, ABC):
     def init(self, params: T, key: jax.Array | None = None) -> T:
         """Returns the raw tree whose effective tree is ``params``, up to rounding.
 
-        If the chain cannot represent ``params``, the effective tree is another one; see the class. Arrays that no stage
-        changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw tree also
-        deletes them in ``params``. If you need ``params`` later, copy them:
+        If the chain cannot represent ``params``, the effective tree differs from ``params``; see the class. Arrays that
+        no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw
+        tree also deletes them in ``params``. If you need ``params`` later, copy them:
         ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
@@ -202,14 +203,14 @@ class Parametrization(Static, ABC):
         """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
         If the chain cannot represent ``w``, ``apply`` gives the same array as after ``init`` with ``w``. All raw values
-        of the array start again: for an adapter, ``w`` becomes the base, which replaces the frozen one, and the trained
-        factors are lost. All other arrays of ``raw`` stay the same, bit for bit. In torch, this is ``module.weight =
-        w`` under a parametrization.
+        of the array are initialized anew. For an adapter, ``w`` becomes the base, which replaces the frozen one, and
+        the trained factors are lost. All other arrays of ``raw`` stay the same, bit for bit. In torch, this is
+        ``module.weight = w`` under a parametrization.
 
         Args:
           raw: The raw tree.
           path: The path of an array of the model, such as ``"dense/kernel"``.
-          w: The array.
+          w: The new effective array.
           key: The same as for ``init``.
 
         Raises:
@@ -233,9 +234,9 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
-          key: For stages that draw random numbers, such as :class:`SET`: a new key for each update. It may be a key
-            that is also passed to ``init`` or ``apply``, as ``update`` draws other numbers from it. Without a key,
-            these stages do nothing.
+          key: For stages that draw random numbers, such as :class:`SET`: a new key for each update. The key may also be
+            passed to ``init`` or ``apply``, because ``update`` draws other numbers from it. Without a key, these stages
+            do nothing.
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
@@ -248,7 +249,7 @@ class Parametrization(Static, ABC):
         return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
-        """Returns ``raw`` with each base moved to the current point, and the values relative to it set to zero.
+        """Returns ``raw`` with each base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; relative
         to the new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or call
@@ -280,16 +281,16 @@ class Parametrization(Static, ABC):
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""Returns the log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, float32 or wider.
 
-        It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
-        Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
-        values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
-        own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
-        matrix.
+        The log-determinant turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for
+        Hamiltonian Monte Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a
+        bijection of its values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A
+        bijection of your own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a
+        correlation matrix.
 
         A symmetric matrix counts its n (n + 1) / 2 independent entries, as in numpyro. A :class:`Simplex`, which has
         one raw value more than it needs, adds the density of a number on which the weights do not depend. No stage may
-        follow one of these, as it would count dependent entries too; a stage before them acts on independent values.
-        Noise is replaced by its mean, and frozen values do not count.
+        follow such a stage, because it would count dependent entries too. A stage before it acts on independent values,
+        and is allowed. Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
           ValueError: If a stage is not a bijection, does not define its log-determinant, acts on entries that are
@@ -329,8 +330,8 @@ class Parametrization(Static, ABC):
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
         """Maps the path of each array of ``params`` to the path at which the raw tree holds its values.
 
-        This is the array's own path, except for arrays that are computed from others, such as tied ones. For an array
-        that is computed from several others, it is a tuple of paths.
+        This is the array's own path, unless the array is computed from others, as a tied array is. An array that is
+        computed from several others is mapped to a tuple of paths.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
@@ -347,11 +348,11 @@ class Parametrization(Static, ABC):
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
             """Returns the paths of the raw values of an array that these stages compute.
 
-            The last stage that computes the array from other arrays gives the paths of these. They are looked up in all
-            ``stages`` again, because the same stage may compute them from others, as when a tied array is tied to
-            another tied one.
+            The last stage that computes the array from other arrays gives the paths of these other arrays. Each path is
+            looked up in all ``stages`` again, because the same stage may also compute that array from others, as when
+            an array is tied to a tied array.
             """
-            if not stages:  # No stage computes it from others, so the raw tree has its values.
+            if not stages:  # No stage computes the array from others, so the raw tree has its values.
                 return [path]
             *earlier, last = stages
             if path not in last:
@@ -365,12 +366,12 @@ class Parametrization(Static, ABC):
     def with_axes(self, roles: PyTree) -> Parametrization:
         """Returns this chain with the axes of a network's weights filled in, which :func:`roles` reads from its jaxpr.
 
-        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
-        do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
-        output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each stacked array. The
-        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If raw values
-        of one array need different axes, as the two factors of :class:`LowRank` may, one stage becomes several. The
-        result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
+        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ.
+        Axes that you did not set become numbers too, if they have a meaning in the formula: :class:`WeightNorm` has a
+        norm for each output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each
+        stacked array. The page "Axes of a network" has the table. Axes given by number or by a library's name do not
+        change. If raw values of one array need different axes, as the two factors of :class:`LowRank` may, one stage
+        becomes several. The result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
 
         Args:
           roles: ``rpx.roles(loss, params, batch)``.
@@ -390,7 +391,7 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
-            """Returns the stages that replace one stage; if that stage is a mean, returns their means."""
+            """Returns the stages that replace ``stage``. If ``stage`` is a mean, returns the means of these stages."""
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
@@ -401,8 +402,8 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
-          without: A stage to undo, or a class of stages, or a chain of several of the stages; the other stages are
-            applied. They are undone as :meth:`original` undoes all stages.
+          without: A stage to undo, a class of stages to undo, or a chain of several stages to undo. They are undone as
+            :meth:`original` undoes all stages; the other stages are applied.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
@@ -439,7 +440,7 @@ class Parametrization(Static, ABC):
     _is_layout: ClassVar[bool] = False
     """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields in which two stages of this class may differ if ``_convert`` is to convert their raw values."""
+    """The fields that may differ between two stages of this class when ``_convert`` converts their raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts raw values of the stage ``old`` to raw values of this stage for the same array; for ``transfer``.
@@ -451,9 +452,10 @@ class Parametrization(Static, ABC):
         return values
 
     def _grown_values(self, old: Any) -> Sequence[str]:
-        """Returns the names of the values that ``_convert`` extends, which begin with the entries of the stage ``old``.
+        """Returns the names of the values that ``_convert`` extends.
 
-        An optimizer's state for these values can be extended in the same way.
+        The first entries of these values are those of the stage ``old``. An optimizer's state for the values can be
+        extended in the same way.
         """
         return ()
 
@@ -500,7 +502,7 @@ class Parametrization(Static, ABC):
         raise NotImplementedError
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
-        """Raises an error if ``apply`` of these initial values would give arrays of other types than ``arrays``."""
+        """Raises an error if ``apply`` would turn these initial values into arrays of other types than ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
         """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
@@ -513,10 +515,10 @@ class Parametrization(Static, ABC):
         raise NotImplementedError
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
-        """Returns the raw values that change in one training step, with their new numbers; others may be left out.
+        """Returns the new raw values of one training step. Raw values that do not change may be omitted.
 
-        If the formula takes gradients, ``grads`` holds the gradient with respect to each effective array. If it takes a
-        key, ``key`` is not None.
+        If the formula takes gradients, ``grads`` holds the gradient with respect to each effective array. If the
+        formula takes a key, ``key`` is not None.
         """
         return {}
 
@@ -530,7 +532,7 @@ class Parametrization(Static, ABC):
     def _number_at(self, site: Site, formula: str, values: RawValues) -> jax.Array:
         """Computes the penalty or the log-determinant; ``formula`` is ``"penalty"`` or ``"log_det"``.
 
-        For stacked arrays, the result is an array with one number for each of them.
+        For stacked arrays, the result is an array with one number for each stacked array.
         """
         return jnp.zeros(())
 
@@ -539,20 +541,21 @@ class Parametrization(Static, ABC):
         return False
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns stages like this one with axes as numbers, for a tree of types with the roles of a network's arrays.
+        """Returns copies of this stage with numbers as axes.
 
-        There is one stage, unless raw values of one array need different axes. This default is for stages without axes.
+        ``tree`` holds array types with the roles of a network's arrays. The list has one stage, unless raw values of
+        one array need different axes. This default is for stages without axes.
         """
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Lists where an axis of the stage differs from the network axis that it is meant to be, for ``check_axes``.
+        """Lists the axes of the stage that differ from the network axes they are meant to be, for ``check_axes``.
 
         ``tree`` has the roles of a network's arrays. The result is empty for a stage without axes.
         """
         return ()
 
-    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report the call of a chain.
+    if not TYPE_CHECKING:  # Hidden, so that type checkers reject calls of a chain.
 
         def __call__(self, *_: Any, **__: Any) -> None:
             """Raises an error that names ``apply`` and ``init``, since a call could mean either."""
@@ -579,7 +582,7 @@ class Parametrization(Static, ABC):
     @overload
     def __getitem__(self, i: slice) -> Chain: ...
     def __getitem__(self, i: int | slice) -> Parametrization:
-        """Returns one stage; for a slice, such as ``p[1:]``, returns a chain, even if it has only one stage."""
+        """Returns one stage. For a slice, such as ``p[1:]``, returns a chain, even a chain of only one stage."""
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:
@@ -587,7 +590,7 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """Returns the configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        is_one = len(self._parts) == 1  # A chain of one stage does not equal the stage, so it is written as a chain.
+        is_one = len(self._parts) == 1  # A one-stage chain differs from its stage, so write a chain.
         return dump_stages((self,) if is_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
@@ -709,7 +712,7 @@ class Chain(Parametrization):
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
 
     def __bool__(self) -> bool:
-        return True  # A chain is true even if it is the identity, whose length is 0.
+        return True  # Even the identity chain, whose length is 0, is true.
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -718,12 +721,12 @@ class Chain(Parametrization):
 
     @property
     def deterministic(self) -> Parametrization:
-        """The chain of the means. Noise around zero is left out, as its mean changes nothing."""
+        """The chain of the means. Noise with mean zero is left out, because its mean changes nothing."""
         return _chain_of(tuple(stage.deterministic for stage in self.stages))
 
 
 def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """Returns the chain of ``stages``, each a stage or a chain; if there is only one stage in all, returns that one."""
+    """Returns the chain of ``stages``, each a stage or a chain. If there is one stage in all, returns it."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
@@ -733,12 +736,12 @@ def from_json(text: str) -> Parametrization:
 
     Raises:
       ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
-        to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
-        ``jax.scipy``. Nothing else is imported.
+        to a stage, or names a function that is not public in ``jax.numpy``, ``jax.nn``, ``jax.lax`` or ``jax.scipy``.
+        Nothing else is imported.
 
-    A text from an untrusted source cannot run code, but treat it with the same care: a regular expression with nested
-    repetitions can take years to match, and a rank or a count can need more memory than there is. Read such a text
-    first, or try it in a process that you can kill.
+    A text from an untrusted source cannot run code, but it can use unlimited time or memory: a regular expression with
+    nested repetitions can take years to match, and a large rank or count can exceed the memory. Read such a text
+    first, or load it in a process that you can kill.
 
     Example:
       >>> import reparax as rpx
@@ -791,7 +794,7 @@ class Mean(Parametrization):
     _unwrapped: ClassVar[Any] = _stage_property("_unwrapped")
 
     def __post_init__(self) -> None:
-        """Requires a random stage, and takes over its kind, that is, its name in markers."""
+        """Requires a random stage, and copies its kind, which is its name in markers."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Checks of raw values and of what formulas return, and the differences between a raw tree and the expected one.
+"""Checks raw values and the results of formulas, and lists how a raw tree differs from the expected tree.
 
 A ``require_...`` function returns None, or raises an error that says what was expected, what was found and what to do.
 Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
@@ -19,10 +19,10 @@ from reparax.numerics.arithmetic import is_array
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Requires that raw values have the names and shapes that ``init`` would give them, those of ``expected``.
+    """Requires that raw values have the names and shapes of ``expected``, the values that ``init`` would return.
 
-    Dtypes may differ, as they do after a cast of the raw tree. Values may be missing, because the formula that needs
-    one then raises an error.
+    Dtypes may differ, as they do after a cast of the raw tree. Values may be missing, because a formula raises an error
+    if it needs a missing value.
     """
     for name, x in values.items():
         if name not in expected:
@@ -39,8 +39,8 @@ class WrongType(ValueError):
 def locate_errors(who: object) -> Generator[None]:
     """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path.
 
-    A KeyError becomes a ValueError, because formulas look up raw values by name, and such a value is then missing.
-    Errors of other classes keep their class, and get a note instead.
+    A KeyError becomes a ValueError, because formulas look up raw values by name, and a KeyError means that a value is
+    missing. Errors of other classes keep their class, and get a note instead.
     """
     try:
         yield
@@ -71,8 +71,8 @@ def _require_dict(method: str, values: Any) -> None:
 def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
     """Requires that ``method``, such as ``init_leaf``, returned a dict of arrays with all declared names.
 
-    Only names that are declared as optional may be missing. Names without a declaration are allowed, but not those that
-    a path or a marker could not hold.
+    Only names that are declared as optional may be missing. Names without a declaration are allowed, unless a path or a
+    marker could not hold them.
     """
     _require_dict(method, values)
     for name, value in values.items():
@@ -85,7 +85,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
             f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
-    # The name "*" declares values of any names, so none is required.
+    # The name "*" declares values of any name, so it requires no particular value.
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
     if not values.keys() >= set(required):
         raise ValueError(
@@ -140,8 +140,9 @@ def describe_as_stored(x: Any) -> str:
 
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
-    """Returns one line for each path at which ``raw`` differs from ``init(like)``; none if all types are equal."""
-    # `init` returns dtypes as JAX reads them. If `like` is stored in others, such as float64, `raw` may be too.
+    """Returns one line for each path at which ``raw`` differs from ``init(like)``; empty if all types are equal."""
+    # `init` returns dtypes as JAX reads them. If `like` is stored in other dtypes, such as float64, `raw` may be stored
+    # in them too.
     keeps_dtypes = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
     found = by_parameter(raw, describe_as_stored if keeps_dtypes else describe, empty=True)
     expected = by_parameter(types_of_result(init, like), describe, empty=True)
@@ -150,7 +151,7 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 
 def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """Returns the lines about one parameter: one for the whole parameter, or else one for each wrong value.
+    """Returns the lines about one parameter: one line for the whole parameter, or one for each wrong value.
 
     The parameter as a whole has a line if it is missing, unexpected, or belongs to another stage. ``found`` and
     ``expected`` map the rest of each value's path to the value's type; they are empty if there is no such parameter.
@@ -176,7 +177,7 @@ def _difference(path: str, found: str | None, expected: str | None) -> str:
 
 
 def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
-    """Requires that a raw tree does not differ from ``init(like)``; the error lists each path at which it does."""
+    """Requires that a raw tree does not differ from ``init(like)``; the error lists each path that differs."""
     lines = _list_differences(raw, like, init)
     if lines:
         raise ValueError(
@@ -195,7 +196,7 @@ def require_valid_init(
     *,
     is_shared: bool,
 ) -> None:
-    """Requires that initial values are those that the class declares, and that ``apply`` accepts them.
+    """Requires that initial values have the names that the class declares, and that ``apply`` accepts them.
 
     Args:
       stage: The stage.
@@ -203,7 +204,8 @@ def require_valid_init(
       formulas: The names of the formulas for ``init`` and ``apply``, for errors.
       values: The raw values that ``init`` returned.
       arrays: The arrays for which ``init`` returned them.
-      is_shared: Whether the declared values may be divided among the arrays, instead of being there for each of them.
+      is_shared: Whether the arrays share the declared values, so that each value may belong to only one of the arrays.
+        Otherwise, each array has all of them.
     """
     init_formula, apply_formula = formulas
     advice = " Return a value that several arrays share under the name of one of them." if is_shared else ""
@@ -237,7 +239,7 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any],
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires that the new raw values of one array have names and types that its ``values`` already have.
 
-    The new values may be fewer. If a declared value is missing in the raw tree, a KeyError is raised; see
+    ``new_values`` may omit values. If a declared value is missing in the raw tree, a KeyError is raised; see
     :func:`locate_errors`.
     """
     _require_dict(method, new_values)
@@ -259,7 +261,7 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types.
 
-    ``method`` is the formula, ``update_leaf`` or ``update_leaves``; the values are those of one array.
+    ``method`` is the formula, ``update_leaf`` or ``update_leaves``; ``values`` and ``new_values`` belong to one array.
     """
     require_kept(method, stage, values, new_values)
     free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)

@@ -35,7 +35,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
-"""Pairs of a kind of scalar dtypes and its conversion to Python. Floats get the fewest digits that keep their value."""
+"""Pairs of a scalar type and its conversion to Python. Floats get the fewest digits that keep their value."""
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
@@ -100,7 +100,7 @@ def changed_arguments(stage: Any) -> dict[str, Any]:
     """
 
     def is_default(value: Any, default: Any) -> bool:
-        """Returns whether the two are equal; arrays must be the same object."""
+        """Returns whether ``value`` equals ``default``; two arrays count as equal only if they are the same object."""
         return value is default or (not holds_array(value) and value == as_python(default))
 
     values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
@@ -137,8 +137,8 @@ def _package_of(module: str) -> str:
 def _find_public(module: str, name: str) -> Any:
     """Returns the public array function, or scalar type such as ``jnp.float32``, of that name in an imported module.
 
-    Returns None if there is none. Functions that access files, which JSON must not call, and other classes do not
-    count.
+    Returns None if there is none, if the object is another kind of class, or if the function accesses files, because
+    JSON must not call such a function.
     """
     attribute = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
@@ -174,14 +174,14 @@ def code(value: Any) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
     public = function_name(value) if callable(value) else None
-    name = public or getattr(value, "__qualname__", None)  # Falls back to the value's own name.
+    name = public or getattr(value, "__qualname__", None)  # Without a public name, use the value's own name.
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
 def expression(stage: object) -> str:
     """Returns source code that builds ``stage``, which is its ``repr``: ``WeightNorm(axis=0)``.
 
-    Arguments are written with names, except for those without a default and those of fields marked as positional.
+    Arguments are written with names, unless they have no default or belong to a field marked as positional.
     """
 
     def text(name: str, value: object) -> str:
@@ -193,9 +193,9 @@ def expression(stage: object) -> str:
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
-    """Converts ``value``, which is the argument ``name`` of ``stage`` or an item in it, to its JSON form.
+    """Converts ``value``, the argument ``name`` of ``stage`` or an item of that argument, to its JSON form.
 
-    Tuples become lists, dataclasses become entries, and functions and non-finite numbers become dicts with one key.
+    Tuples become lists, and dataclasses become entries. Functions and non-finite numbers become dicts with one key.
     Raises an error for a value that has no JSON form. :func:`_decode` is the inverse.
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -299,7 +299,7 @@ def find_functions(value: Any) -> Any:
 
 
 def _advice(name: str) -> str:
-    """Returns advice for an error, for a ``name`` in JSON that no class has.
+    """Returns the advice in the error for a ``name`` in JSON that no class has.
 
     The module of a user's class may not have been imported. A stage of this package was either removed, or added in a
     newer version.
@@ -359,7 +359,7 @@ def _parse(text: str) -> list[Any]:
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
-"""Matches acronyms with one lowercase letter inside: MoE, LoRA, QLoRA, ReLU; but not NByM, a name of words."""
+"""Matches acronyms with one lowercase letter inside: MoE, LoRA, QLoRA, ReLU; but not NByM, which consists of words."""
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Matches where a new word begins in a class name: My|LSTM|Norm."""
 
@@ -372,8 +372,8 @@ def snake_case(name: str) -> str:
 def kind_of_class(cls: type) -> str:
     """Returns the ``kind`` that ``cls`` sets; if it sets none, derives one from its name, as :func:`_derive_kind` does.
 
-    The kind must be a valid name that no other class has. A class may be defined again, as in a notebook. An abstract
-    class may have the same name as another class.
+    The kind must be a valid name that no other class has. There are two exceptions: a class may be defined again, as in
+    a notebook, and an abstract class may have the same name as another class.
     """
     is_given = "kind" in cls.__dict__
     kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
@@ -417,7 +417,7 @@ def _package(cls: type) -> str:
 
 
 def _derive_kind(cls: type) -> str:
-    """Converts a class name to snake case; puts its package first if a class of another package has that kind.
+    """Converts a class name to snake case; puts its package first if a class of another package has the same kind.
 
     A user's ``WeightNorm`` in ``mylib`` gets ``mylib_weight_norm``. If two classes of one package have the same kind,
     :func:`kind_of_class` raises an error.

@@ -3,8 +3,8 @@
 A class attribute such as ``std: Number = number_field()`` declares an argument of a stage. Its *check* validates the
 argument when a stage is built, and returns the value to keep. Numbers and axes may differ between arrays: a dict from
 regular expressions for paths is kept as a :class:`ByPath`, and a function of path and array as a :class:`ByArray`.
-Formulas never see these, as a stage at a site has the number for the array there: ``VarNoise({"out/.*": 0.1, ".*":
-0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
+Formulas never see such an object, because the stage at a site holds the number for the array there:
+``VarNoise({"out/.*": 0.1, ".*": 0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
 
     Args:
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
-        raises an error. By default, any value is kept.
+        raises an error. By default, every value is accepted.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -104,8 +104,8 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
     """Declares a field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
     In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
-    negative. The names are those in flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not
-    have the axis, an error is raised.
+    negative. The names come from flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not have
+    the axis, an error is raised.
 
     Args:
       default: The default.
@@ -175,20 +175,20 @@ class Static:
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether both are stages of one class with equal fields."""
+        """Returns whether both stages have the same class and equal fields."""
         if not isinstance(other, Static) or type(other) is not type(self):
             return NotImplemented
         return self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        """Returns the hash of the class and of the compared fields. Raises an error if one of them holds an array."""
+        """Returns the hash of the class and of the compared fields. Raises an error if a field holds an array."""
         try:
             return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
             return hash((type(self), self._compared()))  # If a field holds an array, the error names it.
 
     def _compared(self) -> tuple[Any, ...]:
-        """Returns the values of fields that equality and hash use. Raises an error if one of them holds an array."""
+        """Returns the field values that equality and hash use. Raises an error if a value is or holds an array."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if config.holds_array(values):
             name = next(name for name, value in values.items() if config.holds_array(value))
@@ -200,11 +200,11 @@ class Static:
 
     @functools.cached_property
     def _exact_text(self) -> str | None:
-        """All fields as text. Unlike equality, it distinguishes 1 from True, 0.0 from -0.0, and all hidden fields.
+        """All fields as text. Unlike equality, it tells 1 from True and 0.0 from -0.0, and includes hidden fields.
 
-        The text is part of the keys under which equal stages share traces. It is None if equal stages may compute
-        different results, because a field is a traced number, or a function that may read values that change between
-        calls.
+        The text is part of the keys under which equal stages share traces. The text is None if equal stages may compute
+        different results, because a field is a traced number or a function. A function may read values that change
+        between calls.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
         # A predicate in `where` selects arrays, but the formulas do not read it.
@@ -223,18 +223,18 @@ class Static:
         return _build, (type(self), config.name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Raises an error, as a stage cannot change; code in this file uses ``object.__setattr__`` to build one."""
+        """Raises an error, because a stage is immutable; this file builds stages with ``object.__setattr__``."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
-        """Raises an error, as a field cannot be deleted."""
+        """Raises an error, because a stage is immutable."""
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _make_dataclass(cls: Any) -> None:
     """Makes ``cls`` a frozen dataclass in place, and sets its ``kind``, ``_checks`` and ``__init__``.
 
-    Raises an error if the class defines ``__init__``, wrong declarations of raw values, or a kind that is taken.
+    Raises an error if the class defines ``__init__``, declares raw values wrongly, or has a kind that is taken.
     """
     if "__init__" in cls.__dict__:
         raise TypeError(
@@ -244,7 +244,7 @@ def _make_dataclass(cls: Any) -> None:
     check_values(cls.__name__, cls.raw_values)
     cls.kind = config.kind_of_class(cls)
     dataclass(frozen=True, repr=False, eq=False)(cls)
-    # If a subclass only changes the default of a field, the check from its base class remains.
+    # If a subclass only changes the default of a field, the field keeps the check from the base class.
     own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
     cls._checks = {**cls._checks, **own_checks}
     cls.__init__ = _with_python_scalars(cls.__init__)
@@ -290,7 +290,7 @@ V = TypeVar("V")
 
 
 class FieldOf(Generic[V]):
-    """The declared type of a field that is set to a ``V``, but read as another type. It is for type checkers only.
+    """The declared type of a field that is set to a ``V``, but read as another type; for type checkers only.
 
     ``std: FieldOf[float | Mapping[str, float]]`` takes a dict when the stage is built, but formulas read a number.
     """
@@ -303,7 +303,7 @@ class FieldOf(Generic[V]):
 
 OneNumber = ArrayLike | Mapping[str, Any] | Callable[[str, Any], Any]
 Number = FieldOf[OneNumber]
-"""A number, known or traced, or one for each array, given by regular expressions or a function of path and array."""
+"""A number, known or traced; or a number for each array, by regular expressions or a function of path and array."""
 
 TYPICAL = 0.5
 """A placeholder for a number that differs between arrays, where only shapes and dtypes matter; all stages accept it."""
@@ -323,7 +323,7 @@ class ByPath:
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        """Requires two tuples of one length, which JSON may not have given."""
+        """Requires two tuples of equal length, because JSON may give anything else."""
         patterns: Any = self.patterns
         numbers: Any = self.numbers
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
@@ -337,7 +337,7 @@ class ByPath:
         return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def index_of(self, path: str) -> int | None:
-        """Returns the index of the expression that applies to a path; None if none matches it."""
+        """Returns the index of the expression that applies to a path; None if no expression matches."""
         return next((i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)), None)
 
     def matches(self, path: str) -> bool:
@@ -345,7 +345,7 @@ class ByPath:
         return self.index_of(path) is not None
 
     def for_paths(self, paths: Sequence[str]) -> ByPath:
-        """Returns the same numbers, but without expressions that apply to none of these paths; may be empty."""
+        """Returns the same numbers without the expressions that apply to none of these paths; may be empty."""
         applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
@@ -361,7 +361,7 @@ class ByPath:
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression applies to at least one of these paths; otherwise it is probably misspelled.
+        """Requires that each expression applies to at least one of these paths; an unused one is probably misspelled.
 
         ``who``, the beginning of the error, names the call and the field. An expression that matches a path may still
         not apply to it, because an earlier one matches it too.
@@ -411,7 +411,7 @@ class ByArray:
 def by_array(check: Check) -> Check:
     """Returns a check that also accepts different numbers for different arrays, each of which ``check`` must accept.
 
-    They are given as described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
+    The forms are described at :class:`Perturbation`: a dict becomes a :class:`ByPath`, a function of two arguments
     becomes a :class:`ByArray`, and ``check`` handles anything else.
     """
 
@@ -432,7 +432,7 @@ def by_array(check: Check) -> Check:
 class AxesByPath:
     """A check of axes that also accepts a dict from regular expressions for paths to axes.
 
-    This is a class, and not a function like :func:`by_array`, so that fields with axes can be recognized by it.
+    The check is a class, unlike :func:`by_array`, because fields with axes are recognized by the class of their check.
 
     Attributes:
       check: The check of the axes for one array.
@@ -449,13 +449,13 @@ class AxesByPath:
 def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
     r"""Returns the value of a field that takes the given ``values`` at the arrays of these paths.
 
-    This is a single value if all are equal and ``several`` is not set, and otherwise a :class:`ByPath`. Its expressions
-    match any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that they match have the same
-    value.
+    The result is a single value if all values are equal and ``several`` is not set, and otherwise a :class:`ByPath`. An
+    expression matches any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that it matches
+    have the same value.
 
     Args:
       values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
-      paths: All paths that an expression might match; it must not match those that have no entry in ``values``.
+      paths: All paths that an expression might match; it must not match a path without an entry in ``values``.
       several: Whether several stages divide the arrays among them, so that each needs expressions in any case.
     """
     if len(set(values.values())) == 1 and not several:
@@ -467,7 +467,7 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
 
 def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
-    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if such paths differ in value.
+    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if other matches differ in value.
 
     ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path in ``paths`` without a value counts as different.
     """
@@ -494,10 +494,10 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
 
 
 def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves that have a number in each of these fields; a field by path may have none for a leaf.
+    """Returns the leaves for which each field has a number; a field given by path may have no number for a leaf.
 
-    ``fields`` holds the values of fields by name, of which only those of the type :class:`ByPath` are considered.
-    ``who`` is the call, for errors. The stage acts on the returned leaves.
+    ``fields`` maps names of fields to values. Only values of the type :class:`ByPath` are considered. ``who`` is the
+    call, for errors. The stage acts on the returned leaves.
 
     Raises:
       ValueError: If an expression applies to none of the leaves.

@@ -3,7 +3,7 @@
 The formulas of a stage read the arrays that the steps before it compute. ``update`` and ``update_base`` write the new
 values to the raw tree; ``penalty`` and ``log_det`` add up one number for each site.
 
-A *free* value is trained; a *fixed* one changes only in ``update`` and ``update_base``. A *base* is a fixed array to
+A *free* value is trained; a *fixed* value changes only in ``update`` and ``update_base``. A *base* is a fixed array to
 which the free values of a stage are relative, as in ``Orthogonal``.
 """
 
@@ -33,13 +33,13 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     Args:
       who: The call, for errors.
       plan: The plan of the raw tree, with means in place of random stages.
-      key: The key of the whole call. If it is None, stages that need a key do nothing.
+      key: The key of the whole call. If None, stages that need a key do nothing.
       grads: The gradients of the loss with respect to the effective tree. If None, stages that need gradients do
         nothing.
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``; nothing if it lacks a gradient or key that it needs."""
+        """Yields the changed values at each site of step ``i``; nothing if a gradient or key it needs is missing."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
@@ -75,7 +75,7 @@ def advance_bases(plan: Plan) -> Flat:
 
 
 def _changed(values: RawValues, new_values: RawValues) -> RawValues:
-    """Keeps only the new values that a formula changed, and drops those that it returned as the objects it received.
+    """Keeps only the new values that a formula changed, and drops the values returned as the same objects.
 
     Objects are compared instead of numbers, because the numbers may be traced. ``new_values`` may omit values that do
     not change.
@@ -112,7 +112,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
     Args:
       method: ``"update"`` or ``"update_base"``, for errors.
       raw: The arrays of the raw tree so far.
-      arrays: What the stage read: the arrays of ``raw`` and those that earlier stages compute.
+      arrays: The arrays that the stage reads: those of ``raw``, and those that earlier stages compute.
       site: The site of the stage.
       values: The values that its formula changed, by array and value name.
       free: Whether to write new free values too; otherwise they are ignored.
@@ -143,7 +143,7 @@ def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
 
 
 def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
-    """Returns the gradients with respect to the outputs of step ``i``, pulled back from those of the effective tree.
+    """Returns the gradients with respect to the outputs of step ``i``, computed from the effective tree's gradients.
 
     In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so its gradient is doubled.
 
@@ -234,7 +234,7 @@ def total_log_det(plan: Plan) -> Array:
 
 
 def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
-    """Yields each step, together with the arrays that it reads: the raw ones, and those of the earlier steps."""
+    """Yields each step, together with the arrays that it reads: raw arrays, and arrays that earlier steps compute."""
     arrays: Arrays = plan.raw.arrays
     for i, step in enumerate(plan.steps):
         arrays = run_steps(plan.steps[max(i - 1, 0) : i], arrays)  # Runs the step before; none if i is 0.
@@ -254,7 +254,7 @@ def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
 
 
 def _require_bijection(stage: Any) -> None:
-    """Requires that a stage defines its log-determinant, as only bijections do."""
+    """Requires that a stage defines its log-determinant, because only bijections have one."""
     if not stage._defines("log_det"):
         raise ValueError(
             f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
@@ -267,8 +267,9 @@ def _require_independent(values: Mapping[str, Names], free_places: set[Names], d
     """Requires that all entries of the values can vary independently, as the formula of the log-determinant assumes.
 
     Args:
-      values: The places of the free values of a site, by their names.
-      free_places: The places of all values that vary, which frozen values do not.
+      values: Maps the name of each free value of a site to its place.
+      free_places: The places of all values that are trained, and of the arrays computed from them. Frozen values are
+        excluded.
       dependent: Maps each array with entries that are determined by others to the stage that computes it.
     """
     for name, place in values.items():

@@ -1,12 +1,12 @@
-"""``init``: the stages of a chain, from the last to the first, replace arrays by their initial raw values.
+"""Implements ``init``: each stage, from the last to the first, replaces arrays by their initial raw values.
 
 For ``WeightNorm() >> VarNoise(0.1)``, the noise has no raw values and leaves the array ``w``; then ``WeightNorm``
 replaces ``{"w": w}`` by ``{"w": {"@weight_norm": {"g": ..., "v": ...}}}``. A :data:`Swap` is such a replacement.
 
-:func:`initialize` does so for all stages, and :func:`initialize_sites` for the sites of one stage. :func:`follow_axes`
-does the same with types alone, and finds which axis of a parameter each axis of a raw value follows: in ``g`` of shape
-(1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings, axis names in flax
-boxes and the roles of axes are passed on to raw values in this way.
+:func:`initialize` makes the replacements of all stages, and :func:`initialize_sites` those of one stage.
+:func:`follow_axes` makes them with types alone, and finds which axis of a parameter each axis of a raw value follows:
+in ``g`` of shape (1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings,
+axis names in flax boxes and the roles of axes are passed on to raw values in this way.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """Computes the raw tree of a model's parameters. ``key`` is for stages with random initial values.
+    """Computes the raw tree of a model's parameters. Stages with random initial values draw from ``key``.
 
-    The last stage computes the model's own arrays, so it is initialized first. Each earlier stage then replaces the raw
-    values that the later stages left.
+    The last stage computes the model's own arrays, so it is initialized first. Each earlier stage then acts on the raw
+    values that the later stages created.
     """
     tree = params
     for i, stage in reversed(list(enumerate(stages))):
@@ -57,7 +57,7 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
       TypeError: If the tree holds types instead of arrays.
       ValueError: If ``init`` returns wrong values, or raises a ValueError; the error names the stage and the array.
     """
-    with_markers = [site for site in sites if site.nodes]  # Stages without markers, such as noise, keep their arrays.
+    with_markers = [site for site in sites if site.nodes]  # A stage without markers has no raw values.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
@@ -82,8 +82,9 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
     Args:
       site: The site of a stage that a user has written.
       values: The initial raw values that ``init`` of the stage returned for ``arrays``.
-      arrays: The arrays. If they are traced, nothing is checked, as they have no numbers to compare.
-      key: The key that was passed to ``init``; None if it takes none.
+      arrays: The arrays that ``init`` received. If they are traced, nothing is checked, because traced arrays have no
+        numbers to compare.
+      key: The key that was passed to ``init``; None if ``init`` takes no key.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return
@@ -104,8 +105,8 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
 def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
     """Returns the largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` computes; 0 if exact.
 
-    The arrays computed from the initial ``values`` are tried, and also, unless ``init`` takes a key, those computed
-    from slightly perturbed values.
+    The arrays ``w`` are computed from the initial ``values``. Unless ``init`` takes a key, arrays computed from
+    slightly perturbed values are tried too.
     """
     stage, rng = site.stage, np.random.default_rng(0)
 
@@ -116,7 +117,7 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
         return apply(stage._init_at(site, arrays, key))
 
     def perturb(value_name: str, x: Array) -> Array:
-        """Changes each entry of a free value by about a tenth, or by a tenth where it is 0; keeps a fixed value."""
+        """Adds noise of about 10 % to each entry of a free value, and of about 0.1 to zeros; keeps a fixed value."""
         is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
         tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
         return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
@@ -136,7 +137,8 @@ def _relative_error(x: Array, w: Array) -> float:
     """Returns the largest difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
 
     The result is 0 if the difference may be due to rounding, that is, if it is at most 1 % or eight steps of the dtype.
-    It is also 0 if ``w`` is not finite, since no formula inverts that. If only ``x`` has a NaN, the result is infinite.
+    It is also 0 if ``w`` is not finite, because no formula can invert such values. If only ``x`` has a NaN, the result
+    is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
     x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
@@ -148,8 +150,8 @@ def _relative_error(x: Array, w: Array) -> float:
 def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
     """Returns the key of each site of one stage whose ``init`` is random, by the index of the site.
 
-    The dict is empty if ``init`` is random at none of them. If ``key`` is None, as when only types are needed, all its
-    values are None.
+    Sites whose ``init`` is not random have no entry. If ``key`` is None, as when only types are needed, all its values
+    are None.
     """
     drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
     if not drawing:
@@ -164,7 +166,7 @@ def _types_of(arrays: RawValues) -> list[Any]:
 
 
 def _swaps(site: Site, values: RawValues) -> list[Swap]:
-    """Returns the swaps for ``init``: one for each array of a site, which puts raw values in place of the array."""
+    """Returns one swap for each array of a site; the swap replaces the array by its initial raw values."""
     return [([place], site.place_values(name, values[name])) for name, place in site.arrays.items()]
 
 
@@ -173,7 +175,8 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
 
     For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry
     ``(("w",), (None, 1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced
-    keep their entries. If the axes of ``params`` themselves follow those of other arrays, ``origins`` says which ones.
+    keep their entries. If the axes of ``params`` themselves follow axes of other arrays, ``origins`` says which
+    axes these are.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
@@ -201,10 +204,10 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
-        """Computes the initial raw values without a key, as only their types matter."""
+        """Computes the initial raw values without a key, because only their types matter."""
         values = site.stage._init_at(site, arrays, None)
-        # `probe_origins` doubles lengths. If a stage joins arrays, this check fails when only one of two lengths that
-        # must be equal is doubled.
+        # `probe_origins` doubles the lengths of axes. If a stage joins arrays, two lengths may have to be equal; this
+        # check then raises an error when only one of them is doubled.
         if len(arrays) > 1:
             site.stage._check_init(values, arrays)
         return values
@@ -233,7 +236,7 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
 
 
 def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
-    """Returns the raw tree with a flax box around each raw value of a boxed parameter; ``raw`` itself without boxes.
+    """Returns the raw tree with a flax box around each raw value of a boxed parameter; ``raw`` if none is boxed.
 
     The parameter axes that raw values follow are computed only if some box has axis names to pass on, and only for
     stages that left a marker in the raw tree.

@@ -1,15 +1,15 @@
-"""Original arrays (``original`` and ``fold(without=...)``), new values for one array (``set``), and ``check``.
+"""Implements ``original`` and ``fold(without=...)``, ``set``, and the comparison with ``since`` in ``check``.
 
 ``original`` undoes stages without inverse formulas. ``MagnitudePruning``, for example, stores the array that ``init``
-received as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` takes ``w`` in place of
+received as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` uses ``w`` in place of
 that copy, which is correct as long as training has changed only ``w``. ``WeightNorm(detach=True)`` also stores the
 array that ``init`` received, as ``v``, but training may change its lengths ``g`` too, so there is no original. Without
 ``detach``, ``v`` is a scaled copy, which is not an original either.
 
 In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
 ``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
-``v``. Since nothing changes it, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives ``v``,
-whatever ``g`` is.
+``v``. Since nothing changes this ``w``, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives
+``v``, for any ``g``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from reparax.numerics.arithmetic import is_array, is_inexact
 def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
     """Returns the plan in which each stage for which ``is_undone`` is true returns the arrays that ``init`` received.
 
-    A stage that keeps no such array is an error, but only if the effective tree depends on that array. It may instead
-    be an input of another stage that is also undone, and that does not read it.
+    If a stage keeps no such array, an error is raised only if the effective tree depends on that array. The effective
+    tree does not depend on an array that only another undone stage would read.
     """
     untrained = {place for place in plan.raw.arrays if FIXED in place}  # The places that still hold what `init` stored.
     lost = dict[Names, ValueError]()  # Maps the place of each array that cannot be restored to its error.
@@ -69,15 +69,15 @@ def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
 
 
 class _Stored:
-    """A stage whose arrays are raw values themselves. It occurs only in plans, which call no other method of it."""
+    """A stage whose effective arrays are raw values. It occurs only in plans, which call only its ``_apply_at``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Any]:
-        """Returns the one raw value of each array, as :func:`_undo_site` has chosen it."""
+        """Returns the raw value that :func:`_undo_site` has chosen for each array."""
         return {name: x for name, of_one in values.items() for x in of_one.values()}
 
 
 def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Site]:
-    """Returns sites that give the arrays of a site as ``init`` of its stage received them; none for a lost array.
+    """Returns sites that compute the arrays that ``init`` of the stage received; a lost array has no site.
 
     There are four cases:
       - A stage without markers changes arrays in place, so it is left out.
@@ -105,7 +105,7 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
 
 
 def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
-    """Maps each array of a site to the names of the raw values that ``init`` sets to the array itself, as an object.
+    """Maps each array of a site to the names of the raw values that ``init`` sets to that very array object.
 
     For ``LoRA`` the result is ``{"w": ["w"]}``, where the second ``"w"`` is the name of the fixed value. For
     ``WeightNorm()`` it is ``{"w": []}``, because ``v`` is a scaled copy. ``types`` are the types of the effective
@@ -114,7 +114,7 @@ def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
     names = dict[str, list[str]]()
 
     def init(arrays: Mapping[str, Any]) -> Any:
-        """Computes the initial raw values, and notes in ``names`` which of them are an array itself."""
+        """Computes the initial raw values, and records in ``names`` which values are the array object itself."""
         raw_values = site.stage._init_at(site, arrays, None)
         for array, w in arrays.items():
             names[array] = [name for name, x in raw_values[array].items() if x is w]
@@ -126,12 +126,14 @@ def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
 
 
 def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: AbstractSet[Names]) -> str | None:
-    """Returns the name of the raw value that holds the array that ``init`` received, perhaps trained since; or None.
+    """Returns the name of the raw value that holds the array that ``init`` received, or its trained version; or None.
 
-    The value must be one of the ``copies`` of that array: either one that nothing changes, or the only raw value that
-    is trained. For ``LoRA`` it is ``w``, which is fixed. For ``MagnitudePruning`` it is ``w``, which is the only
-    trained value, since the mask changes only in ``update``. For ``WeightNorm(detach=True)`` it is ``v`` if a ``LoRA``
-    before it is undone, and otherwise None, since both ``v`` and ``g`` are trained.
+    The value must be one of the ``copies`` of that array, and either nothing changes it, or it is the only raw value
+    that is trained. Examples:
+      - ``LoRA``: the fixed value ``w``.
+      - ``MagnitudePruning``: ``w``, the only trained value, because the mask changes only in ``update``.
+      - ``WeightNorm(detach=True)``: ``v`` if a ``LoRA`` before it is undone. Otherwise None, because both ``v`` and
+        ``g`` are trained.
 
     Args:
       site: The site.
@@ -164,19 +166,19 @@ def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
-    """Returns ``raw`` with other raw values for one array, for which ``apply`` gives ``w`` at ``path``.
+    """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
     The plan is followed from its last step to its first. At each step, the sites that compute the array replace it by
     new raw values, as ``init`` does. For ``LoRA(4) >> WeightNorm()``, the array is replaced by ``g`` and ``v``, and
-    then ``v`` by ``a``, ``b`` and ``w``. All raw values of the array start again. ``key`` is for stages whose ``init``
-    is random.
+    then ``v`` by ``a``, ``b`` and ``w``. All raw values of the array are initialized anew. Stages whose ``init`` is
+    random draw from ``key``.
     """
     who = CallName(p, "set")
     plan = plan_for(p, raw, "set")
     tree = plan.raw
     if (place := plan.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, plan.places)}.")
-    # This tree holds only what changes: at first the array, and at the end its raw values.
+    # This tree holds only the arrays that change: first the effective array, and after the loop its raw values.
     changed = tree.with_arrays({place: _checked_array(who, p, path, plan.after.arrays[place], w)})
     for step in reversed(plan.steps):
         touching = [site for site in step.sites if changed.arrays.keys() & set(site.arrays.values())]
@@ -192,7 +194,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Requires that a site computes and reads no arrays other than those in ``changed``, which are set anew.
+    """Requires that a site computes and reads only arrays that are in ``changed``, which holds the new arrays.
 
     A stage that computes several arrays together, such as ``Pack``, would change the others too.
     """
@@ -207,7 +209,7 @@ def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat
 def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
     """Converts ``w`` to an array, which must have the shape and dtype of ``expected``, the effective array.
 
-    If the chain may change dtypes, as a cast does, ``w`` may have another precision: that of the model's own array.
+    If the chain may change dtypes, as a cast does, ``w`` may have another precision, that of the model's own array.
     """
     try:
         array = jnp.asarray(w)
@@ -250,7 +252,7 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
 
 
 def _describe_change(old: Any, new: Any) -> str:
-    """Describes how a value differs from an old one, bit by bit; returns an empty text if it does not differ.
+    """Describes how a value differs from an old one, bit by bit; returns an empty text if both are equal.
 
     ``new`` is None if the value is missing. Bits are compared because NaN does not equal itself, and -0.0 equals 0.0.
     """

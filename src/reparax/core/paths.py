@@ -1,4 +1,4 @@
-"""Leaves of trees with names, so that a parameter has the same path in the trees of all libraries.
+"""Names the leaves of trees, so that a parameter has the same path in the trees of all libraries.
 
 :func:`flatten_with_names` is ``jax.tree.flatten`` with the names on the path to each leaf, a tuple (:data:`Names`).
 Elsewhere in the package such a tuple is called a place, or a key path; a *path* is its text, ``"dense/kernel"``. A
@@ -34,7 +34,7 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """Returns the dtype of an array as JAX reads it, such as float32 for float64 unless x64 is enabled.
+    """Returns the dtype of an array as JAX reads it, for example float32 for float64, unless x64 is enabled.
 
     For PRNG keys, whose dtype JAX does not convert, the dtype itself is returned.
     """
@@ -70,8 +70,8 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 def is_traceable(x: object) -> bool:
     """Returns whether ``x`` is an array, or an array type, that ``jax.jit`` or ``jax.eval_shape`` takes as an argument.
 
-    A numpy array of text or objects is not. Python numbers could be, but as leaves of a model they do not count as
-    arrays.
+    A numpy array of text or objects does not qualify. ``jax.jit`` also takes Python numbers, but a number that is a
+    leaf of a model does not count as an array.
     """
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
@@ -79,12 +79,12 @@ def is_traceable(x: object) -> bool:
 
 
 def is_empty(x: object) -> bool:
-    """Returns whether ``x`` is an empty dict or tuple, as at an array without values of its own, such as a tied one."""
+    """Returns whether ``x`` is an empty dict or tuple, which stands for an array without values, such as a tied one."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def is_end(x: object) -> bool:
-    """Returns whether ``x`` counts as a leaf of a raw tree though JAX has no leaf for it: None or an empty node."""
+    """Returns whether ``x`` counts as a leaf of a raw tree although JAX does not: None or an empty node."""
     return x is None or is_empty(x)
 
 
@@ -98,7 +98,7 @@ def is_flax_instance(x: object, *names: str) -> bool:
 
 @functools.cache
 def _names_in_flax(cls: type) -> frozenset[str]:
-    """Returns the names of those among ``cls`` and its ancestors that flax defines; empty for a class without flax."""
+    """Returns the names of all flax classes among ``cls`` and its base classes; the set may be empty."""
     return frozenset([c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] == "flax"])
 
 
@@ -110,7 +110,7 @@ def is_box(x: object) -> bool:
 def is_reference(x: object) -> bool:
     """Returns whether ``x`` is a leaf whose content changes in place.
 
-    This is an nnx variable with hijax=True, or a reference from ``jax.new_ref``.
+    Such a leaf is an nnx variable with hijax=True, or a reference from ``jax.new_ref``.
     """
     return is_flax_instance(x, "HijaxVariable") or isinstance(x, jax.Ref)
 
@@ -160,10 +160,10 @@ def axis_names(box: Any) -> AxisNames | None:
 
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
-    """A copy of a mapping whose paths in JAX have key names; unflattening it returns the original class."""
+    """A copy of a mapping with key names on its paths in JAX; unflattening gives a mapping of the original class."""
 
     original: Any
-    """What rebuilds the mapping: its class, if that takes a dict and holds nothing else; otherwise its treedef."""
+    """What rebuilds the mapping: its class, if the class takes a dict and holds nothing else; otherwise its treedef."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
@@ -219,7 +219,7 @@ def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
 def _is_unnamed(x: object) -> bool:
     """Returns whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts.
 
-    JAX then gives an index in place of a key. A mapping that has items, but no children in JAX, counts too.
+    JAX then gives an index in place of a key. A mapping that has items, but no children in JAX, also counts as unnamed.
     """
     if type(x) is dict or not isinstance(x, Mapping):
         return False
@@ -231,8 +231,8 @@ def _is_unnamed(x: object) -> bool:
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
     """Returns ``tree`` with key names in all mappings, except those for which ``is_leaf`` is true.
 
-    Mappings without key names become :class:`_Named`. If there are none, ``tree`` itself is returned, so that callers
-    can compare by ``is``.
+    A mapping without key names becomes a :class:`_Named`. If the tree has no such mapping, ``tree`` itself is returned,
+    so that callers can compare by ``is``.
     """
 
     def stops_at(x: object) -> bool:
@@ -240,7 +240,7 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
-        """Adds key names to ``x``, and below it, if ``x`` is a mapping without them; otherwise returns ``x``."""
+        """Adds key names to ``x`` and below it, if ``x`` is a mapping without key names; otherwise returns ``x``."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:
@@ -255,8 +255,8 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
     """Returns the names on the path to each leaf, the leaves, and the treedef.
 
     ``{"dense": {"kernel": w}}`` gives the names ``("dense", "kernel")``. The ``value`` attribute of nnx variables and
-    flax boxes is not part of the path, but an attribute ``value`` of any other node is. The children of a container
-    without key names are numbered. Raises an error for an nnx variable at two places.
+    flax boxes is not part of the path, but an attribute ``value`` of any other node is part of it. The children of a
+    container without key names are numbered. Raises an error for an nnx variable at two places.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
@@ -289,7 +289,7 @@ def _names(keys: Iterable[Any]) -> Names:
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
-    """Raises an error for an nnx variable at two places: the tree would hold two copies of it, which would diverge.
+    """Raises an error for an nnx variable at two places: the tree would hold two copies, which would diverge.
 
     ``boxes`` holds the boxes of a tree by their key paths. A linen box may be at several places, because it cannot
     change.

@@ -1,9 +1,9 @@
-"""What a chain does with a raw tree: a plan, which depends on types alone, and the loop that runs it.
+"""Builds and runs plans. A plan lists what each stage of a chain does with a raw tree, and depends only on array types.
 
-``init`` leaves marker dicts in the raw tree (see ``raw.py``), and a plan is read from these. It has one :class:`Step`
-for each stage of the chain, and a step has one :class:`Site` for each array, or group of arrays, on which the stage
-acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and the path
-that is hashed into the random key. A *place* is always such a key path: the tuple of names that leads to an array.
+``init`` leaves marker dicts in the raw tree (see ``raw.py``), and a plan is built from these dicts. A plan has one
+:class:`Step` for each stage of the chain, and a step has one :class:`Site` for each array, or group of arrays, on which
+the stage acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and
+the path that is hashed into the random key. A *place* is such a key path: the tuple of names that leads to an array.
 
 For ``WeightNorm() >> VarNoise(0.1)`` on ``{"w": ...}``, the first step has a site that computes the array at ``("w",)``
 from the values at ``("w", "@weight_norm", "g")`` and ``("w", "@weight_norm", "v")``. The second step has a site that
@@ -42,13 +42,13 @@ CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What one stage of a chain does.
+    """One step of a plan: a stage of the chain and the arrays on which it acts.
 
     Attributes:
-      stage: The stage itself, even if the chain has its mean instead.
+      stage: The stage. If the chain holds the mean of a random stage, this is the random stage.
       sites: The sites at which the stage acts.
       output_types: The types of the arrays that the stage computes, by key path.
-      draws: Whether the step draws random numbers. If it does not, a random stage computes its mean.
+      draws: Whether the step draws random numbers. If False, a random stage computes its mean instead.
     """
 
     stage: Any
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a chain does with a raw tree, and with every other one of the same structure and types.
+    """The steps that compute the effective tree of a raw tree, or of any raw tree with the same structure and types.
 
     Attributes:
       raw: The raw tree.
@@ -133,7 +133,7 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """Builds the plan of a chain for a raw tree. No number is read, and formulas are only traced, not run.
+    """Builds the plan of a chain for a raw tree. Formulas are traced but not run.
 
     Args:
       p: The chain.
@@ -154,10 +154,10 @@ def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, 
 def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
     """Returns the types of the arrays that a stage computes at its sites, by key path.
 
-    ``tree`` is what the stage reads. Sites with equal formulas and equal types are traced only once. Raises an error if
-    a formula rejects its values.
+    ``tree`` holds the arrays that the stage reads. Sites with equal formulas and equal types are traced only once.
+    Raises an error if a formula rejects its values.
     """
-    # A site may read what an earlier site of the same stage computes: one tied array may be tied to another.
+    # A site may read an array that an earlier site of the same stage computes: a tied array may be tied to another.
     arrays, output_types, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
         if site.types is not None:
@@ -189,7 +189,7 @@ def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]
     """Traces the formula of a stage at one site, and returns the types of the arrays that it computes, by name.
 
     ``arrays`` holds the types of all arrays that the stage may read. No random numbers are drawn, because a random
-    stage gets no key here. Raises an error if the types of the raw values differ from those that ``init`` would give.
+    stage gets no key here. Raises an error if the raw values do not have the types that ``init`` would give them.
     """
     values = {name: {value: arrays[place] for value, place in places.items()} for name, places in site.values.items()}
     with locate_errors(site.who):
@@ -210,7 +210,7 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
-        """Computes the arrays of the effective tree from those of the raw tree, each in the order of its tree."""
+        """Computes the arrays of the effective tree from the arrays of the raw tree. Both lists are in tree order."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
@@ -220,13 +220,13 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
 
 
 PendingNoise = dict[Names, tuple[Site, Array]]
-"""Maps a key path to noise that is drawn but not yet added to its array: the site, and standard normal numbers."""
+"""Maps the key path of an array to noise that is drawn but not yet added: a site and its standard normal numbers."""
 
 
 def run_steps(
     steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
 ) -> dict[Names, Any]:
-    """Returns the given arrays, together with those that the steps compute from them.
+    """Returns the given arrays, together with the arrays that the steps compute from them.
 
     For ``WeightNorm``, the result holds ``w`` beside its raw values ``g`` and ``v``. Noise is added only when another
     step reads the array, or at the end, so that consecutive noises on one array can be merged. For example,
@@ -235,7 +235,7 @@ def run_steps(
 
     Args:
       steps: Consecutive steps of a plan.
-      arrays: All arrays that the steps read, by key path. The dict itself does not change.
+      arrays: All arrays that the steps read, by key path. The dict itself is not modified.
       key: The key of the whole call.
       is_traced: Whether the call is being traced; see :func:`draw_at_sites`.
     """
@@ -250,7 +250,7 @@ def run_steps(
         draws = draw_at_sites(step, others, arrays, key, is_traced=is_traced) if step.draws and key is not None else {}
         if step.draws_noise:
             pending |= {step.sites[i].arrays["w"]: (step.sites[i], draws[i]) for i in others}
-        else:  # For other random stages, each draw is a key.
+        else:  # Other random stages receive a key for each site.
             _apply_step(step, arrays, draws)
     _add_noise(arrays, pending, list(pending))
     return arrays
@@ -268,7 +268,7 @@ def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array])
 
 
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
-    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``; changes both.
+    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``, in place.
 
     Key paths without pending noise are skipped.
     """
@@ -289,12 +289,15 @@ def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Arra
 
 
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:
-    """Merges the noise of ``site`` with the noise pending at its array; returns None if it needs a draw of its own.
+    """Merges the noise of ``site`` with the noise pending at its array; None if the site needs its own draw.
 
     The random numbers of the earlier site are kept, and only its stage is replaced: if ``VarNoise(4.0)`` follows
-    ``VarNoise(3.0)``, the stage becomes ``VarNoise(5.0)``. Nothing is merged if no noise is pending at the array, if
-    the pending noise is of another class, if the class does not define ``merged_with`` itself, or if that method
-    returns None. A subclass may have another formula, so it does not inherit the method.
+    ``VarNoise(3.0)``, the stage becomes ``VarNoise(5.0)``. The result is None in four cases:
+      - No noise is pending at the array.
+      - The pending noise belongs to a stage of another class.
+      - The class itself does not define ``merged_with``. An inherited method does not count, because the subclass may
+        have another formula.
+      - ``merged_with`` returns None.
     """
     place, cls = site.arrays["w"], type(site.stage)
     if place not in pending or type(pending[place][0].stage) is not cls or "merged_with" not in vars(cls):
@@ -305,7 +308,7 @@ def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None
 
 
 def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: Stages = ()) -> None:
-    """Raises an error if the tree after all steps still holds a marker: another chain then created the raw tree.
+    """Raises an error if the tree after all steps still holds a marker, because another chain created the raw tree.
 
     Each step replaces the marker dicts of its own stage, so a marker remains only if no step has read it.
 

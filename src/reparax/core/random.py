@@ -1,14 +1,14 @@
-"""Random keys and random arrays for the whole library: only this file splits keys and draws.
+"""Derives all random keys and draws all random arrays of the library.
 
-A draw is a random array, or the key from which a formula draws one. It depends only on the key, the array's path, the
-stage's kind, the stage's number among the stages of that kind on the array, and whether ``update`` draws it. It does
-not depend on how many arrays there are, or on what other stages do. The noise of small arrays of one type is drawn in
-one loop.
+A draw is a random array, or the key from which a formula draws a random array. Five things determine a draw: the user's
+key, the path of the array, the kind of the stage, its number among the stages of that kind on the array, and whether
+``update`` draws. The number of arrays and the other stages do not affect a draw. The noise of small arrays of one type
+is drawn in one loop.
 
-A random array has the sharding of the weight that it is combined with. The numbers are those of ``jax.random`` for the
-same key: words and uniform numbers are equal bit for bit; normal numbers are more accurate (see ``threefry``), and may
-differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone, in a loop whose body
-is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
+A random array has the sharding of the weight that it is combined with. The numbers agree with those of ``jax.random``
+for the same key. Words and uniform numbers are equal bit for bit. Normal numbers are more accurate (see ``threefry``),
+and may differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone; a loop draws
+them, and its body is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
 :func:`local_reparametrization` finds them.
 """
 
@@ -62,7 +62,7 @@ def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, s
 
 
 def is_one_key(key: Any) -> bool:
-    """Returns whether ``key`` is a typed scalar key, as made by ``jax.random.key``, and not a legacy key or a batch."""
+    """Returns whether ``key`` is a typed scalar key, as from ``jax.random.key``; False for a legacy key or a batch."""
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
@@ -87,7 +87,7 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 def _as_typed(key: Any) -> Any:
     """Converts a legacy key, or a batch of them, to typed keys; returns anything else unchanged.
 
-    A legacy key is an array of uint32 whose last axis has as many entries as a key has words, two for threefry.
+    A legacy key is an array of uint32. The size of its last axis is the number of words in a key: two for threefry.
     """
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
@@ -113,8 +113,9 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
     """Derives the key for one use of a random array.
 
     :func:`local_reparametrization` gives each use of a weight noise a key of its own. The key is derived from ``key``,
-    with which the array was drawn (the first of a batch of keys), and from the ``number`` of the use. It also differs
-    between the shards along the mesh axes ``axes``, so this function must be called in a ``shard_map`` over these axes.
+    with which the array was drawn (the first of a batch of keys), and from the ``number`` of the use. The key also
+    differs between the shards along the mesh axes ``axes``, so this function must be called in a ``shard_map`` over
+    these axes.
     """
     for word in (number, *map(jax.lax.axis_index, axes)):
         key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
@@ -122,7 +123,7 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
 
 def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Derives a batch of keys, one for each text. Each depends only on ``key`` and on a 64-bit hash of its text.
+    """Derives a batch of keys, one for each text. Each key depends only on ``key`` and on a 64-bit hash of the text.
 
     Each hash is folded in as two words of 32 bits, because ``jax.random.fold_in`` takes one such word.
     """
@@ -135,7 +136,7 @@ def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 
 @functools.partial(inlined, static_argnums=1)
 def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Calls :func:`_fold_words` with words that are literals in the jaxpr. It is traced only once for equal words.
+    """Calls :func:`_fold_words` with words that are literals in the jaxpr. Calls with equal words share one trace.
 
     A constant array would instead become an input of the jaxpr, and would be stored for the backward pass.
     """
@@ -160,8 +161,9 @@ def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
 
 
 LOOPED = 2**14
-"""The largest size of an array whose noise is drawn in a loop with that of others. On a CPU, an array drawn by itself
-adds a tenth of a second to compilation; an array drawn in a loop uses only one core in every step."""
+"""The largest size of an array whose noise is drawn in one loop with the noise of other arrays. On a CPU, an array
+drawn by itself adds a tenth of a second to compilation, but an array drawn in a loop uses only one core in every step.
+"""
 
 
 def draw_at_sites(
@@ -190,7 +192,7 @@ def draw_at_sites(
     for number in sorted(groups_of_number):
         groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
-        # The zip is not strict: the last start lies after all groups and is not used.
+        # The zip is not strict, because there is one more start than groups: `accumulate` also yields the total.
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
             keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]
             if step.draws_noise:
@@ -202,7 +204,7 @@ def draw_at_sites(
 
 
 def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
-    """Draws the noise for each key, for arrays of one type under equal stages; several keys are handled in one loop.
+    """Draws one noise array for each key, in one loop. The arrays have the same type, and their stages are equal.
 
     ``array`` represents all of these arrays: only its type is read. ``keys`` is a batch, and each result has the shape
     of a single array.
@@ -273,20 +275,24 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
     one_bits = np.ones((), dtype).view(words.dtype)  # The sign and exponent of a number in [1, 2).
-    # Keep the first bits of each word, as many as the mantissa has.
+    # Keep the highest bits of each word: as many as the mantissa has.
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return _prevent_fusion(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Draws words of 32 or 64 bits, equal to those of ``jax.random.bits``; XLA can fuse the words of ``threefry``."""
+    """Draws words of 32 or 64 bits, equal to those of ``jax.random.bits``.
+
+    If the module ``threefry`` supports the key and the shape, it computes the words, because XLA can fuse its
+    operations.
+    """
     if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 
 
 def _prevent_fusion(x: Array) -> Array:
-    """Returns ``x``; a vector is computed before it is read, instead of being fused into the code that reads it.
+    """Returns ``x``. If ``x`` is a vector, XLA cannot fuse its computation into the operations that read ``x``.
 
     A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the random numbers into this
     repetition, and take minutes to compile it.

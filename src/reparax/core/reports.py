@@ -1,6 +1,6 @@
 """Helpers for the text of reports, such as ``summary``: equal lines are shown as one, and sizes have units.
 
-Nothing here depends on the rest of the package. It is in ``core`` because three other folders use it.
+This module does not depend on the rest of the package. It is in ``core`` because three other folders use it.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a report: a path, or several similar ones as in ``layers/0..11/kernel``, and their value.
+    """One line of a report: a path, or similar paths joined as in ``layers/0..11/kernel``, and its value.
 
     Attributes:
       parts: The path, split into text and numbers in turn: ``("layers/", "0..11", "/kernel")``.
@@ -39,7 +39,7 @@ class Line:
 
     @property
     def times(self) -> str:
-        """The count as text before a value, such as ``2 x ``; empty if it is 1."""
+        """The count as a prefix, such as ``2 x ``; empty if the count is 1."""
         return f"{self.count} x " if self.count > 1 else ""
 
 
@@ -61,11 +61,13 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
-    """Joins lines that differ only in consecutive numbers at part ``i``; the result is where the first of them was.
+    """Joins lines that differ only in consecutive numbers at part ``i``.
 
-    With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
+    A joined line takes the position of its first line. With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and
+    ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
     """
-    # Group the lines by everything that must be equal, with their numbers and rows. A line without a number is alone.
+    # Group the lines by everything that must be equal, with their numbers and rows. A line without a number is a group
+    # of its own.
     numbers_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
         has_number = len(line.parts) > i

@@ -1,4 +1,4 @@
-"""A site: a stage at one array, or at a group of arrays that it computes together.
+"""Sites. A site is a stage at one array, or at a group of arrays that the stage computes together.
 
 A *place* is the key path of an array, a tuple of names such as ``("dense", "kernel")``. The formulas of a stage do not
 see places: they use a name such as ``"w"`` for each array, and a name such as ``"g"`` or ``"v"`` for each raw value. A
@@ -41,12 +41,12 @@ class Site:
         place of the array itself.
       nodes: For each array, the key path of its marker dict; empty if the stage has no markers.
       draw_path: The path that is hashed into the random key; None for stages that join arrays, which draw nothing.
-      draw_number: The number of the stage among those of its kind that act on the array. A plan counts from 1.
+      draw_number: The number of the stage among the stages of its kind that act on the array. A plan counts from 1.
       reads: The places of other arrays, which the formulas read but do not change.
       copies: Maps the path of each array without raw values of its own, such as a tied one, to the paths at which its
         values are stored.
-      formula: What the stage does here, if that differs between its sites.
-      types: The types of the effective arrays, if known.
+      formula: The formula of the stage at this site, if its sites have different formulas.
+      types: The types of the effective arrays, if they are known without tracing the formula.
       call: A function that calls the formulas, so that sites with arrays of equal types are traced once.
     """
 
@@ -71,8 +71,8 @@ class Site:
     def read(self, arrays: Arrays) -> RawValues:
         """Returns what the formulas read, by array and value: ``{"w": {"g": ..., "v": ...}, "other": {"": ...}}``.
 
-        An array in ``reads`` is not a raw value, so the name below its own name is ``""``. No gradient flows through
-        fixed values.
+        An array in ``reads`` has no raw values, so the array itself is stored under the name ``""``. No gradient flows
+        through fixed values.
         """
         raw_values = {
             name: {value: read_value(arrays, place) for value, place in places.items()}
@@ -84,7 +84,7 @@ class Site:
     def free_values(self) -> dict[str, Names]:
         """Maps the name of each raw value that the stage does not declare as fixed to its key path.
 
-        If several arrays of the site have a value of the same name, the dict has only the last one.
+        If several arrays of the site have a value of the same name, the dict has only the value of the last array.
         """
         pairs = [pair for places in self.values.values() for pair in places.items()]
         return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
@@ -113,13 +113,13 @@ class Site:
 
 
 def read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
-    """Returns the value at a key path as a JAX array. No gradient flows through it if a stage declares it as fixed."""
+    """Returns the value at a key path as a JAX array. No gradient flows through a fixed value."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if is_fixed_value(place) else x
 
 
 def site_of(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Site:
-    """Builds the site of a stage at some leaves, which are arrays before ``init`` and marker dicts after it.
+    """Builds the site of a stage at the given leaves: arrays before ``init``, or marker dicts after ``init``.
 
     Args:
       stage: The stage, with its numbers and axes for these arrays.

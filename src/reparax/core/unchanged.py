@@ -18,7 +18,7 @@ from reparax.core.paths import PyTree, is_traceable
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Known:
-    """A static leaf among the results of a transform: the mark of a result that is an argument, or the treedef.
+    """A static leaf in the results of a transform: it marks a result that is an argument, or holds the treedef.
 
     Attributes:
       content: The index of the argument among the leaves of all arguments; or the treedef of the results.
@@ -30,8 +30,8 @@ class Known:
 def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
     """Calls the formula, and returns the treedef and the leaves of its result; leaves that are arguments become marks.
 
-    For ``formula = lambda w, x: {"a": w, "b": w + x}``, these are ``[Known(treedef), Known(0), w + x]``. They are a
-    list, as some containers of other libraries cannot hold a mark.
+    For ``formula = lambda w, x: {"a": w, "b": w + x}``, the result is ``[Known(treedef), Known(0), w + x]``. It is a
+    list, because some containers of other libraries cannot hold a mark.
     """
     numbers = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
     leaves, treedef = jax.tree.flatten(formula(*args))
@@ -61,11 +61,11 @@ class _Mark:
 
 
 MARK = _Mark()
-"""The only instance: JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
+"""The only instance. JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """Returns ``fun(tree, key)``, and computes it again in the backward pass.
+    """Returns ``fun(tree, key)``, and recomputes ``fun`` in the backward pass.
 
     The backward pass stores only ``tree``, ``key`` and the result. Leaves that are not arrays, and leaves that ``fun``
     returns unchanged, are returned as the same objects. An error raised by ``fun`` reaches the caller unchanged.

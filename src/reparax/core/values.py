@@ -1,7 +1,7 @@
-"""What a stage declares about its raw values: main or auxiliary, free or fixed.
+"""Declarations of the raw values of a stage: main or auxiliary, free or fixed.
 
 Earlier stages of a chain act on the *main* values of an array as if they were the array itself; an *auxiliary* value,
-such as a length, is trained, but other stages do not act on it. A *fixed* value is not trained; a *free* value is.
+such as a length, is trained, but other stages do not act on it. A *free* value is trained; a *fixed* value is not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Value:
       main: Whether earlier stages act on the value, under the path of the array.
       fixed: Whether the value is excluded from training.
       base: Whether the value holds the model's own array, on which stages such as ``Freeze`` act. ``update_base`` uses
-        the word differently: there, a base is any fixed value to which free ones are relative, as in
+        the word differently: there, a base is any fixed value to which free values are relative, as in
         :class:`Orthogonal`.
       aligned: Whether the value has the same axes as the array.
       decays: Whether smaller numbers give a smaller array.
@@ -115,9 +115,9 @@ def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] =
 
 
 def value_of(values: Values, name: str) -> Value:
-    """Returns the declaration of the raw value with this name, or its default: see :func:`aux`.
+    """Returns the declaration of the raw value ``name``.
 
-    The entry of the name comes first, then the entry ``"*"``, and then the default.
+    If the name has no entry, the entry ``"*"`` applies; if there is none either, the default of :func:`aux` applies.
     """
     default = Value(main=not any(value.main for value in values.values()))
     return values.get(name) or values.get(OTHERS) or default

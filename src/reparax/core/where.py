@@ -33,8 +33,9 @@ from reparax.core.roles import LOOKUP
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
-"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts them with a number,
-as in ``b1``, ``bias`` as a word of a name, as in ``bias_n``, and names that begin with ``ln_``."""
+"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts these names with a
+number at the end, as in ``b1``, names that contain the word ``bias``, as in ``bias_n``, and names that begin with
+``ln_``."""
 
 
 @register_static
@@ -58,7 +59,7 @@ class Selected:
         return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
-        """Returns whether ``path`` is one of the paths or below one. ``array`` is not read; all predicates take it."""
+        """Returns whether ``path`` is one of the paths or below one of them. ``array`` is ignored."""
         return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
@@ -77,7 +78,7 @@ class AllBut:
     patterns: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Requires at least one regular expression."""
+        """Requires at least one regular expression, and only valid ones."""
         patterns: Any = self.patterns
         if not isinstance(patterns, tuple):
             raise TypeError(f"AllBut takes a tuple of expressions, but got {patterns!r}. Make it with `rpx.all_but`.")
@@ -129,12 +130,13 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
     Args:
       mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path with the value
-        True must exist in the tree of parameters. If ``model`` is given: a function that returns one part of the model,
-        or several in a list.
+        True must exist in the tree of parameters. If ``model`` is given, ``mask`` is instead a function that returns
+        one part of the model, or a list of parts.
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Raises:
-      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of it.
+      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of the
+        model.
       ValueError: If the parts hold no array.
 
     Example:
@@ -200,7 +202,7 @@ def nearest(path: str, paths: Iterable[str]) -> str:
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """Returns the matches of a regular expression with whole paths, one for each different path.
+    """Returns the matches of a regular expression with whole paths, one match for each distinct path.
 
     A pattern that equals a path matches only this path, even if it has special characters, as ``a.b`` has. The list is
     empty if nothing matches, or if the pattern is not a regular expression.
@@ -221,7 +223,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
       owner: The class or function that takes it, for errors.
       name: The name of its argument, for errors.
     """
-    # A class or a stage may be callable, but it is not a predicate.
+    # A class or a stage may be callable, but neither is a predicate.
     is_class_or_stage = isinstance(where, type) or hasattr(where, "_parts")
     if isinstance(where, str):
         _require_expression(where, owner, name)
@@ -304,9 +306,9 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Returns whether an array is a table of embeddings, according to its layers if known, and otherwise to its name.
+    """Returns whether an array is a table of embeddings, judged by its layers if they are known, or else by its name.
 
-    A table that is also the matrix of another layer is one.
+    A table that is also used as the matrix of another layer counts as a table.
     """
     if leaf.axes.is_class and leaf.axes.role.uses:
         return any(use.how == LOOKUP for use in leaf.axes.role.uses)
@@ -338,11 +340,11 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
         if isinstance(where, str):
             # The place has markers, as in `dense/kernel/@weight_norm/v`; the path has none, as in `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
-        if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
+        if isinstance(where, Selected):  # Auxiliary values below a selected parameter do not count.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
-    # If there are no leaves, another error reports that the tree holds no arrays.
+    # Without leaves, a later error reports that the tree holds no arrays.
     if leaves and isinstance(where, Selected):
         _require_paths(who, where, _known_paths(leaves))
     if leaves and isinstance(where, AllBut):
@@ -357,8 +359,8 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
       who: The call.
       where: The selection.
       leaves: All leaves that could have been selected.
-      stacked: The argument ``stacked`` of the stage. The default of the stage does not count these axes, so an array of
-        shape (8, 4) with ``stacked=0`` counts as a vector.
+      stacked: The argument ``stacked`` of the stage. The default selection of the stage does not count these axes, so
+        an array of shape (8, 4) with ``stacked=0`` counts as a vector.
     """
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     if where is not None:
@@ -401,14 +403,14 @@ def _is_by_place(where: Where) -> bool:
 def _is_seen(where: Where, leaf: Leaf) -> bool:
     """Returns whether a selection can select a leaf at all.
 
-    Hidden leaves, and tied arrays, which have no values, cannot be selected. Values that an adapter adds to a base can
-    be selected only by their place; see :class:`Leaf`.
+    A hidden leaf cannot be selected, nor can a tied array, because it has no values. Values that an adapter adds to a
+    base can be selected only by their place; see :class:`Leaf`.
     """
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied ones.
+    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied arrays.
 
     A selection may name any of these paths. All ``leaves`` belong to one tree, and there is at least one leaf.
     """
@@ -418,7 +420,7 @@ def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
-    """Requires that each expression of :func:`all_but` matches a path; otherwise it is probably misspelled."""
+    """Requires that each expression of :func:`all_but` matches a path; an unmatched one is probably misspelled."""
     for pattern in where.patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
             raise ValueError(f"{who} excludes nothing with {pattern!r}: {why_none_selected(pattern, paths)}")
@@ -443,8 +445,8 @@ def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
     """Returns whether a predicate selects an array. It may also return a match of a regular expression, or None.
 
-    Text and arrays of several numbers are rejected, because they would be true or false by accident. Traced answers are
-    rejected because they have no value yet.
+    Text and arrays of several numbers are rejected, because their truth value would be an accident. A traced array is
+    rejected because it has no value yet.
     """
     try:
         answer = where(path, array)
