@@ -88,6 +88,5 @@ class _ShortRepr(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """Returns a short ``repr`` of a value, because ``repr`` itself may be very long, or fail for deeply nested
-    lists."""
+    """Returns a short ``repr`` of a value, because ``repr`` may be very long, or fail for deeply nested lists."""
     return _ShortRepr().repr(value)

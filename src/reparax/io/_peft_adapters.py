@@ -55,8 +55,7 @@ class Conversion(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The stages on one array, in chain order, and their raw values from the file, keyed by paths such as
-    ``@lora/a``."""
+    """The stages on one array, in chain order, and their raw values, keyed by paths such as ``@lora/a``."""
 
     stages: tuple[Parametrization, ...]
     values: Mapping[str, Any]
@@ -298,8 +297,7 @@ def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
 
 
 def _read_bias(stored: StoredAdapter) -> Adapter:
-    """Converts the stored update of a bias to stages and values. The update has the same factor as the weight's
-    LoRA."""
+    """Converts the stored update of a bias to stages and values. The weight's LoRA has the same scaling factor."""
     if not stored.config.get("lora_bias"):
         raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
     values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})

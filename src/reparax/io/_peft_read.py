@@ -371,7 +371,7 @@ def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -
 
 
 def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
-    """Lists the stages of all arrays. Arrays with equal stages share them, with a ``where`` that selects these
+    """Lists the stages of all arrays. Arrays with equal stages share stages whose ``where`` selects all these
     arrays."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
