@@ -43,7 +43,7 @@ def layout_of_matrix(layout: str) -> str:
 
 
 def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
-    """Returns our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
+    """Returns the numbers of our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
     if layout.startswith(EXPERTS):
         return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
@@ -63,7 +63,7 @@ def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """Counts the inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
+    """Returns the numbers of inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
     return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 

@@ -67,7 +67,7 @@ class StoredAdapter:
 
     Attributes:
       target: The adapted array.
-      tensors: The tensors of the adapter, by the suffixes of their names.
+      tensors: The tensors of the adapter, keyed by the suffixes of their names.
       config: The configuration of all adapters.
     """
 
@@ -142,7 +142,7 @@ class AdaptedArray:
         return value.raw_array(below[0]) if below else self.target.slice_of(self.plan.raw.arrays[value.place])
 
     def tensors(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """Converts the raw values to the tensors that PEFT stores, by the suffixes of their names."""
+        """Converts the raw values to the tensors that PEFT stores, keyed by the suffixes of their names."""
         return {name: x.write(self.raw_array(x.place)).reshape(x.shape) for name, x in conversions.items()}
 
 
@@ -151,11 +151,11 @@ class PeftForm:
     """The tensors and settings that PEFT stores for one adapted array of a chain.
 
     Attributes:
-      tensors: The tensors of the adapter, by the suffixes of their names.
+      tensors: The tensors of the adapter, keyed by the suffixes of their names.
       settings: The settings of the configuration for this array. For LoRA, ``use_dora`` and ``lora_bias`` must be equal
         for all modules.
       rank: The rank of LoRA; 1 for anything else.
-      factor: The number that multiplies the update; 1 if there is none.
+      factor: The number that multiplies the update, or 1 if there is no such number.
     """
 
     tensors: Mapping[str, Array]

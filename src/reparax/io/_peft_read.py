@@ -129,7 +129,7 @@ def from_peft(
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
-    free = whole_arrays.keys() - layers.keys()  # An array with an adapter stays frozen, as the adapter's base.
+    free = whole_arrays.keys() - layers.keys()  # An array with an adapter stays frozen, because it is the base.
     frozen = Freeze(where=all_but(pattern_of(free, counts))) if free else Freeze()
     ties, gains = _bias_ties_and_gains(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
@@ -155,7 +155,7 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
             f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
-    # In memory, DoRA's lengths are the `.weight` of a module. In a file, their name lacks this suffix.
+    # In memory, DoRA's lengths are the `.weight` of a module. In a file, the lengths' name lacks this suffix.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
     file_names = {name: x if method.suffix_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
     modules = {name.removesuffix(f".{method.suffix_of(name)}") for name in file_names.values()}
@@ -223,8 +223,8 @@ def _sort_tensors(
     """Sorts the tensors of a file into tensors of adapters and whole parameters.
 
     Returns:
-      The tensors of each adapted parameter, by suffix; the parameters that are saved whole; and an error for each
-      tensor that is neither.
+      The tensors of each adapted parameter, keyed by suffix; the parameters that are saved whole; and an error for each
+      other tensor.
     """
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
@@ -371,8 +371,7 @@ def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -
 
 
 def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
-    """Lists the stages of all arrays. Arrays with equal stages share stages whose ``where`` selects all these
-    arrays."""
+    """Lists the stages of all arrays. Arrays with equal stages share one copy, whose ``where`` selects them all."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
     for stages, paths in group_keys(stages_of).items():

@@ -76,8 +76,7 @@ class Target(Entry):
 
     @property
     def adapter_layout(self) -> str:
-        """The layout of the adapter. PEFT's adapter has its outputs first, even for tables and transformers'
-        ``Conv1D``."""
+        """The layout of the adapter. In PEFT, its outputs come first, even for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
@@ -197,8 +196,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
 def plain_names_of(
     names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
-    """Maps each tensor name in a file to a plain name, which names a stack of experts instead of the stack's
-    wrapper."""
+    """Maps each tensor name in a file to a plain name, which names a stack of experts instead of its wrapper."""
     parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}

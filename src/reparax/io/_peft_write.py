@@ -234,7 +234,7 @@ def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
 
 
 def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray], dict[str, Array], list[str]]:
-    """Sorts the arrays of the model by how they train.
+    """Splits the arrays of the model into arrays with an adapter and arrays that train whole.
 
     Returns:
       The adapted arrays, the arrays that train whole, and an error for each array that trains whole if its layout is
@@ -249,7 +249,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
             if array.producer:
                 adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
             elif array.place in plan.raw.frame.state:
-                continue  # Optimizers do not train state, so PEFT does not need the array.
+                continue  # State is not trained, so the array is not written.
             elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
                 require_layouts([target])
                 free[tensor] = target.slice_of(x).reshape(target.shape)

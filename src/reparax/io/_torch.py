@@ -94,13 +94,13 @@ def from_torch(
       computes as its class does;
     * ``w`` and ``embeddings`` with two axes in Haiku's nested modules;
     * ``weight_ih`` and ``weight_hh``;
-    * other matrices named ``kernel`` or ``embedding``, except those of your own modules.
+    * other matrices named ``kernel`` or ``embedding``.
 
     All other arrays with two or more axes need a layout, or ``{i}`` in their names, because the shape of a square
-    matrix does not show whether it is transposed. A ``kernel`` with more than two axes can be read without a layout if
-    its tensor has the same number of axes, because then the array is a convolution. A ``kernel`` with as many inputs as
-    outputs still needs a layout, because it may belong to a transposed convolution. For recurrent cells, use
-    :func:`convert`.
+    matrix does not show whether it is transposed. Arrays of your own nnx and equinox modules need a layout whatever
+    their names. A ``kernel`` with more than two axes can be read without a layout if its tensor has the same number of
+    axes, because then the array is a convolution. A ``kernel`` with as many inputs as outputs still needs a layout,
+    because it may belong to a transposed convolution. For recurrent cells, use :func:`convert`.
 
     Args:
       p: The chain. For a plain state dict, use ``Chain()`` or a chain of perturbations.

@@ -41,7 +41,7 @@ class NameMap:
 
     Attributes:
       listed: The names for a parametrization, below ``parametrizations.weight``. The number of the parametrization
-        comes before the name, except for originals.
+        precedes each name, except for originals.
       hooked: The suffixes for a hook, after ``weight``.
       fields: The fields of the stage that torch also has, or that do not affect what the module computes. All other
         fields must have their defaults. None allows all fields, because the values alone determine what the stage does.
@@ -391,7 +391,7 @@ def _signs_in_torch(diagonal: Array) -> Array:
 
 
 def _as_lower(stage: Orthogonal, x: Array) -> Array:
-    """Returns the lower triangular matrix that gives the same rotation as ``x`` if the identity is the base."""
+    """Returns the lower triangular matrix that, with the identity as the base, gives the same rotation as ``x``."""
     if stage.map == "householder":
         return jnp.tril(x, -1)
     columns = x.shape[-1]
