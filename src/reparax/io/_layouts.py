@@ -33,7 +33,8 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
 HEADS = {"to_heads": 1, "from_heads": 2}
 """The number of input axes of each attention layout: one for ``(in, heads, dim)``, two for ``(heads, dim, out)``."""
 EXPERTS = "experts:"
-"""The prefix of layouts of expert stacks, which are one tensor in torch too. The layout of each matrix follows."""
+"""The prefix of layouts of expert stacks, which are one tensor in torch too. Each matrix's layout follows the
+prefix."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
@@ -84,7 +85,7 @@ def from_layout(x: Array, layout: str) -> Array:
 
 
 def _flip_kernel(x: Array, layout: str) -> Array:
-    """Reverses the spatial axes of an array in torch's order if its layout requires it."""
+    """Flips an array, whose axes are in torch's order, along its spatial axes if the layout requires a flip."""
     return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout_of_matrix(layout)][1] else x
 
 
@@ -128,7 +129,7 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
 
 
 _LayoutsOfModule = Callable[[Any], dict[str, Layout]]
-"""A function that maps each array name in a module to the array's layout."""
+"""A function that takes a module and returns a dict from array names to layouts."""
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _LayoutsOfModule:

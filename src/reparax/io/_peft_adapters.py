@@ -83,7 +83,7 @@ class StoredAdapter:
 
 @dataclass(frozen=True)
 class AdaptedArray:
-    """An array of the model or a value of a stage, with the plan that records which stage produces the array.
+    """An array of the model or a value of a stage, together with the chain's plan.
 
     Attributes:
       plan: The plan of the chain, which records which stage produces which array.

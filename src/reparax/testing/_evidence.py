@@ -64,7 +64,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 
 class RoundTrip(NamedTuple):
-    """A tree, and the result of a stage's ``init`` followed by its ``apply``."""
+    """A tree, and the result of applying a stage's ``init`` and then its ``apply`` to the tree."""
 
     tree: PyTree
     result: PyTree
@@ -85,7 +85,7 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
         raw = init_stage(stage, tree, key)
         starts.append(RoundTrip(tree, apply_raw([stage], raw)))
         point = apply_raw([stage], _move_traced(raw))
-        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to the point that they were initialized from.
+        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to their initial point.
             point = apply_raw([stage], init_stage(stage, point, key))
         images.append(RoundTrip(point, apply_raw([stage], init_stage(stage, point, key))))
         tree = raw
@@ -116,7 +116,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
 @compiled
 def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, keys: Array) -> dict[str, PyTree]:
-    """Returns the results of JAX's transformations by name, computed from one raw tree or from batches of two.
+    """Returns the results of JAX's transformations, keyed by name, for one raw tree or for batches of two.
 
     One program computes all results, because compilation takes most of the time.
     """
@@ -136,7 +136,7 @@ def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, k
 
 @compiled
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
-    """Returns the results of a chain's methods, and the gradient of ``apply``, by name."""
+    """Returns the results of a chain's methods and the gradient of ``apply``, keyed by name."""
     raw = p.init(params, key)
     return {
         "init": raw,
@@ -148,7 +148,8 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
 
 
 class Doubled(Reparametrization):
-    """The stage that the law ``chains`` puts beside the tested chain. It doubles its raw value, and keeps integers."""
+    """The stage that the law ``chains`` puts beside the tested chain. The stage doubles its raw value, or keeps
+    integers."""
 
     kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no stage has the same kind.
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
@@ -165,7 +166,7 @@ class Doubled(Reparametrization):
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
     """Returns the effective trees of ``p`` behind and before another stage, each with the expected tree."""
     doubled = Doubled()
-    # A stage that moves weights cannot move weights that an earlier stage computes, so it is not updated.
+    # A stage that moves weights cannot move weights that an earlier stage computes, so do not update it.
     moves_weights = any(stage.moves_weights for stage in stages_of(p))
 
     def after_update(chain: Parametrization, params: PyTree) -> PyTree:
@@ -186,8 +187,8 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
 def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
     """Accumulates the deviations of a stage's draws from the mean that the stage claims.
 
-    The stage at ``index`` is applied to the output of the earlier stages without noise, so its result still contains
-    the markers of later stages.
+    The stage at ``index`` is applied to the output of the earlier stages without noise, so the result still contains
+    the marker dicts of later stages.
 
     Returns:
       The claimed mean, and the sums over ``keys`` of the deviations (see ``_deviations_of_draw``) and of their squares.
@@ -261,7 +262,7 @@ class Case:
         return move_randomly(self.raw, self.key)
 
     def of_stage(self, stage: Parametrization) -> "Case":
-        """Returns the case for one stage of the chain, which errors then name."""
+        """Returns the same case for one stage of the chain, so that errors name this stage."""
         return replace(self, chain=stage)
 
     def require(self, holds: object, message: str) -> None:

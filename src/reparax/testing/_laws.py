@@ -286,8 +286,7 @@ def mean(case: Case) -> None:
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, which are estimated
-    from the draws. This is tested for each entry, for the average of an array, and for its average weighted by the
-    claimed mean.
+    from the draws. The test covers each entry, the average of an array, and the average weighted by the claimed mean.
     """
     for index, stage in enumerate(evidence.stages_of(case.chain)):
         if stage.stochastic:
@@ -327,8 +326,8 @@ def gradients(case: Case) -> None:
     """Requires that gradients agree with finite differences, are finite even at zero, and are nonzero for each array.
 
     Gradients must be nonzero at a generic point only, because the initial gradient of a factor is zero if another
-    factor is zero. Finite differences use double precision, or single precision if the stage does not take double. They
-    are skipped for stages with ``straight_through = True``.
+    factor is zero. Finite differences use double precision, or single precision if the chain does not support double
+    precision. A chain with ``straight_through = True`` is not compared with finite differences.
     """
     p, params, key = case.chain, case.params, case.key
     for where, point in {
