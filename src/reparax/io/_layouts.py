@@ -33,8 +33,7 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
 HEADS = {"to_heads": 1, "from_heads": 2}
 """The number of input axes of each attention layout: one for ``(in, heads, dim)``, two for ``(heads, dim, out)``."""
 EXPERTS = "experts:"
-"""The prefix of layouts of expert stacks, which are one tensor in torch too. Each matrix's layout follows the
-prefix."""
+"""The prefix of layouts of expert stacks, each of which is also one tensor in torch. Each matrix's layout follows."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 

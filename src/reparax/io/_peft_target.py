@@ -1,4 +1,4 @@
-"""Targets: the arrays that PEFT can adapt, with their names in PEFT and their axes of inputs and outputs.
+"""Targets: the arrays that PEFT can adapt, with their names in PEFT and their input and output axes.
 
 PEFT wraps each module that it adapts. If a configuration names parameters rather than modules, such as fused experts,
 PEFT wraps their module once for each parameter, in the module's order, so the wrapper of the last parameter is the
@@ -67,11 +67,11 @@ class Target(Entry):
 
     @property
     def adapted_name(self) -> str:
-        """The name in torch under which PEFT adapts the array: that of a stack of experts, or else of the module."""
+        """The torch name under which PEFT adapts the array: the name of a stack of experts, or else of the module."""
         return self.tensor if self.n_experts else self.module
 
     def one_expert(self) -> "Target":
-        """Returns the target of one matrix of a stack of experts. Returns any other target as it is."""
+        """Returns the target of one matrix in a stack of experts. Returns any other target unchanged."""
         return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property

@@ -49,8 +49,8 @@ def to_peft(
 
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
     the configuration with ``json.dump`` as ``adapter_config.json``. Add ``base_model_name_or_path`` and ``task_type``
-    to it if you need them. Biases and whole modules that train beside the adapters are included. Perturbations, the
-    rounding of :class:`FakeQuantized` and the base are left out.
+    to the configuration if you need these settings. Biases and whole modules that train beside the adapters are
+    included. Perturbations, the rounding of :class:`FakeQuantized` and the base are left out.
 
     Args:
       p: The chain. Its adapters must belong to one of the methods that :func:`from_peft` reads.
@@ -175,7 +175,7 @@ def _configure_lora(modules: Forms) -> dict[str, Any]:
 
 
 def _equal_setting(modules: Forms, name: str) -> Any:
-    """Returns the value of a setting that must be equal for all modules. Raises an error if it differs between them."""
+    """Returns the value of a setting that must be equal for all modules. Raises an error if modules differ."""
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
@@ -184,7 +184,7 @@ def _equal_setting(modules: Forms, name: str) -> Any:
 
 
 def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the settings for a number of each module: the most common number, and patterns for all other modules."""
+    """Returns the settings that give each module a number: the most common number, and patterns for other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]

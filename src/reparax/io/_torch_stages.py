@@ -103,7 +103,7 @@ class Naming:
         """Counts the parametrizations that produce the array at a place, and lists all their groups of values.
 
         ``tensor`` is the array's name in torch. If the array is the original of a parametrization, ``outer`` is the
-        name of the list that holds this parametrization; otherwise, it is empty.
+        name of the list that holds this parametrization. Otherwise, ``outer`` is empty.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]

@@ -148,8 +148,7 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
 
 
 class Doubled(Reparametrization):
-    """The stage that the law ``chains`` puts beside the tested chain. The stage doubles its raw value, or keeps
-    integers."""
+    """The stage that the law ``chains`` puts beside the tested chain. The stage doubles any raw value but integers."""
 
     kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no stage has the same kind.
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
