@@ -1,4 +1,4 @@
-"""Helpers for files of other libraries: tensors as numpy arrays, checks of settings, and short texts for errors."""
+"""Helpers for files of other libraries: convert tensors to NumPy, check settings, and shorten reprs for errors."""
 
 import reprlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from reparax.numerics.arithmetic import is_array
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest number that a file may hold, because weights are computed in float32."""
+"""The largest magnitude that a setting may have, because weights are computed in float32."""
 
 
 def is_number(x: object) -> bool:
@@ -30,13 +30,13 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
-    """Converts the tensors of a file, which may also be arrays, to numpy arrays.
+    """Converts a dict of tensors or arrays to a dict of NumPy arrays.
 
     Args:
       who: The name of the public function that was called, for errors.
       tensors: A dict from names to tensors.
-      what: A word or two for what the public function takes, such as "state dict".
-      advice: A sentence for errors that says how to obtain it.
+      what: The kind of input that the public function takes, such as "state dict", for errors.
+      advice: A sentence that says how to obtain this input, for errors.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
@@ -44,7 +44,7 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
 
 
 def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
-    """Converts a tensor or array to numpy. Raises an error if it has no numbers, or is quantized or sparse."""
+    """Converts a tensor or array to NumPy. Raises an error if the tensor is on the meta device, quantized or sparse."""
     if not isinstance(name, str):
         raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
     if not is_array(x):
@@ -65,7 +65,7 @@ def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
 
 
 def _to_numpy(x: Any) -> np.ndarray:
-    """Converts a torch tensor to a numpy array."""
+    """Converts a torch tensor to a NumPy array."""
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype == "bfloat16" or dtype.startswith("float8"):  # NumPy lacks these dtypes, so convert through float32.
         return x.float().numpy(force=True).astype(getattr(jnp, dtype))
@@ -88,5 +88,5 @@ class _ShortRepr(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """Returns a short ``repr`` of a value. Python's own may be as long as the file, or fail for deeply nested lists."""
+    """Returns a short ``repr`` of a value, because ``repr`` may be very long, or fail for deeply nested lists."""
     return _ShortRepr().repr(value)

@@ -1,9 +1,9 @@
 """Layouts: how the axes of a weight in JAX relate to its axes in torch, and how the layout of an array is found.
 
 A layout is a word such as ``"kernel"``, which means ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` in torch.
-It is determined by a rule of the user, by the class of the array's module, by the array's name or by the roles of its
-axes. The shape is not enough: a square matrix loads into torch even if it should have been transposed. An array whose
-layout remains unknown is neither read nor written.
+The layout of an array is determined by a rule of the user, by the class of the array's module, by the array's name or
+by the roles of its axes. The shape is not enough, because a square matrix loads into torch even if it should have been
+transposed. Arrays of unknown layout are neither read nor written.
 """
 
 import math
@@ -18,8 +18,9 @@ from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
-# For each layout: which of our axes are torch's first two (None if all axes are in the same order), and whether the
-# spatial axes are reversed, as in torch's transposed convolutions: as gradients of convolutions, they flip the kernel.
+# Maps each layout to the two of our axes that come first in torch (None if all axes are in the same order), and to
+# whether the kernel is flipped along its spatial axes. Transposed convolutions are flipped, because torch defines them
+# as gradients of convolutions.
 _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "same": (None, False),
     "kernel": ((-1, -2), False),
@@ -30,9 +31,9 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "vector": (None, False),
 }
 HEADS = {"to_heads": 1, "from_heads": 2}
-"""The number of input axes of attention kernels: ``(in, heads, dim)`` has one, ``(heads, dim, out)`` has two."""
+"""The number of input axes of each attention layout: one for ``(in, heads, dim)``, two for ``(heads, dim, out)``."""
 EXPERTS = "experts:"
-"""The prefix of layouts of stacks of matrices that are one tensor in torch too; the layout of each matrix follows."""
+"""The prefix of layouts of expert stacks, each of which is also one tensor in torch. Each matrix's layout follows."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
@@ -42,7 +43,7 @@ def layout_of_matrix(layout: str) -> str:
 
 
 def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
-    """Returns our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
+    """Returns the numbers of our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
     if layout.startswith(EXPERTS):
         return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
@@ -53,7 +54,7 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
 
 
 def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """Returns the shape that an array of ours has in torch, which merges the axes of vectors and attention heads."""
+    """Returns the shape that one of our arrays has in torch, where vectors have one axis and heads are merged."""
     if layout == "vector":
         return (math.prod(shape),)
     if layout in HEADS:
@@ -62,12 +63,12 @@ def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """Counts the inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
+    """Returns the numbers of inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
     return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 
 def to_layout(x: Array, layout: str) -> Array:
-    """Transposes, flips or reshapes an array of ours to its form in torch."""
+    """Converts one of our arrays to its form in torch by transposing, flipping or reshaping the array."""
     if layout == "vector":  # The shape here is (out, 1, ..., 1) or (heads, dim).
         return x.reshape(-1)
     if layout in HEADS:
@@ -76,19 +77,19 @@ def to_layout(x: Array, layout: str) -> Array:
 
 
 def from_layout(x: Array, layout: str) -> Array:
-    """Converts an array of torch to our order of axes. Axes that torch merges remain merged."""
+    """Converts an array from torch to our axis order. Axes that are merged in torch remain merged."""
     if layout in HEADS:
         return x.T
     return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
 
 
 def _flip_kernel(x: Array, layout: str) -> Array:
-    """Reverses the spatial axes of an array in torch's order if its layout requires it."""
+    """Flips an array, whose axes are in torch's order, along its spatial axes if the layout requires a flip."""
     return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout_of_matrix(layout)][1] else x
 
 
 Layout = tuple[str | None, int]
-"""A layout, or None if it is unknown, and the largest number of axes of an array for which the layout is certain."""
+"""A layout (None if unknown), and the largest number of axes that an array may have for the layout to be certain."""
 
 _LAYOUTS_BY_NAME: Mapping[str, Layout] = {
     "kernel": ("kernel", 2),
@@ -99,7 +100,7 @@ _LAYOUTS_BY_NAME: Mapping[str, Layout] = {
 
 
 def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_module: Layout | None) -> tuple[str, bool]:
-    """Finds the layout of an array by a rule, by its module or by its name.
+    """Finds the layout of an array from a rule, from its module or from its name.
 
     Returns:
       The layout, and whether it is certain.
@@ -127,7 +128,7 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
 
 
 _LayoutsOfModule = Callable[[Any], dict[str, Layout]]
-"""Returns the layouts of a module's arrays, by their names in the module."""
+"""A function that takes a module and returns a dict from array names to layouts."""
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _LayoutsOfModule:
@@ -156,9 +157,9 @@ _LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
 
 
 def module_layouts(tree: PyTree) -> dict[str, Layout]:
-    """Maps paths of arrays to the layouts that follow from the class of their module, or else from Haiku's names.
+    """Maps paths of arrays to the layouts implied by the classes of their modules, or else by Haiku's names.
 
-    The layout is None for each array of a module whose computation is unknown, whatever the array's name.
+    If the computation of a module is unknown, all of its arrays have the layout None, whatever their names.
     """
     layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
@@ -169,16 +170,17 @@ def module_layouts(tree: PyTree) -> dict[str, Layout]:
 
 
 def _known_class(node: object) -> tuple[str, str] | None:
-    """Returns the package and name of a node's first class that is in ``_LAYOUTS_BY_CLASS``, or None."""
+    """Returns the package and name of the first class in a node's MRO that is in ``_LAYOUTS_BY_CLASS``, or None."""
     names = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(node).__mro__)
     return next((name for name in names if name in _LAYOUTS_BY_CLASS), None)
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
-    """Maps paths to the layouts that follow from Haiku's names. Returns an empty dict for trees of other libraries.
+    """Maps paths to the layouts implied by Haiku's names. Returns an empty dict for trees of other libraries.
 
-    Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a ``w`` may have
-    its axes in either order. A ``w`` with more than two axes may be the kernel of a transposed convolution.
+    Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a matrix ``w``
+    may be ``(in, out)`` or ``(out, in)``. The layout of a ``w`` with more than two axes is uncertain, because the array
+    may be the kernel of a transposed convolution.
     """
     if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
         return {}
@@ -193,15 +195,14 @@ _LAYOUTS_BY_USE: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1, 2)): "to_heads",
     (PRODUCT, (0, 1), (2,)): "from_heads",
 }
-"""Maps how the network uses an array, its input axes and its output axes to the array's layout."""
+"""Maps an operation on an array, the array's input axes and its output axes to the array's layout."""
 
 
 def layout_by_role(role: Role, count: int) -> str | None:
-    """Returns the layout that a role determines for one layer of an array, whose first ``count`` axes stack the layers.
+    """Returns the layout that a role implies for each layer of an array whose first ``count`` axes stack the layers.
 
-    Returns None if the role does not determine a layout. For example, if an array is stacked along further axes, these
-    could be unnamed layers or experts in one tensor. A table that is also the output layer has the layout of an
-    embedding.
+    Returns None if the role does not imply a layout. For example, further stacked axes may hold layers without names or
+    experts in one tensor. A table that is also used as the output layer has the layout of an embedding.
     """
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):

@@ -1,12 +1,12 @@
 """The tensors in torch that correspond to the parameters of a model.
 
-An :class:`Entry` is one tensor of torch. A parameter has one entry, unless it is a stack of layers that are separate
-tensors in torch. Then its name has a counter, ``layers.{i}.weight``, and there is an entry for each index.
+An :class:`Entry` describes one torch tensor, and most parameters have one entry. If a parameter stacks layers that are
+separate tensors in torch, its name has a counter, as in ``layers.{i}.weight``, and each index has an entry.
 
 The shape of an array does not show whether it is a stack, an attention kernel or a convolution, or whether a matrix is
-transposed. So an array with two or more axes is refused unless its layout (``_layouts.py``) is known. When a state dict
-is read, its tensors may show the layout too. Each tensor holds one layer, with merged heads, so it has as many axes as
-the array only if it is a convolution.
+transposed. Therefore, an array with two or more axes is rejected unless its layout (``_layouts.py``) is known. The
+tensors of a state dict may also show the layout. Apart from stacks of experts, an array with three or more axes has as
+many axes in torch only if it is a convolution, because torch stores layers separately and merges heads.
 """
 
 import re
@@ -60,7 +60,7 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
     if len(counters) > len(shape):
         raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has too few axes.")
     try:
-        return match.expand(name).replace("/", "."), len(counters)  # A group may match several parts of the path.
+        return match.expand(name).replace("/", "."), len(counters)  # A matched group may contain slashes.
     except (re.error, IndexError) as error:
         raise ValueError(f"`names` cannot expand {name!r} for {path!r}: {error}.") from error
 
@@ -70,8 +70,8 @@ def choices_by_path(
 ) -> dict[str, str]:
     """Maps the path of each parameter to its choice for an argument such as ``style``.
 
-    ``choices`` is one choice for all parameters, or rules, of which the first that matches a path determines its
-    choice. Parameters that no rule matches are left out.
+    ``choices`` is one choice for all parameters, or a dict of rules. The first rule that matches a path determines its
+    choice. Paths that no rule matches are left out.
     """
     if isinstance(choices, str):
         choice_of = dict.fromkeys(paths, choices)
@@ -82,13 +82,13 @@ def choices_by_path(
 
 
 def _require_choices(choices: Iterable[str], what: str, known: Sequence[str]) -> None:
-    """Raises an error if one of the choices is not among the known ones."""
+    """Raises an error if a choice is not in ``known``."""
     if wrong := [choice for choice in choices if choice not in known]:
         raise ValueError(f"got {wrong[0]!r} as a {what}, but expected one of {', '.join(map(repr, known))}.")
 
 
 def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
-    """Maps each path to the value, the match and the number of the first rule that matches it, if there is one."""
+    """Maps each path that a rule matches to the value, match object and number of the first such rule."""
     rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
         raise ValueError(f"`{what}` takes a dict from regular expressions to strings, but got {rules!r}.")
@@ -115,19 +115,20 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of torch, which holds a parameter or one layer of it.
+    """A torch tensor that holds a parameter, or one layer of a stacked parameter.
 
     Attributes:
       path: The path of the parameter.
       tensor: The name of the tensor in torch.
       shape: The shape of our array, without the axes along which layers are stacked.
       dtype: The dtype of our array.
-      layout: The layout of our array, which relates its axes to torch's. It is only a guess if ``is_known`` is False.
+      layout: The layout of our array, which relates its axes to torch's. If ``is_known`` is False, the layout is only a
+        guess.
       is_known: Whether the layout is certain.
       by_class: Whether the class of the array's module determines the layout.
       in_unknown_module: Whether the array belongs to a module whose computation is unknown.
-      index: The index of the layer, if the parameter is a stack.
-      rule: The number of the rule in ``names`` that gave the name; None for a default name.
+      index: The index of the layer if the parameter is a stack, and empty otherwise.
+      rule: The number of the rule in ``names`` that determines the tensor's name; None for a default name.
       orthogonal_map: The map that torch's ``orthogonal`` was called with, or None if the user does not specify it.
       style: How torch names the values of stages: one of the styles of ``to_torch``.
     """
@@ -147,14 +148,15 @@ class Entry:
 
     @property
     def has_other_order(self) -> bool:
-        """Whether the axes are in another order in torch. For a matrix, this means that it is transposed."""
+        """Whether the axes are in another order in torch, as for a transposed matrix."""
         return axis_order(self.layout, len(self.shape)) != tuple(range(len(self.shape)))
 
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with its layout marked as known if one of ``tensors`` shows that it is a convolution.
+        """Returns the entry, with its layout marked as known if ``tensors`` show that the array is a convolution.
 
-        The number of axes of a tensor shows this, unless a transposed convolution or a stack of experts would have a
-        tensor of the same shape. For a transposed convolution, this happens if there are as many inputs as outputs.
+        The number of axes of a tensor identifies a convolution, unless a transposed convolution or a stack of experts
+        would have a tensor of the same shape. A transposed convolution has the same shape if the numbers of inputs and
+        outputs are equal.
         """
         other_layouts = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
         other_shapes = [torch_shape(self.shape, layout) for layout in other_layouts]
@@ -169,12 +171,12 @@ class Entry:
         return replace(self, is_known=self.is_known or is_convolution)
 
     def transposed(self) -> Self:
-        """Returns the entry of the transposed matrix, for the same tensor."""
+        """Returns an entry for the transpose of our matrix, held by the same tensor."""
         layout = "same" if self.has_other_order else "kernel"
         return replace(self, shape=self.shape[::-1], layout=layout)
 
     def slice_of(self, x: Any) -> Any:
-        """Returns the layer of a stacked array that this tensor holds. Given a type, returns the layer's type."""
+        """Returns the layer that this tensor holds of a stacked array, or of a stacked ``ShapeDtypeStruct``."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape[len(self.index) :], x.dtype)
         if any(place >= size for place, size in zip(self.index, x.shape, strict=False)):
@@ -187,7 +189,7 @@ class Entry:
 
 
 def stack_parts(parts: Mapping[Index, Array]) -> Array:
-    """Stacks the layers of an array by their indices. If the only index is empty, returns its array unchanged."""
+    """Stacks layers into one array, ordered by index. Returns an array with the empty index unchanged."""
     if () in parts:
         return parts[()]
     in_order = [parts[index] for index in sorted(parts)]
@@ -196,7 +198,7 @@ def stack_parts(parts: Mapping[Index, Array]) -> Array:
 
 
 def unstack_stage(stage: Stage, count: int) -> Stage:
-    """Returns the stage as it acts on one array of a stack, where arrays are stacked along the first ``count`` axes."""
+    """Converts a stage on arrays stacked along the first ``count`` axes to the equivalent stage on a single array."""
     if count == 0:
         return stage
     axes = tuple(sorted(list_axes(getattr(stage, "stacked", ()))))
@@ -212,10 +214,15 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
 def list_entries(
     tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None, by_stage: Mapping[str, str] | None = None
 ) -> list[Entry]:
-    """Lists the entries of the parameters in ``tree``, one for each index of a parameter whose name has counters.
+    """Lists the entries of the parameters in ``tree``. If a parameter's name has counters, each index has an entry.
 
-    The layout of a parameter is determined by the first of these that applies: a rule of ``layouts``, the class of its
-    module, its role, the stage that produces it (``by_stage`` maps paths to such layouts), its name.
+    The layout of a parameter is determined by the first of these that applies:
+
+    1. a rule of ``layouts``;
+    2. the class of the parameter's module;
+    3. the parameter's role;
+    4. the stage that produces the parameter (``by_stage`` maps paths to such layouts);
+    5. the parameter's name.
     """
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     names_of_tensors = _names_of_tensors(arrays, names)
@@ -244,7 +251,7 @@ def list_entries(
 
 
 def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries, with the layout ``"vector"`` for biases of attention kernels: torch merges their heads."""
+    """Returns the entries, with the layout ``"vector"`` for biases of attention kernels, because torch merges heads."""
     heads = {x.path.rpartition("/")[0]: x.shape[1:] for x in entries if x.layout == "to_heads"}
     return [
         replace(x, layout="vector", is_known=True)
@@ -255,7 +262,7 @@ def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _names_of_tensors(arrays: Mapping[str, Any], names: Rules) -> dict[str, tuple[str, int, int | None]]:
-    """Maps each path to its torch name, the number of counters in this name, and the number of the rule, or None."""
+    """Maps each path to its torch name, the number of counters in the name, and the number of its rule, or None."""
     tensors: dict[str, tuple[str, int, int | None]] = {path: (default_name(path), 0, None) for path in arrays}
     for path, (name, match, rule) in _match_rules([*arrays], names, "names").items():
         tensors[path] = *_expand_name(path, tuple(arrays[path].shape), match, name), rule
@@ -272,7 +279,7 @@ def _fill_counters(name: str, index: Index) -> str:
 def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
     """Raises an error if two parameters have the same name in torch.
 
-    ``paths_by_name`` are pairs of a name in torch and the path of its parameter.
+    ``paths_by_name`` consists of ``(name, path)`` pairs: a parameter's name in torch and its path in the tree.
     """
     owners: dict[str, str] = {}
     for name, path in paths_by_name:
@@ -308,7 +315,7 @@ def require_layouts(entries: Iterable[Entry]) -> None:
 
 
 def per_layer_names(path: str) -> str:
-    """Returns the ``names`` argument that gives each layer of a stack a name, as text for an error."""
+    """Returns text for an error: a ``names`` argument that names each layer of a stack."""
     head, *tail = default_name(path).split(".")
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
@@ -325,13 +332,13 @@ _ANY_NAME = "[^/]+"
 
 
 def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
-    """Returns a regular expression for ``where`` that selects exactly the given paths among the known ones."""
+    """Returns a regular expression for ``where`` that matches exactly ``paths`` among ``known_paths``."""
     paths_by_length = group_keys({path: path.count("/") for path in sorted(paths)})
     return "|".join(_pattern_of_one_depth(paths_of_length, known_paths) for paths_of_length in paths_by_length.values())
 
 
 def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str:
-    """Returns a regular expression for paths of equal depth, with wildcards where they select no other path."""
+    """Returns a regular expression for paths of equal depth, with wildcards where these match no other known path."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
@@ -346,6 +353,6 @@ def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str
         names = wider if len(column) > 1 and is_exact("/".join(wider)) else names
     pattern = "/".join(names)
     short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", pattern)
-    # The short pattern must not select values of stages either, such as the norms `g`.
+    # The short pattern must not match the path of a stage's value either, such as `kernel/g` for norms.
     selects_values = any(re.fullmatch(short, f"{path}/g") for path in paths)
     return short if is_exact(short) and not selects_values else pattern

@@ -1,8 +1,13 @@
 """Converts the adapter of one array from PEFT's tensors to stages with raw values, and back.
 
-There are four kinds of adapters: LoRA, with the lengths of DoRA; the trained difference of a bias, which accompanies
-the LoRA of its weight; trained tokens; and the gains of IA3. For each kind, there is one :class:`Conversion` for each
-of its tensors, which both the reader and the writer use.
+There are four kinds of adapters:
+
+* LoRA, including the lengths of DoRA;
+* the trained update of a bias, beside the LoRA of its weight;
+* trained tokens;
+* the gains of IA3.
+
+Each tensor of an adapter has one :class:`Conversion`, which both the reader and the writer use.
 
 The reader converts what a file stores (:class:`StoredAdapter`) to stages and values (:class:`Adapter`). The writer
 converts an array and the stage that produces it (:class:`AdaptedArray`) to tensors and settings (:class:`PeftForm`).
@@ -37,7 +42,7 @@ class Conversion(NamedTuple):
     """The conversion of one PEFT tensor to a raw value, and back.
 
     Attributes:
-      place: The place of the raw value below the parameter: ``@lora/a``.
+      place: The path of the raw value below the parameter, such as ``@lora/a``.
       shape: The shape of the tensor.
       read: Converts the tensor to the raw value.
       write: Converts the raw value to the tensor. The caller reshapes the result to ``shape``.
@@ -50,7 +55,7 @@ class Conversion(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The stages on one array, in chain order, and the raw values from the file, by places such as ``@lora/a``."""
+    """The stages on one array, in chain order, and their raw values, keyed by paths such as ``@lora/a``."""
 
     stages: tuple[Parametrization, ...]
     values: Mapping[str, Any]
@@ -61,8 +66,8 @@ class StoredAdapter:
     """The tensors and the configuration that PEFT stores for one adapted array.
 
     Attributes:
-      target: The array that is adapted.
-      tensors: The tensors of the adapter, by the suffixes of their names.
+      target: The adapted array.
+      tensors: The tensors of the adapter, keyed by the suffixes of their names.
       config: The configuration of all adapters.
     """
 
@@ -71,19 +76,19 @@ class StoredAdapter:
     config: Mapping[str, Any]
 
     def values(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """Returns the raw values by place. Raises an error if a tensor is missing, unexpected or of another shape."""
+        """Returns the raw values by path. Raises an error if a tensor is missing, unexpected or has the wrong shape."""
         require_shapes(self.tensors, {name: x.shape for name, x in conversions.items()})
         return {x.place: x.read(jnp.asarray(self.tensors[name])) for name, x in conversions.items()}
 
 
 @dataclass(frozen=True)
 class AdaptedArray:
-    """An array of the model, or a value of one of its stages, as a chain produces it.
+    """An array of the model or a value of a stage, together with the chain's plan.
 
     Attributes:
       plan: The plan of the chain, which records which stage produces which array.
       place: The key path of the array or value.
-      target: The parameter. It may be one layer of a stack, whereas a raw value holds the whole stack.
+      target: The parameter, which may be one layer of a stack. The raw values hold the whole stack.
     """
 
     plan: Plan
@@ -97,7 +102,7 @@ class AdaptedArray:
 
     @property
     def stage(self) -> Any:
-        """The stage that produces the array, as it acts on one layer and on one expert.
+        """The stage that produces the array, restricted to one layer and one expert.
 
         Raises:
           ValueError: If the stage acts on all experts together, or on a stack of layers that is one tensor in torch.
@@ -121,14 +126,14 @@ class AdaptedArray:
         return replace(self, place=self.plan.producers[self.place][1][name])
 
     def error_of_other_stage(self, name: str) -> ValueError:
-        """Returns the error to raise if a value is produced by a stage that does not belong to an adapter."""
+        """Returns the error for a value that is produced by a stage outside the adapter."""
         return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
 
     def raw_array(self, place: str) -> Array:
-        """Returns the raw array at a place such as ``@gain/g``, for this layer.
+        """Returns this layer's raw array at a path such as ``@gain/g``, relative to the adapted array.
 
         Raises:
-          ValueError: If the place does not name the stages that produce the value.
+          ValueError: If the stages in the path are not those that produce the value.
         """
         _, name, *below = place.split("/", 2)
         value = self.value(name)
@@ -137,7 +142,7 @@ class AdaptedArray:
         return value.raw_array(below[0]) if below else self.target.slice_of(self.plan.raw.arrays[value.place])
 
     def tensors(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """Converts the raw values to the tensors that PEFT stores, by the suffixes of their names."""
+        """Converts the raw values to the tensors that PEFT stores, keyed by the suffixes of their names."""
         return {name: x.write(self.raw_array(x.place)).reshape(x.shape) for name, x in conversions.items()}
 
 
@@ -146,10 +151,11 @@ class PeftForm:
     """The tensors and settings that PEFT stores for one adapted array of a chain.
 
     Attributes:
-      tensors: The tensors of the adapter, by the suffixes of their names.
-      settings: The settings of the configuration for this array. Those of LoRA must be equal for all modules.
+      tensors: The tensors of the adapter, keyed by the suffixes of their names.
+      settings: The settings of the configuration for this array. For LoRA, ``use_dora`` and ``lora_bias`` must be equal
+        for all modules.
       rank: The rank of LoRA; 1 for anything else.
-      factor: The number that multiplies the update; 1 if there is none.
+      factor: The number that multiplies the update, or 1 if there is no such number.
     """
 
     tensors: Mapping[str, Array]
@@ -191,7 +197,7 @@ def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
 
 
 def _require_supported_layout(method: str, target: Target) -> None:
-    """Raises an error if the layout of an array is unknown, or if the method is not supported for arrays like it."""
+    """Raises an error if the layout of an array is unknown, or if the method does not support such an array."""
     require_layouts([target])
     layouts = METHODS[method].layouts
     if target.layout not in layouts:
@@ -209,7 +215,7 @@ def _require_supported_layout(method: str, target: Target) -> None:
 def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
     """Returns the conversions of the factors A and B, and of DoRA's lengths.
 
-    For experts, the rows of A are stored expert by expert, whereas adjacent columns of B belong to different experts.
+    For a stack of experts, PEFT concatenates the rows of A expert by expert, but interleaves the columns of B.
     """
     outputs, ones = target.one_expert().n_outputs, target.unit_axes
     if count := target.n_experts:
@@ -279,7 +285,7 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
 
 
 def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
-    """Raises an error if PEFT has no equivalent: for experts, and if the norms do not lie along the outputs."""
+    """Raises an error for DoRA on a stack of experts, or if the norms do not lie along the output axes."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
     axis, (_, outputs) = last_to_number(stage.axis), target.input_and_output_axes
@@ -291,7 +297,7 @@ def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
 
 
 def _read_bias(stored: StoredAdapter) -> Adapter:
-    """Converts a stored difference of a bias to stages and values. It has the same factor as the LoRA of its weight."""
+    """Converts the stored update of a bias to stages and values. The weight's LoRA has the same scaling factor."""
     if not stored.config.get("lora_bias"):
         raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
     values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})
@@ -301,7 +307,7 @@ def _read_bias(stored: StoredAdapter) -> Adapter:
 
 
 def _write_bias(array: AdaptedArray) -> PeftForm:
-    """Converts the trained difference of a bias to a tensor and its factor."""
+    """Converts the trained update of a bias to a tensor and a scaling factor."""
     factor = concrete_number(array.value("x").stage.factor)
     return PeftForm({BIAS: array.raw_array("@delta/x/@scale/x")}, factor=factor)
 
@@ -314,7 +320,7 @@ def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conve
 
 
 def _token_axis(target: Target) -> int:
-    """Returns the axis of the tokens: the inputs of an embedding table, or the outputs of a head."""
+    """Returns the token axis: the input axis of an embedding table, or the output axis of a head."""
     if len(target.shape) != 2:
         raise ValueError(f"trained tokens are supported for matrices, but this has shape {target.shape}")
     return target.input_axes[0] if target.is_table else target.output_axis
@@ -341,21 +347,22 @@ def _write_tokens(array: AdaptedArray) -> PeftForm:
 def _gain_conversions(target: Target, axis: int, *, inputs: bool) -> dict[str, Conversion]:
     """Returns the conversion of IA3's factors.
 
-    PEFT stores a column for the outputs of a matrix, but a row for the inputs and in convolutions.
+    For a matrix, PEFT stores output factors as a column and input factors as a row. For a convolution, PEFT stores both
+    with the shape ``(1, size, 1, ...)``.
     """
     size, ones = target.shape[axis], target.unit_axes
     return {"ia3_l": Conversion("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
 
 
 def _read_gains(stored: StoredAdapter) -> Adapter:
-    """Converts the stored factors of IA3, which multiply the inputs or the outputs (with the bias), to a gain."""
+    """Converts the stored factors of IA3 to a gain on the input channels or on the outputs of a weight."""
     inputs = is_feedforward(stored.config, stored.target.module)
     axis = stored.target.input_channel_axis if inputs else stored.target.output_axis
     return Adapter((Gain(axis=axis),), stored.values(_gain_conversions(stored.target, axis, inputs=inputs)))
 
 
 def _write_gains(array: AdaptedArray) -> PeftForm:
-    """Converts a gain to the factors of IA3. The setting ``inputs`` records whether they multiply the inputs."""
+    """Converts a gain to the factors of IA3. The setting ``inputs`` records whether the factors multiply the inputs."""
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
     if axis not in (target.input_channel_axis, target.output_axis):
@@ -378,7 +385,7 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 
 
 def concrete_number(x: Any) -> float:
-    """Converts a hyperparameter to a float. Raises an error if it is traced."""
+    """Converts a hyperparameter to a float. Raises an error if the hyperparameter is traced."""
     if isinstance(x, Tracer):
         raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
     return float(x)

@@ -1,8 +1,9 @@
 """Interprets ``adapter_config.json``: which methods and settings are supported, and which modules they name.
 
-Each method is a row of ``METHODS``. It groups its settings by kind, such as "flag" or "names"; a kind is a row of
-``_KINDS``, which checks a value. The functions below :func:`read_config` apply the settings to a module or a tensor, by
-PEFT's own rules. Most of these rules compare names in the configuration with the ends of module names.
+Each method is an entry of ``METHODS``, which groups the method's settings by kind, such as "flag" or "names". Each kind
+is an entry of ``_KINDS``, which checks the value of a setting. The functions below :func:`read_config` apply the
+settings to a module or a tensor, following PEFT's own rules. Most of these rules compare names in the configuration
+with the ends of module names.
 """
 
 import re
@@ -23,10 +24,10 @@ class Method:
     """A method of PEFT.
 
     Attributes:
-      suffixes: The names of the method's tensors below the name of their module, including tensors of biases and tokens
-        that train beside it.
+      suffixes: The suffixes that follow the module's name in the names of the method's tensors, including the tensors
+        of biases and tokens that train beside the adapter.
       layouts: The layouts of the weights for which the method is supported.
-      settings: The settings that are supported, in addition to those of all methods. Maps each kind of setting to the
+      settings: The supported settings, in addition to those that all methods share. Maps each kind of setting to the
         names of its settings, separated by spaces.
     """
 
@@ -55,7 +56,7 @@ METHODS: Mapping[str, Method] = {
             "biases": "bias",
             "names": "target_parameters",
             "indices by name": "trainable_token_indices",
-            # These have no effect by themselves: other settings use them.
+            # These settings have no effect by themselves, because only other settings use them.
             "any": "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size runtime_config",
         },
     ),
@@ -70,7 +71,7 @@ METHODS: Mapping[str, Method] = {
         settings={"indices": "token_indices", "any": "init_weights"},
     ),
 }
-"""The methods that are supported, by ``peft_type``."""
+"""The supported methods, keyed by ``peft_type``."""
 
 _COMMON = {
     "any": "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type",
@@ -80,10 +81,10 @@ _COMMON = {
     "layers": "layers_to_transform",
     "patterns": "layers_pattern",
 }
-"""The settings that all methods have, by kind."""
+"""The settings that all methods share, keyed by kind."""
 
 _INITIALIZATIONS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
-"""The supported initializations of LoRA, by ``repr``. All others also change the base, or keep a factor fixed."""
+"""The ``repr`` of each supported initialization of LoRA. All others also change the base, or keep a factor fixed."""
 
 
 def at_end_of_name(pattern: str) -> str:
@@ -120,7 +121,7 @@ def _are_names_or_pattern(value: Any) -> bool:
 
 
 def _as_list(value: Any) -> Sequence[Any]:
-    """Returns a list as it is, and any other value as a list of one."""
+    """Returns a list unchanged, and wraps any other value in a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -163,11 +164,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """Returns the settings that are not None, with some of PEFT's defaults and the method's name as ``peft_type``.
+    """Checks a configuration and returns its settings other than None, with some of PEFT's defaults filled in.
 
     Raises:
-      ValueError: If the method is not supported, if an unsupported setting has a value that is not neutral, such as
-        True, or if PEFT itself does not accept the value of a setting.
+      ValueError: If the method is not supported, if PEFT does not accept the value of a setting, or if an unsupported
+        setting is not neutral (None, False, 0 or empty).
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
@@ -209,9 +210,9 @@ def number_for(module: str, config: Mapping[str, Any], patterns: str, common: st
 
 
 def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
-    """Returns the indices of the tokens of a table that train beside LoRA.
+    """Returns the indices of a table's tokens that train beside LoRA.
 
-    The setting ``trainable_token_indices`` is one list, or a dict with a list for each table.
+    The setting ``trainable_token_indices`` is either one list or a dict with a list for each table.
     """
     indices = config.get("trainable_token_indices") or {}
     by_table = indices if isinstance(indices, Mapping) else {module: indices}
@@ -219,10 +220,10 @@ def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
 
 
 def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
-    """Returns the settings that name a parameter, each with suffixes of tensors.
+    """Maps each setting that names a parameter to the suffixes of the tensors that may hold the parameter's values.
 
-    A file must have a tensor of the parameter with at least one of these suffixes. The suffix ``""`` means that the
-    parameter itself is saved.
+    For each setting, a file must have a tensor of the parameter with at least one of the suffixes. The suffix ``""``
+    means that the parameter itself is saved.
     """
     module, _, name = tensor.rpartition(".")
     if is_saved(config, module):
@@ -268,7 +269,7 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
 
 
 def is_saved(config: Mapping[str, Any], module: str) -> bool:
-    """Returns whether ``modules_to_save`` names a module or one that contains it, by PEFT's rules."""
+    """Returns whether ``modules_to_save`` names a module or one of its ancestors, by PEFT's rules."""
     parts, names = module.split("."), tuple(config.get("modules_to_save") or ())
     return any(".".join(parts[: i + 1]).endswith(names) for i in range(len(parts)))
 

@@ -1,10 +1,10 @@
 """Reads PEFT adapters: converts tensors and a configuration to a chain and a raw tree.
 
-The tensors come from a file, or from the ``state_dict()`` of a model in memory, which also holds the base and has the
-name of the adapter in the names of its tensors. They are grouped by :class:`Target`: an array of the model, or one
-layer of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Finally, the stages of a
-stack's layers are joined into one stage, and so are equal stages on different arrays. One error reports all targets
-that fail.
+The tensors come from a file or from the ``state_dict()`` of a model in memory. Such a state dict also holds the base,
+and its tensor names contain the name of the adapter. The tensors are grouped by :class:`Target`: an array of the model,
+or one layer of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Then the stages of a
+stack's layers are joined into one stage, and so are equal stages on different arrays. A single error reports all
+targets that fail.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ def from_peft(
     ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT is needed. The chain begins with ``Freeze()``, so the
     same values train as in PEFT. Dropout is ignored, because it does not change the saved tensors.
 
-    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
-    ``nn.MultiheadAttention``, where PEFT adds an update twice. Trainable tokens are read for matrices. LoRA is also
-    read for stacks of experts that are one parameter in torch (``target_parameters``), as a stage with ``stacked``
-    axes. Patterns of ranks and alphas are supported, and so are biases, tokens and whole modules that train beside the
-    adapters. An adapter of any other type raises an error that names the type.
+    LoRA, rsLoRA, DoRA and IA3 are supported for every weight that PEFT adapts, except for grouped convolutions and
+    ``nn.MultiheadAttention``, where PEFT adds an update twice. Trainable tokens are supported for matrices. LoRA is
+    also supported for stacks of experts that are one parameter in torch (``target_parameters``), and becomes a stage
+    with ``stacked`` axes. Patterns of ranks and alphas are supported, and so are biases, tokens and whole modules that
+    train beside the adapters. For an adapter of any other type, an error names the type.
 
     Args:
       state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors, or the ``state_dict()`` of a
         model in memory, whose base is ignored.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
-      like: The model's parameters. They become the base.
+      like: The model's parameters, which become the base.
       adapter: The name of the adapter to read if ``state_dict`` holds several.
       names: As for :func:`from_torch`; the names are those of the base model in torch. If a module has several stacks
         of experts, give each its own rule, in the module's order, because PEFT does not record which stack is which:
         in transformers, ``gate_up_proj`` comes before ``down_proj``.
       layouts: As for :func:`from_torch`. Use ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` is equivalent. ``fan_in_fan_out`` in
-        the file does not identify these weights, because PEFT finds them by their class. No layout is needed for a
-        convolution with a factor that has as many axes as its ``kernel``. Use ``"experts:..."`` for
-        ``target_parameters``; the inputs are the axis along which ``lora_A`` lies.
-      roles: As for :func:`from_torch`. They decide the layouts that you leave out.
+        the file does not identify these weights, because PEFT finds them by their class. A convolution needs no layout
+        if one of its factors has as many axes as its ``kernel``. Use ``"experts:..."`` for ``target_parameters``; the
+        input axis is the one along which ``lora_A`` lies.
+      roles: As for :func:`from_torch`. The roles determine the layouts that you leave out.
 
     Returns:
       The chain and its raw tree.
@@ -129,7 +129,7 @@ def from_peft(
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
-    free = whole_arrays.keys() - layers.keys()  # An array with an adapter stays frozen, as the adapter's base.
+    free = whole_arrays.keys() - layers.keys()  # An array with an adapter stays frozen, because it is the base.
     frozen = Freeze(where=all_but(pattern_of(free, counts))) if free else Freeze()
     ties, gains = _bias_ties_and_gains(targets, layers, config) if config["peft_type"] == "IA3" else ([], [])
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
@@ -138,8 +138,8 @@ def from_peft(
 
 
 def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
-    """Returns the tensors of one adapter, under the names that they have in a file. Tensors from a file keep theirs."""
-    # If PEFT saves a module whole, it trains a copy. The original is unused.
+    """Returns the tensors of one adapter, renamed as in a file. Tensors that come from a file keep their names."""
+    # PEFT trains a copy of each module that it saves whole, so the original is unused.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
     method = METHODS[config["peft_type"]]
     pattern = _live_name_pattern(method)
@@ -155,7 +155,7 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
             f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
-    # In memory, DoRA's lengths are the `.weight` of a module. In a file, their name lacks this suffix.
+    # In memory, DoRA's lengths are the `.weight` of a module. In a file, the lengths' name lacks this suffix.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
     file_names = {name: x if method.suffix_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
     modules = {name.removesuffix(f".{method.suffix_of(name)}") for name in file_names.values()}
@@ -165,7 +165,7 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
 
 
 def _require_unique(names: Mapping[str, str]) -> None:
-    """Raises an error if two tensors have the same plain name. ``names`` maps the tensors' names to plain names."""
+    """Raises an error if two tensors have the same plain name. ``names`` maps each tensor's name to its plain name."""
     owners: dict[str, str] = {}
     for name, plain in names.items():
         if (other := owners.setdefault(plain, name)) != name:
@@ -176,7 +176,7 @@ def _require_unique(names: Mapping[str, str]) -> None:
 
 
 def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
-    """Returns the name of the adapter to read: the given one, or else the only one there is."""
+    """Returns the name of the adapter to read: ``adapter`` if given, or else the only name in ``names``."""
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
@@ -191,9 +191,9 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
 def _names_of_other_trained(
     names: Collection[str], adapter: str, biases: str, adapted_modules: Collection[str]
 ) -> dict[str, str]:
-    """Maps names of tensors that train beside an adapter to their names in a file.
+    """Maps the names of other tensors that train beside an adapter to their names in a file.
 
-    These are the tensors of modules that PEFT saves whole, and all or some biases.
+    These tensors are biases, or belong to modules that PEFT saves whole.
     """
     file_names: dict[str, str] = {}
     for name in names:
@@ -204,14 +204,14 @@ def _names_of_other_trained(
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             file_names[name] = name
         elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
-            file_names[name] = name  # This kind of adapter is not supported, and causes an error later.
+            file_names[name] = name  # Keep an unsupported adapter, so that it causes an error later.
     return file_names
 
 
 def _live_name_pattern(method: Method) -> str:
-    """Returns a regular expression for the names of adapters' tensors in a model in memory.
+    """Returns a regular expression that matches the names of adapter tensors in an in-memory model.
 
-    Its first group is the name up to the adapter, its second the adapter's name, and its third the suffix after it.
+    The groups are the part before the adapter's name, the adapter's name, and the suffix after the adapter's name.
     """
     heads = "|".join(sorted({re.escape(re.sub(r"\.(weight|bias)$", "", suffix)) for suffix in method.suffixes}))
     return rf"(.*\.(?:{heads}))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?"
@@ -223,8 +223,8 @@ def _sort_tensors(
     """Sorts the tensors of a file into tensors of adapters and whole parameters.
 
     Returns:
-      The tensors of each adapted parameter, by suffix; the parameters that are saved whole; and an error for each
-      tensor that is neither.
+      The tensors of each adapted parameter, keyed by suffix; the parameters that are saved whole; and an error for each
+      other tensor.
     """
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
@@ -292,7 +292,7 @@ def _read_by_path(
     """Calls ``read`` with each target and its tensors.
 
     Returns:
-      The results by path and index, and an error for each target that failed.
+      The results, keyed by path and index, and an error for each target that failed.
     """
     values: dict[str, dict[Index, Any]] = {}
     lines: list[str] = []
@@ -314,9 +314,9 @@ def _read_whole(target: Target, x: np.ndarray) -> Array:
 
 
 def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], like: PyTree) -> list[str]:
-    """Returns an error for each table with trained tokens that equals another array.
+    """Returns an error for each table with trained tokens if the table equals another array.
 
-    The two may be tied in torch, where PEFT would train the tokens of both.
+    The two arrays may be tied in torch, and then PEFT would train the tokens of both.
     """
     arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
     tables = [
@@ -343,7 +343,7 @@ def _missing_layer_errors(counts: Mapping[str, int], layers_of_path: Mapping[str
 
 
 def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
-    """Combines the adapters of the layers of a stack into one. Raises an error if their stages differ."""
+    """Combines the adapters of a stack's layers into one adapter. Raises an error if the layers' stages differ."""
     if () in layers:
         return layers[()]
     (first_index, first_layer), *other_layers = layers.items()
@@ -371,12 +371,12 @@ def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -
 
 
 def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
-    """Collects the stages of all arrays, and joins equal ones into a stage whose ``where`` selects all their arrays."""
+    """Lists the stages of all arrays. Arrays with equal stages share one copy, whose ``where`` selects them all."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
     for stages, paths in group_keys(stages_of).items():
         arrays = pattern_of(paths, known_paths)
-        # The places of values are not among the known paths, so a pattern for them must list the paths literally.
+        # `known_paths` lacks the paths of stages' values, so a pattern for these must list the array paths literally.
         literal = f"({'|'.join(map(re.escape, sorted(paths)))})"
         joined += [replace(x, where=arrays if x.where is None else literal + x.where) for x in stages]
     return joined
@@ -385,9 +385,10 @@ def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) ->
 def _bias_ties_and_gains(
     targets: Mapping[str, Target], layers: Mapping[str, Adapter], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
-    """Returns stages for the biases of IA3: a tie of their gains to the gains of the outputs, and these gains.
+    """Returns the stages that IA3 needs for biases: a tie of the bias gains to the output gains, and the bias gains.
 
-    The tie is a list of one stage, or empty. There is one gain stage for each number of stacked axes.
+    The first list holds the tie, or is empty if no bias has a gain. The second list holds one gain stage for each
+    number of stacked axes.
     """
     ties: dict[str, str] = {}
     stacks: dict[int, set[str]] = {}
@@ -405,9 +406,9 @@ def _bias_ties_and_gains(
 
 
 def _replace_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """Replaces the values at some paths of a tree, and converts them to the tree's shapes and dtypes.
+    """Replaces the values at some paths of a tree. The new values get the shapes and dtypes of the old values.
 
-    This also splits the heads of attention kernels, which are merged in torch.
+    The reshape also splits attention heads, which torch merges.
     """
     paths, leaves, treedef = flatten_with_names(tree)
     places = zip(map(path_text, paths), leaves, strict=True)

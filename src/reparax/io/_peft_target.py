@@ -1,8 +1,9 @@
-"""Targets: the arrays that PEFT can adapt, with their names in PEFT and their axes of inputs and outputs.
+"""Targets: the arrays that PEFT can adapt, with their names in PEFT and their input and output axes.
 
 PEFT wraps each module that it adapts. If a configuration names parameters rather than modules, such as fused experts,
-PEFT wraps their module once for each parameter, in the module's order, so the wrapper of the last one is the outermost.
-A file shows how deep a wrapper lies, but not which parameter it belongs to. The order of ``names`` determines this.
+PEFT wraps their module once for each parameter, in the module's order, so the wrapper of the last parameter is the
+outermost. A file shows the depth of a wrapper, but not its parameter, so the order of ``names`` determines the
+parameter.
 """
 
 import math
@@ -37,7 +38,7 @@ WRAPPED = ".base_layer"
 ATTENTION = (
     "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
 )
-"""The reason, as of PEFT 0.21, why adapters of torch's attention are neither read nor written."""
+"""The reason why adapters of torch's attention are neither read nor written, as of PEFT 0.21."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Target(Entry):
 
     @property
     def is_table(self) -> bool:
-        """Whether the array is an embedding table. Its inputs are its rows, and PEFT adapts the transposed matrix."""
+        """Whether the array is an embedding table, whose inputs are its rows. PEFT adapts the transposed table."""
         return self.layout == "embedding"
 
     @property
@@ -66,31 +67,31 @@ class Target(Entry):
 
     @property
     def adapted_name(self) -> str:
-        """The name in torch under which PEFT adapts the array: that of a stack of experts, or else of the module."""
+        """The torch name under which PEFT adapts the array: the name of a stack of experts, or else of the module."""
         return self.tensor if self.n_experts else self.module
 
     def one_expert(self) -> "Target":
-        """Returns the target of one matrix of a stack of experts. Returns any other target as it is."""
+        """Returns the target of one matrix in a stack of experts. Returns any other target unchanged."""
         return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property
     def adapter_layout(self) -> str:
-        """The layout of the adapter, which has the outputs first even for tables and transformers' ``Conv1D``."""
+        """The layout of the adapter. In PEFT, its outputs come first, even for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
     def output_axis(self) -> int:
-        """The axis of the outputs in our array, whose heads are merged."""
+        """The output axis of our array, after its heads are merged."""
         return axis_order(self.adapter_layout, len(self.shape))[0]
 
     @property
     def input_axes(self) -> tuple[int, ...]:
-        """The axes of the inputs in our array: all axes except the output axis."""
+        """The input axes of our array, which are all axes except the output axis."""
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
     def input_and_output_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of the inputs and of the outputs in the model's array, whose heads are not merged."""
+        """The input axes and the output axes of the model's array, whose heads are not merged."""
         if not self.heads:
             return self.input_axes, (self.output_axis,)
         axes = tuple(range(len(self.heads)))
@@ -108,12 +109,12 @@ class Target(Entry):
 
     @property
     def unit_axes(self) -> tuple[int, ...]:
-        """The sizes, all 1, of the axes that PEFT adds to a vector of a convolution; empty for a matrix."""
+        """A 1 for each axis that PEFT adds to a vector of a convolution; empty for a matrix."""
         return (1,) * (len(self.shape) - 2)
 
     @property
     def axis_arguments(self) -> dict[str, Any]:
-        """The arguments of a stage whose rows are the inputs; empty if the array's name implies ``(in, out)``."""
+        """The axis arguments for a stage whose rows are the inputs; empty if the array's name implies ``(in, out)``."""
         inputs, outputs = self.input_and_output_axes
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
         if is_named and not self.in_unknown_module and (inputs, outputs) == ((0,), (1,)):
@@ -152,7 +153,7 @@ class Target(Entry):
 def targets_by_name(
     params: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_stage: Mapping[str, str] | None = None
 ) -> dict[str, Target]:
-    """Maps the names of a model's parameters in torch to their targets."""
+    """Maps the torch names of a model's parameters to their targets."""
     return {entry.tensor: _target_of(entry) for entry in list_entries(params, names, layouts, roles, by_stage)}
 
 
@@ -186,7 +187,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
                 f"PEFT adapts several parameters of {module!r} in the module's order, without recording which is "
                 f"which. Give each its own rule in that order, such as names={{{rules}}}."
             )
-        # PEFT wraps the module once for each parameter, and the wrapper of the last one is the outermost.
+        # PEFT wraps the module once for each parameter, and the wrapper of the last parameter is the outermost.
         outermost_first = sorted(siblings, key=lambda target: target.rule or 0, reverse=True)
         names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(outermost_first)}
     return names
@@ -195,7 +196,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
 def plain_names_of(
     names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
-    """Maps each tensor name in a file to its plain name, which has a stack of experts in place of its wrapper."""
+    """Maps each tensor name in a file to a plain name, which names a stack of experts instead of its wrapper."""
     parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
@@ -207,7 +208,7 @@ def plain_names_of(
 
 
 def _plain_wrapper(wrapper: str) -> str:
-    """Replaces the name of the module in the name of a wrapper with the plain one, and keeps the wrapper's depth."""
+    """Replaces the module name in a wrapper's name with the plain module name. The wrapper keeps its depth."""
     module = wrapper
     while module.endswith(WRAPPED):
         module = module.removesuffix(WRAPPED)
@@ -218,7 +219,7 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
     """Returns the parameters that ``target_parameters`` names.
 
     Raises:
-      ValueError: If one of them is neither the weight matrix of a module nor a stack of experts.
+      ValueError: If a parameter is neither the weight matrix of a module nor a stack of experts.
     """
     names = config.get("target_parameters", ())
     parameters = [target for target in targets.values() if matches_names(names, target.tensor)]
@@ -236,9 +237,10 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
 def is_loaded(config: Mapping[str, Any], tensor: str, suffix: str, name: str) -> bool:
     """Returns whether PEFT's model has the tensor that a file stores under ``name``, and so loads it.
 
-    ``tensor`` is the torch name of the parameter. ``suffix`` identifies a tensor of its adapter; it is empty for the
-    parameter itself. Only PEFT knows which modules are adapted if the configuration names none, and to which table a
-    list of tokens belongs, so such tensors are assumed to be loaded.
+    ``tensor`` is the torch name of the parameter. ``suffix`` identifies a tensor of the parameter's adapter, and is
+    empty for the parameter itself. Tensors are assumed to be loaded if the configuration names no modules, because only
+    PEFT knows which modules are adapted. Likewise, if the tokens are a list, only PEFT knows which table the list
+    belongs to.
     """
     if config.get("target_modules") is None and config.get("target_parameters") is None:
         return True

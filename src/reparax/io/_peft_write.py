@@ -1,9 +1,9 @@
 """Writes PEFT adapters: converts a raw tree to tensors and a configuration.
 
 The arrays of the model are divided into arrays with an adapter (:class:`AdaptedArray`) and arrays that train whole.
-Each adapter is converted separately to the tensors and settings that PEFT stores for it (:class:`PeftForm`). These are
-collected by module, and one configuration is found that describes all modules. One error reports all arrays that have
-no equivalent in PEFT.
+Each adapter is converted separately to the tensors and settings that PEFT stores for it (:class:`PeftForm`). The
+results are collected by module, and one configuration is built that describes all modules. A single error reports all
+arrays that have no equivalent in PEFT.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def to_peft(
 
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
     the configuration with ``json.dump`` as ``adapter_config.json``. Add ``base_model_name_or_path`` and ``task_type``
-    to it if you need them. Biases and whole modules that train beside the adapters are included. Perturbations, the
-    rounding of :class:`FakeQuantized` and the base are left out.
+    to the configuration if you need these settings. Biases and whole modules that train beside the adapters are
+    included. Perturbations, the rounding of :class:`FakeQuantized` and the base are left out.
 
     Args:
       p: The chain. Its adapters must belong to one of the methods that :func:`from_peft` reads.
@@ -111,7 +111,7 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
     """Converts each adapted array to its form in PEFT.
 
     Returns:
-      The forms by method and torch name, and an error for each array that has no equivalent in PEFT.
+      The forms, keyed by method and torch name, and an error for each array that has no equivalent in PEFT.
     """
     lines: list[str] = []
     written_by_method: dict[str, Forms] = {}
@@ -131,7 +131,7 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
-    """Returns the one method in ``names``. Raises an error if there is none or several, or if ``lines`` has errors."""
+    """Returns the only method in ``names``. Raises an error unless there is exactly one and ``lines`` is empty."""
     if not names and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters with "
@@ -148,7 +148,7 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
 def _configure(
     method: str, modules: Forms, wrappers: Mapping[str, str], known_modules: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the configuration for adapted modules, and for stacks of experts, which have wrappers of their own."""
+    """Returns the configuration for adapted modules and for stacks of experts, each of which has its own wrapper."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= _names_setting("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
@@ -175,7 +175,7 @@ def _configure_lora(modules: Forms) -> dict[str, Any]:
 
 
 def _equal_setting(modules: Forms, name: str) -> Any:
-    """Returns the value of a setting that must be equal for all modules. Raises an error if it differs between them."""
+    """Returns the value of a setting that must be equal for all modules. Raises an error if modules differ."""
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
@@ -184,11 +184,11 @@ def _equal_setting(modules: Forms, name: str) -> Any:
 
 
 def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the settings for a number of each module: the most common number, and patterns for all other modules."""
+    """Returns the settings that give each module a number: the most common number, and patterns for other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    # A plain name would also match longer names of modules that end with it.
+    # A plain name would also match any longer module name that ends with the plain name.
     exceptions = {
         f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
         for module, x in number_of_module.items()
@@ -200,9 +200,9 @@ def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> d
 def _names_setting(
     setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match others too.
+    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match other modules.
 
-    ``names`` decides by PEFT's rules whether a configuration names a module.
+    ``names`` returns whether a configuration names a module, by PEFT's rules.
     """
     config: dict[str, Any] = {setting: sorted(modules)}
     is_clear = {module for module in known if names(config, module)} <= set(modules)
@@ -210,7 +210,7 @@ def _names_setting(
 
 
 def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
-    """Merges the forms of a module's weight and bias. The difference of the bias is rescaled to the weight's factor."""
+    """Merges the forms of a module's weight and bias. The update of the bias is rescaled to the weight's factor."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
@@ -234,10 +234,11 @@ def _name_tensors(modules: Forms) -> dict[str, np.ndarray]:
 
 
 def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray], dict[str, Array], list[str]]:
-    """Sorts the arrays of the model by how they train.
+    """Splits the arrays of the model into arrays with an adapter and arrays that train whole.
 
     Returns:
-      The adapted arrays, the arrays that train whole, and an error for each of the latter whose layout is unknown.
+      The adapted arrays, the arrays that train whole, and an error for each array that trains whole if its layout is
+      unknown.
     """
     adapted: dict[str, AdaptedArray] = {}
     free: dict[str, Array] = {}
@@ -248,7 +249,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
             if array.producer:
                 adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
             elif array.place in plan.raw.frame.state:
-                continue  # No optimizer changes state, so it is not written.
+                continue  # State is not trained, so the array is not written.
             elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
                 require_layouts([target])
                 free[tensor] = target.slice_of(x).reshape(target.shape)
@@ -258,9 +259,9 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
 
 
 def _layouts_by_stage(plan: Plan) -> dict[str, str]:
-    """Maps paths to the layouts that the axes of LoRA determine.
+    """Maps the paths of attention kernels to the layout that the axes of LoRA imply.
 
-    Only an attention kernel has one input axis and two output axes.
+    An attention kernel is recognized by its one input axis and two output axes.
     """
     layouts: dict[str, str] = {}
     for path, place in plan.places.items():
@@ -286,7 +287,7 @@ def _require_no_torch_attention(tensor: str, targets: Targets) -> None:
 def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> None:
     """Raises an error if IA3 has no equivalent of the gain on an array.
 
-    IA3 multiplies a frozen weight. With a gain on the outputs, it also multiplies the bias by the same numbers.
+    IA3 multiplies a frozen weight by a gain. A gain on the outputs also multiplies the bias.
     """
     gain, target = array.producer, array.target
     base = array.value("w").producer
@@ -325,7 +326,7 @@ def _is_bias(tensor: str) -> bool:
 def _write_other_trained(
     method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors that train beside the adapters, under PEFT's names, and the settings for them."""
+    """Returns the tensors that train beside the adapters, keyed by PEFT's names, and the settings for these tensors."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_savable_modules(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
@@ -361,7 +362,7 @@ def _require_savable_modules(
 
 
 def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_modules: set[str]) -> str:
-    """Returns the setting ``bias``: "none", "all" or "lora_only". Raises an error if other sets of biases train."""
+    """Returns the setting ``bias``: "none", "all" or "lora_only". Raises an error if any other set of biases trains."""
     all_biases = {tensor for tensor in targets if _is_bias(tensor)}
     adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
     paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))

@@ -1,8 +1,8 @@
 """Converts state dicts of torch to raw trees, and back.
 
-Both directions make the same plan (:class:`TorchPlan`), which records which tensor of torch holds which raw value. It
-lists the raw values in groups (:class:`StageValues` of ``_torch_stages.py``), one for each stage on each tensor of the
-model.
+Both directions make the same plan (:class:`TorchPlan`), which records which torch tensor holds which raw value. The
+plan groups the raw values (:class:`StageValues` of ``_torch_stages.py``), with a group for each stage on each tensor of
+the model.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ def from_torch(
 ) -> PyTree:
     r"""Converts the state dict of a torch module that is parametrized in the same way as ``p`` to a raw tree of ``p``.
 
-    Raw values are converted one by one, so training can continue. They are the ``g`` and ``v`` of :class:`WeightNorm`,
-    the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning. Both torch's
-    parametrizations and its hooks are read. Torch is not needed: tensors may be arrays, such as those of a safetensors
-    file.
+    Raw values are converted one by one, so training can continue. The raw values are the ``g`` and ``v`` of
+    :class:`WeightNorm`, the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of
+    pruning. Both torch's parametrizations and its hooks are supported. Torch is not needed, because tensors may be
+    arrays, such as those of a safetensors file.
 
-    Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
-    matrices have other coordinates. Gradient descent takes equal steps only with ``map="householder"``, and even then a
-    square matrix that torch stores transposed restarts from its weight, which becomes its base. So does every matrix
-    whose map in torch is not that of ``p``. The hook of spectral norm updates ``v`` before ``u``.
+    Two stages have other conventions in torch: the weights are equal, but later training steps differ.
+
+    * :class:`Orthogonal` has other coordinates in torch, and gradient descent takes equal steps only with
+      ``map="householder"``. A matrix restarts with its weight as the base if its map in torch is not that of ``p``. A
+      square matrix with ``map="householder"`` that torch stores transposed also restarts.
+    * The hook of :class:`SpectralNorm` updates ``v`` before ``u`` in torch.
 
     A layout describes how the axes of an array here relate to its axes in torch:
 
@@ -85,34 +87,41 @@ def from_torch(
     * ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in GPT-OSS.
     * ``"experts:same"``: ``(experts, out, in)`` in both.
 
-    No layout is needed for arrays with one axis; for linear layers, convolutions and tables of nnx and equinox, whose
-    classes determine it if the layer computes as its class does; for ``w`` and ``embeddings`` with two axes in Haiku's
-    nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays with two or more axes, whatever their
-    names, and the arrays of your own modules need a layout, or ``{i}`` in their names: the shape of a square matrix
-    does not show whether it is transposed. A ``kernel`` with more axes can be read without a layout if its tensor has
-    the same number of axes, because then it is a convolution. If it has as many inputs as outputs, it needs a layout,
-    because it may be a transposed convolution. For recurrent cells, use :func:`convert`.
+    No layout is needed for
+
+    * arrays with one axis;
+    * linear layers, convolutions and tables of nnx and equinox, whose classes determine the layout if the layer
+      computes as its class does;
+    * ``w`` and ``embeddings`` with two axes in Haiku's nested modules;
+    * ``weight_ih`` and ``weight_hh``;
+    * other matrices named ``kernel`` or ``embedding``.
+
+    All other arrays with two or more axes need a layout, or ``{i}`` in their names, because the shape of a square
+    matrix does not show whether it is transposed. Arrays of your own nnx and equinox modules need a layout whatever
+    their names. A ``kernel`` with more than two axes can be read without a layout if its tensor has the same number of
+    axes, because then the array is a convolution. A ``kernel`` with as many inputs as outputs still needs a layout,
+    because it may belong to a transposed convolution. For recurrent cells, use :func:`convert`.
 
     Args:
       p: The chain. For a plain state dict, use ``Chain()`` or a chain of perturbations.
       state_dict: A dict from names to tensors or arrays.
       like: The model's parameters, or their shapes and dtypes.
-      names: The torch names of parameters, as a dict from regular expressions, which must match whole paths here, to
-        whole names in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` is for a
-        ``Sequential`` of flax and of torch. The first match counts, and each ``/`` becomes a ``.``. By default,
-        the name is the path, with ``weight`` in place of ``kernel``, ``scale`` and ``embedding``. If layers are stacked
-        along the first axis of an array, write ``{i}`` for their index:
+      names: The torch names of parameters, as a dict from regular expressions to names. A regular expression must match
+        a whole path here, and a name is the whole name in torch. For example, ``{r"layers_(\d+)/kernel": r"\1.weight",
+        r"layers_(\d+)/bias": r"\1.bias"}`` is for a ``Sequential`` of flax and of torch. The first match counts, and
+        each ``/`` becomes a ``.``. By default, the name is the path, with ``weight`` in place of ``kernel``, ``scale``
+        and ``embedding``. If layers are stacked along the first axis of an array, write ``{i}`` for their index:
         ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``. For a stack along the first two axes, write ``{i}``
         and ``{j}``. Stages on the stack need the same axes as ``stacked``.
       layouts: The layouts of parameters, as a dict from regular expressions to the layouts above.
-      roles: The result of ``rpx.roles(loss, params, batch)``, which records how the network multiplies its arrays. It
-        determines the layouts of matrices, convolutions, tables and attention kernels for which neither ``layouts`` nor
-        a class gives one. It does not identify ``"conv1d"``, transposed convolutions or experts.
+      roles: The result of ``rpx.roles(loss, params, batch)``, which records how the network multiplies its arrays. The
+        roles determine the layouts of matrices, convolutions, tables and attention kernels for which neither
+        ``layouts`` nor a class gives a layout. Roles do not identify ``"conv1d"``, transposed convolutions or experts.
       orthogonal_map: The ``orthogonal_map`` that torch's ``orthogonal`` was called with, because a state dict does not
         record it: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``. Pass ``"default"`` if it was called without one,
-        which means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for all others. This is one
-        word for all matrices, or a dict from regular expressions to words. It is not needed where :class:`Orthogonal`
-        has torch's default map, or where the matrix is still at its base.
+        which means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for all others. Pass one word
+        for all matrices, or a dict from regular expressions to words. The argument is not needed where
+        :class:`Orthogonal` has torch's default map, or where the matrix is still at its base.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -185,10 +194,10 @@ def to_torch(
       style: How torch names the raw values: ``"parametrizations"`` for ``torch.nn.utils.parametrizations``;
         ``"no_trivialization"`` for the same without bases, as in ``orthogonal(..., use_trivialization=False)``; or
         ``"hooks"`` for ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has only one style.
-        This is one word for all parameters, or a dict from regular expressions for paths to words, of which the first
-        match counts. Parameters that none matches have the default.
-      like: A replacement for ``style``: a state dict of the module, or the names in it, which show the style of each
-        tensor.
+        Pass one word for all parameters, or a dict from regular expressions for paths to words. The first match counts,
+        and a parameter without a match has the default style.
+      like: A state dict of the module, or the names in it, which show the style of each tensor. Pass it instead of
+        ``style``.
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
@@ -217,7 +226,7 @@ def to_torch(
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """The tensors of torch that hold the raw values of a chain's raw trees.
+    """The torch tensors that hold the raw values of a chain.
 
     Attributes:
       weights: The chain without perturbations. Its effective weights are the weights in torch.
@@ -283,8 +292,8 @@ def _make_plan(
 ) -> TorchPlan:
     """Makes the plan for a raw tree of ``p``, which may be concrete or abstract.
 
-    ``names_in_torch`` are the names in a state dict, which show where torch uses hooks. If it is None, ``style``
-    determines this. The other arguments are the same as for :func:`from_torch`.
+    ``names_in_torch`` holds the names in a state dict, which show where torch uses hooks. If ``names_in_torch`` is
+    None, ``style`` determines where torch uses hooks. The other arguments are the same as for :func:`from_torch`.
     """
 
     def is_hooked(entry: Entry, tensor: str, name_map: NameMap) -> bool:
@@ -341,7 +350,7 @@ def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, A
 
 
 def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
-    """Suggests an axis or layouts for which a tensor's shape would fit, as text.
+    """Returns text that suggests an axis or layouts for which a tensor's shape would fit.
 
     The text is empty if nothing fits, and for arrays with at most two axes.
     """
@@ -372,7 +381,7 @@ def _norm_shape(entry: Entry, axis: int) -> tuple[int, ...]:
 
 
 def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
-    """Raises an error if the tensor of a tied parameter differs from the parameter it is tied to."""
+    """Raises an error if the tensor of a tied parameter differs from the other parameter of the tie."""
     tied_tensors = plan.tied_tensors(raw)
     for entry in plan.tied:
         name = entry.tensor

@@ -1,4 +1,4 @@
-"""The stages that torch has too: torch's names for their raw values, and the conversion of each value.
+"""The stages that torch also has, with torch's names for their raw values and the conversion of each value.
 
 To add a stage, add a row to ``NAME_MAPS``, and a case to the functions that write and read one value. Torch has stages
 in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``, and calls the weight that it
@@ -41,10 +41,10 @@ class NameMap:
 
     Attributes:
       listed: The names for a parametrization, below ``parametrizations.weight``. The number of the parametrization
-        comes before the name, except for originals.
+        precedes each name, except for originals.
       hooked: The suffixes for a hook, after ``weight``.
-      fields: The fields of the stage that torch has too, or that do not affect what the module computes; all others
-        must have their defaults. None allows all fields, if the values alone determine what the stage does.
+      fields: The fields of the stage that torch also has, or that do not affect what the module computes. All other
+        fields must have their defaults. None allows all fields, because the values alone determine what the stage does.
     """
 
     listed: Mapping[str, str]
@@ -88,7 +88,7 @@ class Naming:
     """Finds torch's names for the raw values of a chain.
 
     Attributes:
-      producers: Maps the place of an array to the stage that produces it and to the places of the stage's values.
+      producers: Maps the key path of an array to the stage that produces it and to the key paths of the stage's values.
       is_hooked: Returns whether torch uses a hook for a tensor whose stage exists as a hook.
     """
 
@@ -103,7 +103,7 @@ class Naming:
         """Counts the parametrizations that produce the array at a place, and lists all their groups of values.
 
         ``tensor`` is the array's name in torch. If the array is the original of a parametrization, ``outer`` is the
-        name of the list that holds this parametrization; otherwise, it is empty.
+        name of the list that holds this parametrization. Otherwise, ``outer`` is empty.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
@@ -146,7 +146,7 @@ def _parametrizations_of(tensor: str) -> str:
 
 
 def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
-    """Raises an error if a field of the stage has a value that torch has no equivalent of."""
+    """Raises an error if a field of the stage has a value for which torch has no equivalent."""
     for field in fields(stage):
         is_foreign = name_map.fields is not None and field.name not in name_map.fields
         if is_foreign and getattr(stage, field.name) != field.default:
@@ -230,7 +230,7 @@ def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _require_binary(mask: Array) -> Array:
-    """Returns a mask if it is binary, and raises an error otherwise, because gradients would differ from torch's."""
+    """Returns the mask. Raises an error if the mask is not binary, because gradients would then differ from torch's."""
     if not jnp.all((mask == 0) | (mask == 1)):
         raise ValueError(
             "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
@@ -240,7 +240,7 @@ def _require_binary(mask: Array) -> Array:
 
 
 def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Reduces a mask of single weights to the shape of the raw value, which may have one number for each slice."""
+    """Reduces a mask with an entry for each weight to the raw value's shape, which may have an entry for each slice."""
     axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
     slice_mask = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(slice_mask == mask):
@@ -251,7 +251,7 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
 def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
     """Returns the stage and entry of the matrix ``(rows, columns)`` that the raw values belong to.
 
-    If the array does not have exactly one row axis and one column axis, returns the stage and entry as they are.
+    If the array does not have exactly one row axis and one column axis, returns both arguments unchanged.
     """
     axes = stage.axes_of(2) if len(entry.shape) == 2 else None
     if axes not in (((0,), (1,)), ((1,), (0,))):
@@ -290,9 +290,10 @@ def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> V
 
 
 def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
-    """Returns whether torch's coordinates are ours.
+    """Returns whether an orthogonal matrix has the same coordinates in torch as here.
 
-    They are if the map is the same, except for reflections of a square matrix that torch stores transposed.
+    The coordinates are the same if the map is the same, except for reflections of a square matrix that torch stores
+    transposed.
     """
     is_transposed_square = entry.has_other_order and entry.shape[-2] == entry.shape[-1]
     return _torch_map(entry) == stage.map and not (stage.map == "householder" and is_transposed_square)
@@ -319,7 +320,7 @@ def _torch_map(entry: Entry) -> str:
 
 
 def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
-    """Raises an error if it is unknown which map produces a matrix, unless the matrix is at its base."""
+    """Raises an error if the map that produces a matrix is unknown, unless the matrix is at its base."""
     default_map = _torch_map(entry)
     is_known = entry.orthogonal_map is not None or default_map == stage.map
     if is_known or not jnp.any(jnp.tril(_as_tall(original), -1)):
@@ -334,7 +335,7 @@ def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None
 
 
 def _with_base_at_weight(w: Array) -> Values:
-    """Returns raw values with the weight as the base and zeros as x. With these, each map gives the weight."""
+    """Returns raw values with the weight as ``base`` and zeros as ``x``, for which every map returns the weight."""
     w = widened(w)
     return {"x": jnp.zeros_like(w), "base": w}
 
@@ -348,13 +349,13 @@ def _write_orthogonal(stage: Orthogonal, values: Values) -> Values:
 
 
 def _has_identity_base(values: Values) -> bool:
-    """Returns whether the base is the identity, as it is without torch's trivialization."""
+    """Returns whether the base is the identity, as in torch without trivialization."""
     base = _as_tall(values["base"])
     return bool(jnp.array_equal(base, identity(base)))
 
 
 def _write_reflections(w: Array) -> Array:
-    """Converts a weight to torch's original for reflections without a base. As in torch, it holds LAPACK's factors."""
+    """Converts a weight to torch's original for reflections without a base, which holds LAPACK's factors."""
     reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
@@ -390,7 +391,7 @@ def _signs_in_torch(diagonal: Array) -> Array:
 
 
 def _as_lower(stage: Orthogonal, x: Array) -> Array:
-    """Returns the lower triangular matrix that gives the same rotation as ``x`` if the identity is the base."""
+    """Returns the lower triangular matrix that, with the identity as the base, gives the same rotation as ``x``."""
     if stage.map == "householder":
         return jnp.tril(x, -1)
     columns = x.shape[-1]

@@ -1,4 +1,4 @@
-"""Tools of the laws: programs that are compiled once for all laws, comparisons, errors, and file formats."""
+"""Helpers for the laws: functions compiled once for all laws, comparisons of trees, errors, and file formats."""
 
 import functools
 import importlib.util
@@ -53,8 +53,8 @@ compiled_init = compiled(lambda p, params, key: p.init(params, key))
 compiled_apply = compiled(lambda p, raw, key: p.apply(raw, key))
 compiled_update = compiled(update_raw)
 compiled_update_base = compiled(lambda p, raw: p.update_base(raw))
-# With `like`, a raw tree that is a tuple is not mistaken for an optimizer state. With `nearest`, weights are not
-# compared here, because the law itself compares every bit.
+# Passing `like` prevents a raw tree that is a tuple from being mistaken for an optimizer state. Passing `nearest` skips
+# the comparison of weights, because the law itself compares every bit.
 compiled_transfer = compiled(lambda p, raw: transfer(p, p, raw, raw, nearest=True))
 
 
@@ -64,7 +64,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 
 class RoundTrip(NamedTuple):
-    """A tree, and the result of a stage's ``init`` followed by its ``apply``."""
+    """A tree, and the result of applying a stage's ``init`` and then its ``apply`` to the tree."""
 
     tree: PyTree
     result: PyTree
@@ -85,7 +85,7 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
         raw = init_stage(stage, tree, key)
         starts.append(RoundTrip(tree, apply_raw([stage], raw)))
         point = apply_raw([stage], _move_traced(raw))
-        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to the point that they were initialized from.
+        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to their initial point.
             point = apply_raw([stage], init_stage(stage, point, key))
         images.append(RoundTrip(point, apply_raw([stage], init_stage(stage, point, key))))
         tree = raw
@@ -116,9 +116,9 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
 @compiled
 def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, keys: Array) -> dict[str, PyTree]:
-    """Returns the results of JAX's transformations by name, computed from one raw tree or from batches of two.
+    """Returns the results of JAX's transformations, keyed by name, for one raw tree or for batches of two.
 
-    All are computed in one program, because compilation takes most of the time.
+    One program computes all results, because compilation takes most of the time.
     """
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -136,7 +136,7 @@ def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, k
 
 @compiled
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
-    """Returns the results of a chain's methods, and the gradient of ``apply``, by name."""
+    """Returns the results of a chain's methods and the gradient of ``apply``, keyed by name."""
     raw = p.init(params, key)
     return {
         "init": raw,
@@ -148,7 +148,7 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
 
 
 class Doubled(Reparametrization):
-    """A stage that a law puts beside each stage. It doubles its raw value, which is exact, and takes all dtypes."""
+    """The stage that the law ``chains`` puts beside the tested chain. The stage doubles any raw value but integers."""
 
     kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no stage has the same kind.
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
@@ -165,7 +165,7 @@ class Doubled(Reparametrization):
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
     """Returns the effective trees of ``p`` behind and before another stage, each with the expected tree."""
     doubled = Doubled()
-    # A stage that moves weights cannot move weights that an earlier stage computes, so it is not updated.
+    # A stage that moves weights cannot move weights that an earlier stage computes, so do not update it.
     moves_weights = any(stage.moves_weights for stage in stages_of(p))
 
     def after_update(chain: Parametrization, params: PyTree) -> PyTree:
@@ -186,8 +186,8 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
 def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
     """Accumulates the deviations of a stage's draws from the mean that the stage claims.
 
-    The stage at ``index`` is applied to the output of the earlier stages without noise, so its result still contains
-    the markers of later stages.
+    The stage at ``index`` is applied to the output of the earlier stages without noise, so the result still contains
+    the marker dicts of later stages.
 
     Returns:
       The claimed mean, and the sums over ``keys`` of the deviations (see ``_deviations_of_draw``) and of their squares.
@@ -218,7 +218,8 @@ def _deviations_of_draw(draw: Array, mean: Array) -> Array:
 def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Computes the mean of ``n`` deviations and its standard error from their sum and the sum of their squares.
 
-    The draws of one entry may miss rare events, so its variance is taken to be at least the average variance.
+    The draws of an entry may miss rare events, so the variance of each entry is taken to be at least the average
+    variance.
     """
     mean = total / n
     variance = np.real(squares) / n - np.square(np.abs(mean))
@@ -260,7 +261,7 @@ class Case:
         return move_randomly(self.raw, self.key)
 
     def of_stage(self, stage: Parametrization) -> "Case":
-        """Returns the case for one stage of the chain, which errors then name."""
+        """Returns the same case for one stage of the chain, so that errors name this stage."""
         return replace(self, chain=stage)
 
     def require(self, holds: object, message: str) -> None:
@@ -269,7 +270,7 @@ class Case:
             raise self.error(message)
 
     def error(self, message: str) -> AssertionError:
-        """Returns the error that says that the law does not hold."""
+        """Returns an error that says that the law does not hold, followed by ``message``."""
         return AssertionError(f"{self.chain!r} breaks the law of {self.law}: {message}.")
 
     def require_raises(self, call: Callable[[], object], message: str) -> None:
@@ -302,7 +303,7 @@ def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:
 
 
 def errors(actual: PyTree, expected: PyTree) -> Iterator[tuple[str, float]]:
-    """Yields the path of each expected array, and the largest difference from it relative to its largest entry."""
+    """Yields each expected array's path and the largest difference, relative to the array's largest entry."""
     for path, *arrays in paired(actual, expected):
         x, y = (np.asarray(w).astype(complex) for w in arrays)
         if x.shape == y.shape:
@@ -436,7 +437,7 @@ def in_double_precision(w: Array) -> Array:
 
 
 def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
-    """Returns whether ``p`` takes the precision of ``params``, and all its values have at least ``bits`` bits."""
+    """Returns whether ``p`` accepts ``params``, and has at least ``bits`` bits in all trainable values and weights."""
     try:
         trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
     except (ValueError, TypeError):
@@ -452,7 +453,7 @@ def picklable(p: Parametrization) -> bool:
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Returns whether ``p`` cannot be written as JSON: it holds a predicate, or a function that is not from jax."""
+    """Returns whether ``p`` holds a predicate or a function that is not from jax, and so cannot be written as JSON."""
     try:
         p.to_json()
     except ValueError:
@@ -510,7 +511,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
 
 def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-    """Returns the functions of all formats whose library is installed and can store ``raw``, by the format's name."""
+    """Maps the name of each format whose library is installed and can store ``raw`` to the function of this format."""
     dtypes = [np.asarray(w).dtype.type for w in jax.tree.leaves(raw)]
     is_plain = all(issubclass(dtype, np.floating | np.integer) for dtype in dtypes)
     formats: list[tuple[str, Callable[[PyTree], PyTree], str, bool]] = [
@@ -524,5 +525,5 @@ def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
 
 
 def _is_of_dicts(raw: PyTree) -> bool:
-    """Returns whether a tree consists of dicts and leaves, because orbax without a template restores only dicts."""
+    """Returns whether a tree consists of dicts and leaves. Without a template, orbax restores only such trees."""
     return all(map(_is_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])

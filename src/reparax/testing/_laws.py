@@ -82,14 +82,15 @@ def right_inverse(case: Case) -> None:
     """Requires ``fold(init(w)) == w``, up to rounding, if each stage can represent the values that it gets from ``w``.
 
     First, ``apply(init(...))`` of each stage must return every array in the stage's image unchanged. A point of the
-    image is found by changing raw values at random. If a stage has fixed values, they belong to the point that they
-    were initialized from, so ``apply(init(...))`` must be a projection: if it is applied twice, the result is the same.
+    image is found by changing raw values at random. If a stage has fixed values, these belong to the point from which
+    they were initialized. Therefore, ``apply(init(...))`` must be a projection: applying it twice must give the same
+    result.
 
-    Then the chain must return a weight unchanged if each of its stages does so with the tree that it gets, from the
-    last stage, which gets the weight, to the first. If a stage does not, as ``Symmetric`` in
-    ``Symmetric() >> WeightNorm()`` for most weights, the initial weight may differ from the given one. Random stages
-    whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean. A chain that
-    contains a stage with ``starts_elsewhere = True`` is not checked.
+    Then the chain must return a weight unchanged if each stage returns its own input tree unchanged. The last stage
+    gets the weight, and each earlier stage gets the raw tree of the stage after it. If a stage changes its input, as
+    ``Symmetric`` in ``Symmetric() >> WeightNorm()`` does for most weights, the initial weight may differ from the given
+    one. Random stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their
+    mean. A chain that contains a stage with ``starts_elsewhere = True`` is not checked.
     """
     if any(stage.starts_elsewhere for stage in case.chain):
         return
@@ -113,7 +114,7 @@ def right_inverse(case: Case) -> None:
 
 @law
 def types(case: Case) -> None:
-    """Requires the structure, shapes, dtypes and shardings of the model, unless the stage has ``changes_type``."""
+    """Requires the model's paths and shardings, and its shapes and dtypes unless the chain has ``changes_type``."""
     p, params = case.chain, case.params
     key = case.key if p.stochastic else None  # If the chain is deterministic, reuse the program compiled for fold.
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
@@ -126,7 +127,7 @@ def types(case: Case) -> None:
 
 
 def _require_shardings(case: Case, key: Array | None) -> None:
-    """Requires an effective array to keep its sharding if a raw value of the same path and shape has this sharding."""
+    """Requires an array to keep its sharding if a raw value of the same path and shape has the same sharding."""
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
 
@@ -177,7 +178,7 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 
 @law
 def value_semantics(case: Case) -> None:
-    """Requires that copies are equal, hash equally and are traced only once, and that there are no pytree leaves."""
+    """Requires that copies are equal, have equal hashes and share one trace, and that there are no pytree leaves."""
     p = case.chain
     copies = [copy.deepcopy(p)]
     if evidence.picklable(p):
@@ -223,7 +224,8 @@ def transformations(case: Case) -> None:
 def keys(case: Case) -> None:
     """Requires that equal keys give equal values, and that deterministic chains need no key.
 
-    The noise on an array must not correlate with the noise on other arrays, and new parameters must not change it.
+    The noise on an array must not correlate with the noise on other arrays, and must not change if the model gets new
+    parameters.
     """
     p, raw, key = case.chain, case.raw, case.key
     draw, mean_draw = (evidence.compiled_apply(chain, raw, key) for chain in (p, p.deterministic))
@@ -249,7 +251,8 @@ def _require_draws_beside_new_parameter(case: Case, params: dict[str, PyTree]) -
     def are_equal(a: PyTree, b: PyTree) -> bool:
         return all(evidence.equal(a[name], b[name]) for name in params)
 
-    # If arrays are parametrized together, a new one may change the others even without noise, so it is not checked.
+    # If arrays are parametrized together, a new array may change the others even without noise. In that case, the draws
+    # are not checked.
     if are_equal(p.fold(larger_raw), p.fold(raw)):
         same_draws = are_equal(p.apply(larger_raw, key), p.apply(raw, key))
         case.require(same_draws, "the draws of old parameters change with a new one")
@@ -283,8 +286,7 @@ def mean(case: Case) -> None:
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, which are estimated
-    from the draws. This is tested for each entry, for the average of an array, and for its average weighted by the
-    claimed mean.
+    from the draws. The test covers each entry, the average of an array, and the average weighted by the claimed mean.
     """
     for index, stage in enumerate(evidence.stages_of(case.chain)):
         if stage.stochastic:
@@ -321,11 +323,11 @@ def purity(case: Case) -> None:
 
 @law
 def gradients(case: Case) -> None:
-    """Requires that gradients agree with finite differences, are finite even for zeros, and vanish for no array.
+    """Requires that gradients agree with finite differences, are finite even at zero, and are nonzero for each array.
 
-    Whether they vanish is tested at a generic point, because an initial gradient may be zero if another factor is zero.
-    Finite differences use double precision, or single precision if the stage does not take double. They are skipped for
-    stages with ``straight_through = True``.
+    Gradients must be nonzero at a generic point only, because the initial gradient of a factor is zero if another
+    factor is zero. Finite differences use double precision, or single precision if the chain does not support double
+    precision. A chain with ``straight_through = True`` is not compared with finite differences.
     """
     p, params, key = case.chain, case.params, case.key
     for where, point in {
@@ -349,7 +351,7 @@ def gradients(case: Case) -> None:
 
 
 def _require_slope(case: Case, step: float, bound: float) -> None:
-    """Requires the gradient in a random direction to agree with a central difference of the given step."""
+    """Requires the gradient in a random direction to agree with a central difference with the given step."""
     free, rest = evidence.trainable(case.moved)
     direction = evidence.normal(free, jax.random.fold_in(case.key, 1))
 
@@ -368,7 +370,7 @@ def _require_slope(case: Case, step: float, bound: float) -> None:
 def _advice_on_slope(case: Case) -> str:
     """Suggests what to do about a gradient that differs from the slope."""
     has_doubles = any(x.dtype == np.float64 for _, x in evidence.named_arrays(evidence.trainable(case.moved)[0]))
-    # Numbers that are rounded to float32 move in steps, which the gradient does not show.
+    # Rounding to float32 turns the result into a step function, which the gradient does not show.
     if has_doubles and "new_dtype=float32" in str(jax.make_jaxpr(case.chain.apply)(case.moved, case.key)):
         return "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
     return "if that is intended, set `straight_through = True`"
@@ -389,7 +391,7 @@ def update(case: Case) -> None:
         "under jit it": lambda: compiled_step(raw),
         "a second one": lambda: compiled_step(compiled_step(raw)),
     }
-    for who, step in ways.items():  # The order matters: a second update would fail on the result of a wrong first one.
+    for who, step in ways.items():  # Keep this order: a second update would fail on the result of a wrong first one.
         actual = step()
         case.require_same_types(actual, raw, who)
         if not any(stage.moves_weights for stage in evidence.stages_of(p)):
@@ -423,8 +425,9 @@ def transfer(case: Case) -> None:
 def chains(case: Case) -> None:
     """Requires the same results before and behind another stage as alone, even after an update.
 
-    The other stage doubles its raw value. Behind it, the tested stage has raw values that the other stage computes.
-    Before it, the tested stage acts on raw values of the other stage in place of arrays. Its draws must be the same.
+    The other stage doubles its raw value. Behind the other stage, the tested chain has raw values that the other stage
+    computes. Before the other stage, the tested chain acts on the other stage's raw values instead of the model's
+    arrays. In both positions, the draws must be the same as without the other stage.
     """
     try:
         results = evidence.beside_another(case.chain, case.params, case.key)

@@ -17,7 +17,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     """Checks that one training step moved fixed values as ``p.update`` does, and in no other way; use it in a test.
 
     This catches an optimizer that changes frozen weights (for example, through weight decay) and a training step that
-    calls ``p.update`` zero times or twice. Pass two raw trees of your own training that are one step apart, from before
+    calls ``p.update`` zero times or twice. Pass two raw trees from your own training that are one step apart, before
     training has converged.
 
     Values that need a key or gradients in ``update``, such as the masks of :class:`SET` and :class:`RigL`, are not
@@ -63,7 +63,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
-    """Describes how a value differs from the expected one. The text is empty if the difference is only rounding."""
+    """Describes how a value differs from the expected value. The text is empty if the difference is only rounding."""
     eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
     ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
