@@ -1,8 +1,9 @@
-"""Stages for weights in few bits: stored as codes, or rounded during training; and casts to another dtype.
+"""Stages that store weights in few bits, round weights during training, or cast weights to another dtype.
 
 ``Scaled``, the base class of ``Quantized`` and ``FakeQuantized``, computes the scales of blocks and, from these, the
-codes of entries: ``to_units`` divides entries by their scales, and the format encodes the quotients. Decoding does the
-reverse, with ``from_units``. ``_formats`` explains codes, blocks, scales and units.
+codes of entries: ``to_units`` divides entries by their scales, and the format encodes the quotients. To decode, the
+format converts codes to numbers, and ``from_units`` multiplies these by the scales. ``_formats`` explains codes,
+blocks, scales and units.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from reparax.stages.quantized._formats import (
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
-"""The raw value that holds the unit of rounded scales, or of rounded offsets."""
+"""Maps ``scale`` and ``offset`` to the names of the raw values that hold their units."""
 
 Entries = dict[str, Array]
-"""The ``scale`` of each entry of an array, or its ``inverse``, and the ``zero`` or ``offset`` if there is one."""
+"""The ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
 
 
 @inlined
@@ -91,10 +92,10 @@ def from_units(numbers: Array, entries: Entries) -> Array:
 
 
 def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
-    """Divides ``x`` by a power of two near the largest magnitude of its block, and returns also that power per block.
+    """Divides each block of ``x`` by a power of two near its largest magnitude; returns the quotients and the powers.
 
     Sums and squares of the quotients do not overflow. Scaled back, they equal the sums and squares of ``x`` bit for
-    bit, unless the latter overflow.
+    bit, unless those of ``x`` overflow.
     """
     largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     _, exponent = jnp.frexp(largest)
@@ -103,7 +104,10 @@ def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
 
 
 def is_largest_negative(x: Array, blocks: Grid) -> Array:
-    """Returns whether the entry of the largest magnitude in each block is negative; the first one decides a tie."""
+    """Returns whether the entry of the largest magnitude in each block is negative.
+
+    If several entries have this magnitude, the first one decides.
+    """
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
@@ -210,7 +214,7 @@ class Scaled(Reparametrization):
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """Returns the blocks of an array, none of which is longer than the array."""
+        """Returns the blocks of ``w``, whose sizes are limited to the shape of ``w``."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -307,7 +311,7 @@ class Scaled(Reparametrization):
         return {name: codes, _UNIT_OF[name]: unit}
 
     def _scales_of_units(self, scale: Array) -> Grid:
-        """Returns the blocks into which the array of scales is cut; the scales of a block share a unit."""
+        """Returns the blocks into which the array of scales is cut. All scales in a block share a unit."""
         count = self._scales.shared if self._scales else 0
         if count == 0:
             return Grid(scale.shape, tuple(max(n, 1) for n in scale.shape))
@@ -343,7 +347,7 @@ class Scaled(Reparametrization):
         return self._format.numbers.encode(to_units(x, entries), noise), values
 
     def _early_entries(self, x: Array, blocks: Grid) -> Entries:
-        """Computes the inverse of each entry's scale before rounding, and its offset if the format has one."""
+        """Computes, for each entry, the inverse of the unrounded scale, and the offset if the format has one."""
         scales = self._ideal_scales(x)
         scale = scales.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
@@ -358,13 +362,16 @@ class Scaled(Reparametrization):
 
 
 def _biased_exponent(x: Array) -> Array:
-    """Returns the exponent of a positive number, plus 127, as float32 stores it."""
+    """Returns the biased exponent (the exponent plus 127) that float32 stores for a positive number."""
     return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
 @functools.partial(inlined, static_argnums=1)
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
-    """Rounds ``scale`` to the dtype of the weights, away from zero if the nearest number is much too small."""
+    """Rounds ``scale`` to the dtype of the weights.
+
+    Rounds away from zero if the nearest number is too small by more than 1 part in 128.
+    """
     scale = clip_to_finite(scale, dtype)
     nearest = scale.astype(dtype)
     is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
@@ -405,17 +412,19 @@ class Quantized(Scaled):
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
-    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; and ``scale``, one for each block, in the dtype
-    of the weights. Where the format or ``double_quant`` needs them, there are also ``zero``, like ``scale``, and
-    ``unit``, in the dtype of the weights, which multiplies the stored scales; ``offset`` and ``offset_unit`` are like
-    ``scale`` and ``unit``. Codes of fewer than eight bits share bytes along the cut axis: they form a stream of bits,
-    with the first code in the lowest bits.
+    All raw values are fixed. ``q`` holds the codes, in int8, uint8 or float8. Codes of fewer than eight bits share
+    bytes along the cut axis: they form a stream of bits, with the first code in the lowest bits. ``scale`` holds one
+    scale for each block, in the dtype of the weights. If the format or ``double_quant`` stores scales as codes, they
+    are multiplied by ``unit``, which is in the dtype of the weights. Formats with a zero also have ``zero``, in the
+    dtype of the weights. Formats with an offset also have ``offset`` and ``offset_unit``, which are stored like
+    ``scale`` and ``unit``.
 
-    The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal the ones that gguf writes, bit for bit: in q4_0 and
-    q5_0, the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. Their
-    scales range from 6e-8 to 65504: a larger one raises an error, or is clipped if the weights are traced. In all
-    formats, finite weights of any magnitude stay finite, and a block with an entry that is not finite becomes NaN.
-    Rounding a second time may change the last bits of scales and, with ``calibration_method="rms"``, the codes.
+    The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal those that gguf writes, bit for bit. In q4_0 and q5_0,
+    the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. The scales of
+    these five formats range from 6e-8 to 65504. A larger scale raises an error, or is clipped if the weights are
+    traced. In all formats, finite weights of any magnitude stay finite, and a block with an entry that is not finite
+    becomes NaN. Quantizing the weights a second time may change the last bits of scales and, with
+    ``calibration_method="rms"``, the codes.
 
     Args:
       format: One of the formats above.
@@ -431,8 +440,8 @@ class Quantized(Scaled):
         to include 0); ``"rms"``, the root mean square of the block; or ``"fixed"``, 1.
       calibration_scale: A factor on that magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Larger
         numbers are clipped.
-      rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random such that the mean is the number
-        itself; ``init`` then needs a key.
+      rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random, so that the expected value is the
+        number itself. ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -549,15 +558,16 @@ class FakeQuantized(Scaled):
     r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
-    numbers equal the ones of :class:`Quantized`, bit for bit, so deploy the trained model with
-    ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no
-    learned steps. Gradients pass through the rounding unchanged (straight-through), and scales count as constants.
+    rounded weights equal those of :class:`Quantized`, bit for bit, so deploy the trained model with
+    ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage. ``Quantized`` supports neither ternary
+    numbers nor learned steps. Gradients pass through the rounding unchanged (straight-through), and scales count as
+    constants.
 
     With ``step="learned"``, the step is trained too (LSQ). The raw values are then ``w`` (main), with the shape and
     dtype of the weights, and ``step`` (auxiliary), with the shape of the scales, in float32 for half-precision weights.
-    ``init`` maps the largest magnitude to the largest number; if the weights already are multiples of a step, it takes
-    that step and is exact. Numbers outside the range are clipped, and get no gradient.
-    :math:`\partial w / \partial s` is :math:`q - x / s` inside the range and the bound outside, times
+    ``init`` chooses the step that maps the largest magnitude of a block to the largest number. If the weights are
+    already multiples of a step, ``init`` takes that step and is exact. Weights outside the range are clipped, and get
+    no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the range and the bound outside, times
     :math:`1 / \sqrt{n \, q_{max}}` if :math:`n` weights share a step.
 
     Args:
@@ -640,7 +650,7 @@ class FakeQuantized(Scaled):
     def _step(self, w: Array) -> Array:
         """Computes the initial step of each block: one that divides all its numbers, or else the ``absmax`` scale.
 
-        If several steps divide all numbers of a block, the finest is chosen.
+        If several steps divide all numbers of a block, the smallest of them is chosen.
         """
         low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)

@@ -82,7 +82,10 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site per cell, with the model's arrays in ``init`` and the nodes that replace them otherwise."""
+        """Returns one site per cell.
+
+        In ``init``, a site holds the model's arrays; otherwise, the nodes that replace them.
+        """
         who = CallName(self, method)
         if method == "init":
             cells = self._find_cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
@@ -152,7 +155,7 @@ class _Rearranged(Parametrization):
 
     @property
     def _copies(self) -> dict[str, str]:
-        """The path at which a raw array is stored, for each model array that is taken from it."""
+        """Maps the path of each model array that is cut from a raw array to the path where that raw array is stored."""
         return {}
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
@@ -174,12 +177,12 @@ class _Rearranged(Parametrization):
 
 
 def _path_below(cell: str, path: str) -> str:
-    """Returns the path in the whole tree of the array at ``path`` in a cell."""
+    """Converts ``path``, which is relative to a cell, to a path in the whole tree."""
     return f"{cell}/{path}" if cell else path
 
 
 def _cell_above(path: str, full_path: str) -> str | None:
-    """Returns the path of the cell whose array at ``path`` has this full path, or None if there is no such cell."""
+    """Strips ``path`` from the end of ``full_path`` to get the cell's path, or returns None if it is not at the end."""
     if full_path == path:
         return ""
     return full_path.removesuffix(f"/{path}") if full_path.endswith(f"/{path}") else None

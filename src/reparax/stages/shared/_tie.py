@@ -130,7 +130,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if no path in ``places``, the places of a raw tree, matches a target."""
+        """Raises an error if a target matches no path of the raw tree. The keys of ``places`` are these paths."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
@@ -149,7 +149,7 @@ class Tie(Parametrization):
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
         """Checks that a target has the shape and dtype that its sources give, and the same numbers if required.
 
-        Different numbers are allowed with ``unequal="overwrite"``.
+        With ``unequal="overwrite"``, the numbers may differ.
         """
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
@@ -175,7 +175,7 @@ class Tie(Parametrization):
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """Returns how each tied array is computed, by its place."""
+        """Maps the place of each tied array to a ``_Link`` that says how the array is computed."""
         links: dict[Names, _Link] = {}
         for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
@@ -224,7 +224,7 @@ class _Link(NamedTuple):
 
 
 PlacesOfPath = Mapping[str, Mapping[str, Names]]
-"""For each path, with and without markers, the places of its arrays by their draw paths (see ``Leaf``)."""
+"""Maps each path, with and without markers, to the places of its arrays, by their draw paths (see ``Leaf``)."""
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
@@ -242,7 +242,7 @@ def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """Returns the place of the source of one array of a target.
+    """Returns the place of the source for the array of ``target`` with the given draw path.
 
     If the target or the source has several raw values, they are matched by draw path.
     """
@@ -270,7 +270,7 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
 
 
 def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
-    """Sorts the tied places so that each comes after its sources if these are also tied."""
+    """Sorts the places of tied arrays so that each place comes after the places of its sources."""
     ordered: dict[Names, None] = {}
 
     def visit(place: Names) -> None:
@@ -374,7 +374,7 @@ def _identity(x: Array) -> Array:
 
 
 def _as_numpy(x: Array) -> np.ndarray:
-    """Converts an array to numpy; PRNG keys become the integers that they consist of."""
+    """Converts an array to numpy; PRNG keys are converted to their integer data."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
