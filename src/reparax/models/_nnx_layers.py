@@ -1,4 +1,4 @@
-"""The axes of the arrays of nnx layers, by the names of their classes: letters and sizes (``core/known_axes.py``)."""
+"""The axes of the arrays of nnx layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _einsum(m: Any) -> dict[str, Any]:
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    # A letter that occurs twice in the kernel stands for a diagonal.
+    # If a letter occurs twice in the kernel, the layer reads a diagonal, and the axes are not known.
     is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)
     known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})

@@ -181,7 +181,7 @@ class _Bits(eqx.Module):
     def unpacked(self) -> Array:
         """Returns the array with these bits, and raises an error if a cast or an average has changed their dtype."""
         if not is_array(self.bits):
-            return self.bits  # While `eqx.tree_at` looks for the node to replace, this is not an array.
+            return self.bits  # While `eqx.tree_at` looks for the node to replace, `bits` is not an array.
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
@@ -224,6 +224,6 @@ def _split_key(
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:
         arguments = signature.bind_partial(*args, **model_kwargs).arguments
-    except TypeError:  # The call of the model then says which arguments it takes.
+    except TypeError:  # The model's own call then raises an error about its arguments.
         arguments = {}
     return {**arguments, **kwargs}.get("key"), model_kwargs

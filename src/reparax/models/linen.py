@@ -110,7 +110,7 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
         )
     key = jax.random.key(0)
 
-    def call(module: Any, *args: Any) -> Any:  # The module's arguments may have the names of arguments of `apply`.
+    def call(module: Any, *args: Any) -> Any:  # `kwargs` may share names with arguments of `apply`.
         return module(*args, **kwargs)
 
     variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, method=call), *args))
@@ -188,7 +188,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module: on the effective tree, or in ``init``, to initialize the raw variables."""
+        """Calls a method of the module on the effective tree, or, during ``init``, initializes the raw variables."""
         if self.scope is None:
             raise ValueError(
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
@@ -274,7 +274,7 @@ def _make_class(plain: type[Any]) -> type[Any]:
         if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(attribute, updated=())  # Do not copy linen's marks on the method.
+        @functools.wraps(attribute, updated=())  # `updated=()` leaves out linen's marks on the method.
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

@@ -85,10 +85,9 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     ``schedule_free_eval_params``, also take ``free``.
 
     Put every transformation inside ``tx``: a transformation that you chain after the optimizer, such as weight decay,
-    also moves fixed values and scales their updates, and masks and partitions around the optimizer hide fixed values
-    from it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a
-    function, or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches
-    also work.
+    also moves fixed values and scales their updates. Masks and partitions around the optimizer hide fixed values from
+    it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a function,
+    or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
@@ -222,7 +221,10 @@ def _require_no_update(raw: PyTree) -> None:
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """Removes fixed values from an extra argument for ``tx``; a function of raw trees becomes one of the free part."""
+    """Restricts an extra argument of ``tx`` to free values.
+
+    A function of raw trees becomes a function of the free part.
+    """
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -279,7 +281,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        # Initializing the stages here makes wrong parameters fail before the first step.
+        # Initialize the stages here, so that unsuitable parameters raise an error before the first step.
         initialize(tuple(p.deterministic), flatten(params), None)
         return ()
 
@@ -313,8 +315,8 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     :class:`SET`, :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
-    reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states
-    (``schedule_free``, ``rprop``) would lose these.
+    reset, as in the reference code of RigL. Do not use it for optimizers whose states hold weights or step sizes
+    (``schedule_free``, ``rprop``), because these would be set to zero too.
 
     Args:
       state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight are
@@ -519,7 +521,7 @@ class Difference(NamedTuple):
     source: str
 
     def explain(self, texts: Mapping[str, str]) -> str:
-        """Fills in the text for this source, where ``{swapped}`` is the difference as seen from the other tree."""
+        """Formats the text for ``source``, where ``{swapped}`` is the difference as seen from the other tree."""
         swapped = self._replace(expected=self.found, found=self.expected)
         return texts[self.source].format(difference=self, swapped=swapped)
 
@@ -528,7 +530,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """Finds the first difference between the arrays of two trees; differences of stages come before all others."""
+    """Returns the first difference between the arrays of two trees, or None.
+
+    Differences of stages are reported before all others.
+    """
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):
@@ -543,7 +548,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """Compares the first markers of a parameter in two trees, and returns the difference, if both have the parameter.
+    """Compares a parameter's first markers in two trees; returns None if they are equal or a tree lacks the parameter.
 
     A plain array has no marker, which counts as the marker "".
     """

@@ -73,7 +73,7 @@ def combine(free: T, fixed: T) -> T:
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
-    """Says where two trees differ, as the end of a sentence; empty if only the types of their nodes differ."""
+    """Returns the end of a sentence that says where two trees differ; it is empty if only the types of nodes differ."""
     a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""

@@ -38,8 +38,8 @@ class Row:
       off: The distance between the starting weight and the model's own: the largest difference relative to the largest
         entry; 0 if it is only due to rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
-      axes: The axes that these stages use, and how they are known: ``given``, from the class of a layer, from the name
-        of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
+      axes: The axes that these stages use, and how each axis is known: ``given``, from the class of a layer, from the
+        name of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of the row for the columns of the table."""
+        """The text of each cell of the row, in the order of the columns."""
         off = "" if self.off is None else f"{self.off:.2g}"
         return (
             *(self.path, self.value, self.type, f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes)),
@@ -72,7 +72,7 @@ class Row:
 class Summary:
     """The contents of a raw tree, which print as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
 
-    Parameters whose paths differ only in a number share one line with their sums: ``layers/0..11``.
+    Parameters whose paths differ only in a number share one line, which shows their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
@@ -171,9 +171,9 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
     Returns:
       An object that prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook. Parameters whose
-      paths differ only in a number share one line with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each
-      with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``; ``total`` is
-      their sum. ``left_out`` and the last lines of the table list weights on which a stage does not act.
+      paths differ only in a number share one line, which shows their sums: ``layers/0..11``. Its ``rows`` are the
+      arrays, each with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``;
+      ``total`` is their sum. ``left_out`` and the last lines of the table list weights on which a stage does not act.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
@@ -203,7 +203,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
-    """Returns the largest ``off`` of some rows, or None if no row has one."""
+    """Returns the largest ``off`` of the given rows, or None if all are None."""
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
@@ -248,7 +248,7 @@ def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:
-    """Yields a row for each raw value, and for each marker without one."""
+    """Yields a row for each raw value, and for each marker without raw values."""
     free_paths = {names for (names, _), is_free in zip(items(raw), are_free(raw), strict=True) if is_free}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)

@@ -322,7 +322,7 @@ def _has_base(stage: Parametrization) -> bool:
 
 
 def _path_without_numbers(path: Names) -> Names:
-    """Removes the numbers of the markers from a path, which only say how markers are nested."""
+    """Removes the numbers of markers from a path, because these numbers only say how markers are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
@@ -393,7 +393,7 @@ class _Moments:
 
     Attributes:
       arrays: The moments, by their paths.
-      placeholder: The node that the state has in place of a missing moment; None if it has no other.
+      placeholder: The node that the state has in place of a missing moment; None if the state has no such node.
       holds_fixed: Whether fixed values have moments too.
     """
 
@@ -510,7 +510,8 @@ def _distance(x: Array, w: Array) -> Array:
 def _rounding(*arrays: Array) -> float:
     """Returns the largest distance that rounding may cause.
 
-    It is 4 units in the last place of the arrays, or 64 of the dtype of the computation if this is more.
+    The result is 4 times the machine epsilon of the arrays, or 64 times that of the dtype of the computation if this is
+    larger.
     """
     dtypes = [x.dtype for x in arrays if is_inexact(x)]
     units = [(4 * jnp.finfo(dtype).eps, 64 * min(jnp.finfo(dtype).eps, jnp.finfo(jnp.float32).eps)) for dtype in dtypes]

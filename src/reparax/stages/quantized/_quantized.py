@@ -414,10 +414,10 @@ class Quantized(Scaled):
 
     All raw values are fixed. ``q`` holds the codes, in int8, uint8 or float8. Codes of fewer than eight bits share
     bytes along the cut axis: they form a stream of bits, with the first code in the lowest bits. ``scale`` holds one
-    scale for each block, in the dtype of the weights. If the format or ``double_quant`` stores scales as codes, they
-    are multiplied by ``unit``, which is in the dtype of the weights. Formats with a zero also have ``zero``, in the
-    dtype of the weights. Formats with an offset also have ``offset`` and ``offset_unit``, which are stored like
-    ``scale`` and ``unit``.
+    scale for each block, in the dtype of the weights. If the format or ``double_quant`` rounds the scales, ``scale``
+    has a dtype of its own, and is multiplied by ``unit``, which has the dtype of the weights. Formats with a zero also
+    have ``zero``, in the dtype of the weights. Formats with an offset also have ``offset`` and ``offset_unit``, which
+    are stored like ``scale`` and ``unit``.
 
     The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal those that gguf writes, bit for bit. In q4_0 and q5_0,
     the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. The scales of
