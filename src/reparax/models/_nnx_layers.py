@@ -8,7 +8,7 @@ NAME = "nnx"
 
 
 def _einsum(m: Any) -> dict[str, Any]:
-    """Returns the axes of an einsum layer: its bias, and its kernel if the layer stores the whole equation."""
+    """Returns the axes of an einsum layer's bias, and of its kernel if the layer's equation determines them."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
@@ -19,7 +19,7 @@ def _einsum(m: Any) -> dict[str, Any]:
 
 
 def _window(m: Any) -> tuple[int, ...]:
-    """Returns the lengths of a convolution's window as a tuple."""
+    """Returns the kernel size of a convolution as a tuple."""
     return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
 
 

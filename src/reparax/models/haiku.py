@@ -49,7 +49,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     * ``effective(params, state, key=None)`` and ``fold(params, state)`` return the variables of the plain network, with
       one draw of the noise and without noise, respectively.
     * ``update(params, state, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same pair without noise, whose calls do not advance fixed values.
+    * ``deterministic`` is the same pair without noise. Its calls do not advance fixed values.
 
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.

@@ -53,7 +53,7 @@ def parametrized(
     * ``effective(variables, key=None)`` and ``fold(variables)`` return variables of the plain module, with one draw of
       the noise and without noise, respectively.
     * ``update(variables, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same module without noise, whose calls do not advance fixed values.
+    * ``deterministic`` is the same module without noise. Its calls do not advance fixed values.
 
     Args:
       module: The module. Inside another module, construct it with ``parent=None``.
@@ -244,7 +244,7 @@ class _Parametrized(base.Functions, nn.Module):
     def _rngs(self) -> dict[str, Any]:
         """Returns a key for each stream.
 
-        At the top level, these are the caller's own keys, so that the module draws the same numbers as without a chain.
+        At the top level, the keys are the caller's own, so that the module draws the same numbers as without a chain.
         """
         if self.scope.parent is None:
             return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}

@@ -232,7 +232,7 @@ class Parametrized(nnx.Module):
         return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
     def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:
-        """Calls ``fun`` on the effective copy of a module of the raw model, and keeps the attributes that it sets."""
+        """Calls ``fun`` on the effective copy of a module of the raw model. Attributes that ``fun`` sets are kept."""
         copies: Copies = {}
         self._copy_effective(copies, _for_reading)
         result = fun(copies[id(module)][1])

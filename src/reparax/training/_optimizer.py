@@ -64,19 +64,18 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
     """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
-    With the chain, ``optax.apply_updates`` returns what ``p.update`` makes of the raw tree after the step of ``tx``:
-    masks and other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and
-    pruning therefore advance in each step, and the training step needs no code for them. Stages whose update needs a
-    key or gradients do not advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which
-    advances the other stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns
-    them into integers. Fixed values that advance must start at finite numbers, because adding updates turns infinity
-    into NaN.
+    If the chain ``p`` is given, ``optax.apply_updates`` gives the result of the step of ``tx`` and then ``p.update``: masks and
+    other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and pruning
+    therefore advance in each step without further code. Stages whose update needs a key or gradients do not advance:
+    for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which advances the other stages of the
+    chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns them into integers. Fixed values
+    that advance must start at finite numbers, because adding updates turns infinity into NaN.
 
     ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
     does not change them, and its norms do not include them. Fixed values that do not advance get zero updates that keep
-    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get None, as in equinox. On a CPU,
-    XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your tree has such
-    leaves or fixed numbers, update only the free part::
+    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get the update None, as in
+    equinox. On a CPU, XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your
+    tree has such leaves or fixed numbers, update only the free part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)

@@ -53,7 +53,7 @@ class Row:
     axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
-        """Returns the row for all parameters that share a line, with summed numbers and the given ``off``."""
+        """Builds the row for all parameters that share ``line``, with their counts summed and the given ``off``."""
         type, n = f"{line.times}{self.type}".rstrip(), line.count
         free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
         return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
@@ -77,8 +77,8 @@ class Summary:
     Attributes:
       chain: The parametrization, as text.
       rows: The arrays of the raw tree.
-      left_out: The paths of arrays of two or more axes on which a stage does not act, for each stage that selects
-        weights by default.
+      left_out: For each stage that selects weights by default, the paths of arrays of two or more axes on which the
+        stage does not act.
     """
 
     chain: str

@@ -43,13 +43,17 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     changes the weights. Merging an adapter into the base of another one always requires ``nearest=True``.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ) and all stages around it
-    are the same. Three other kinds of arrays are also kept: arrays that are only changed in place, such as the float32
-    weight under :class:`Cast`, if the same stages change them; the base under a new adapter, such as the codes of
-    :class:`Quantized`; and a LoRA under a new ``WeightNorm(detach=True)``, which turns it into DoRA. ``init`` computes
-    all other values from the current weights. Random initial values use ``jax.random.key(0)``; for another key, call
-    ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values are kept. For a
-    LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale is the same. All
-    other moments start at zero.
+    are the same. These arrays are kept too:
+
+    * arrays that are only changed in place, such as the float32 weight under :class:`Cast`, if the same stages change
+      them;
+    * the base under a new adapter, such as the codes of :class:`Quantized`;
+    * a LoRA under a new ``WeightNorm(detach=True)``, which turns it into DoRA.
+
+    ``init`` computes all other values from the current weights. Random initial values use ``jax.random.key(0)``; for
+    another key, call ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values
+    are kept. For a LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale
+    is the same. All other moments start at zero.
 
     A state may have moments for only some of the trainable values, as under ``optax.masked``. New values then raise an
     error, because the state does not show which of them need moments.
@@ -227,7 +231,7 @@ class _OldChain:
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        """Applies each stage, and records the raw values it reads, or the array it changes in place."""
+        """Applies each stage, and records the raw values that it reads, or the array that it changes in place."""
         plan = plan_for(p, raw, mean=True, advice="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
@@ -311,13 +315,16 @@ class _OldChain:
         return placed
 
     def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
-        """Returns the input of the last stage that changed ``array`` in place if ``stage`` equals it, or ``array``."""
+        """Returns ``array``, or its value before its last in-place change if ``stage`` equals the stage that made it.
+
+        That change is then removed from the record.
+        """
         changes = self._in_place.get(self._paths[place], [])
         return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 
 
 def _has_base(stage: Parametrization) -> bool:
-    """Returns whether a stage is an adapter, which means that one of its raw values is the base."""
+    """Returns whether a stage is an adapter, that is, whether one of its raw values is a base."""
     return any(value.base for value in getattr(stage, "raw_values", {}).values())
 
 

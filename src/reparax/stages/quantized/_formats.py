@@ -317,7 +317,7 @@ FormatName = Literal[
     "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
-# A new format also needs its name in `FormatName` above, and a row in the table of `Quantized`.
+# Add the name of a new format to `FormatName` above, and a row to the table in the docstring of `Quantized`.
 FORMATS = {
     **{f"int{bits}": Format(integer_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),

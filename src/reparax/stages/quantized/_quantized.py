@@ -435,11 +435,11 @@ class Quantized(Scaled):
         for each axis, such as ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64
         weights has one scale. Default: the size in the table above if the format has one.
       double_quant: Whether to round the scales of blocks too, as in QLoRA; for formats of fewer than eight bits.
-      calibration_method: What the largest number of a format represents: ``"absmax"``, the largest magnitude of the
-        block (in formats with a zero, the numbers represent the range from the smallest to the largest entry, extended
-        to include 0); ``"rms"``, the root mean square of the block; or ``"fixed"``, 1.
-      calibration_scale: A factor on that magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Larger
-        numbers are clipped.
+      calibration_method: What the largest number of a format represents: with ``"absmax"``, the largest magnitude of
+        the block; with ``"rms"``, the root mean square of the block; with ``"fixed"``, 1. In formats with a zero, the
+        numbers with ``"absmax"`` represent the range from the smallest to the largest entry, extended to include 0.
+      calibration_scale: A factor for this magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Weights
+        of larger magnitude are clipped.
       rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random, so that the expected value is the
         number itself. ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
@@ -560,8 +560,8 @@ class FakeQuantized(Scaled):
     The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
     rounded weights equal those of :class:`Quantized`, bit for bit, so deploy the trained model with
     ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage. ``Quantized`` supports neither ternary
-    numbers nor learned steps. Gradients pass through the rounding unchanged (straight-through), and scales count as
-    constants.
+    numbers nor learned steps. Gradients pass through the rounding unchanged (straight-through), and scales are treated
+    as constants.
 
     With ``step="learned"``, the step is trained too (LSQ). The raw values are then ``w`` (main), with the shape and
     dtype of the weights, and ``step`` (auxiliary), with the shape of the scales, in float32 for half-precision weights.

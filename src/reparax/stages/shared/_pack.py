@@ -303,7 +303,8 @@ class CudnnLSTM(Reparametrization):
     the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
     hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the
     backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``. With
-    ``biases=1``, ``init`` sums the two biases, so that the function stays the same; with ``biases=0``, it drops them.
+    ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``, it
+    drops them.
 
     Args:
       input_size: The number of inputs of the first layer.

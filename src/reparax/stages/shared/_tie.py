@@ -56,11 +56,11 @@ class Tie(Parametrization):
     Args:
       ties: A dict that maps each target to its source, to a pair of a source and a transform (any pure function of one
         array), or to a pair of a tuple of sources and a function that takes them in this order. A target is a path, or
-        a regular expression that matches whole paths; if several expressions match a path, the first one applies. The
-        source may refer to groups of the expression. A target that resolves to itself owns the parameter. A path with
-        an ``@`` names a value in the raw tree of later stages: for example,
-        ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor of two adapters that
-        would otherwise start at different random numbers.
+        a regular expression that matches whole paths; if several expressions match a path, the first of them applies.
+        The source may refer to groups of the expression. If the source of a target resolves to the target itself, the
+        target owns the parameter. A path with an ``@`` names a value in the raw tree of later stages: for example,
+        ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor of two adapters that would
+        otherwise start at different random numbers.
       unequal: What ``init`` does if a target differs from its transformed source: ``"raise"`` raises an error;
         ``"overwrite"`` ties it anyway, which changes the model.
 

@@ -159,10 +159,10 @@ class NByM(_Masked, Constraint):
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed. Default: the input axis, if it is known as for
-        :class:`WeightNorm`; here the name of an array is enough, because sparse products need groups of inputs. For a
-        convolution, it is the axis of input channels; if there are several other input axes, such as heads and their
-        dimensions, it is the last one.
+      along: The axis along which groups are formed. Default: the input axis, if it is known as for :class:`WeightNorm`.
+        For this stage, the name of an array is enough, because sparse products need groups of inputs. For a
+        convolution, the default is the axis of input channels. If there are several other input axes, such as heads and
+        their dimensions, the default is the last of them.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
