@@ -127,7 +127,7 @@ def find_attribute(
     if name in attributes:
         return read_instance(name)
     if isinstance(inspect.getattr_static(type(raw), name), staticmethod | classmethod):
-        return of_class  # Static methods and class methods read no arrays.
+        return of_class  # Static and class methods read no arrays.
     if isinstance(of_class, property):
         return read_effective(name)
     return functools.partial(call_method, name) if callable(of_class) else of_class
@@ -159,7 +159,10 @@ class Functions:
     """The same model without noise, for evaluation."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits positional arguments into the variables and the key, which may follow them."""
+        """Splits positional arguments into the variables and the key.
+
+        If no key follows the variables, ``key`` is used.
+        """
         variables, further = arguments[: self._count], arguments[self._count :]
         return variables, further[0] if further else key
 

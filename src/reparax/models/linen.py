@@ -139,12 +139,12 @@ class _Parametrized(base.Functions, nn.Module):
     )
 
     def _get(self, *variables: Any) -> PyTree:
-        """Joins both collections into one raw tree."""
+        """Joins the collections ``params`` and ``fixed`` into one raw tree."""
         collections = _checked(variables[0])
         return base.join_collections(collections.get("params", {}), collections.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
-        """Splits a raw tree into both collections, and keeps all other collections."""
+        """Splits a raw tree into the collections ``params`` and ``fixed``, and keeps all other collections."""
         free, fixed = base.split_collections(raw)
         return {**self._set_plain(free, *variables), **({"fixed": fixed} if fixed else {})}
 

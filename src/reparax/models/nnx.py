@@ -168,7 +168,10 @@ class Parametrized(nnx.Module):
         return self._copy_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
-        """Returns the plain model with effective weights, without noise; it shares no variables with the wrapper."""
+        """Returns the plain model with effective weights, without noise.
+
+        The result shares no variables with the wrapper.
+        """
         return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:

@@ -64,12 +64,12 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
     """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
-    If the chain ``p`` is given, ``optax.apply_updates`` gives the result of the step of ``tx`` and then ``p.update``: masks and
-    other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and pruning
-    therefore advance in each step without further code. Stages whose update needs a key or gradients do not advance:
-    for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which advances the other stages of the
-    chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns them into integers. Fixed values
-    that advance must start at finite numbers, because adding updates turns infinity into NaN.
+    If the chain ``p`` is given, ``optax.apply_updates`` gives the result of the step of ``tx`` and then ``p.update``:
+    masks and other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and
+    pruning therefore advance in each step without further code. Stages whose update needs a key or gradients do not
+    advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which advances the other
+    stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns them into integers.
+    Fixed values that advance must start at finite numbers, because adding updates turns infinity into NaN.
 
     ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
     does not change them, and its norms do not include them. Fixed values that do not advance get zero updates that keep
@@ -179,7 +179,7 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
 
 
 def _updated(p: Parametrization, raw: PyTree) -> PyTree:
-    """Updates a raw tree with ``p.update``, or a model that holds the chain with its own method ``update``."""
+    """Returns ``p.update(raw)``, or ``raw.update()`` if ``raw`` is a model that holds the chain."""
     if not getattr(type(raw), "holds_chain", False):
         return p.update(raw)
     if raw.p != p:
@@ -385,7 +385,7 @@ def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
 
 
 def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
-    """Collects the masks of all marker dicts that have one, by the path of the dict."""
+    """Collects the masks of a raw tree, by the path of the marker dict that holds the mask."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
 
@@ -405,7 +405,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
 
         try:
             new_updates, new_state = update(updates, state, params, **extra)
-        except Exception as error:  # On a wrong tree, a transformation may raise any error.
+        except Exception as error:  # A transformation may raise any error if a tree does not fit.
             require_fitting(error)
             raise
         if _has_other_shapes(state, new_state) or _has_other_shapes(params, new_updates):
@@ -424,7 +424,7 @@ def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
 def _explain_arguments(
     init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
 ) -> str | None:
-    """Says what is wrong with the arguments of ``update``, and what to do; returns None if they fit each other."""
+    """Returns text on what is wrong with the arguments of ``update`` and what to do, or None if they fit each other."""
     if params is None:
         return _explain_state(init, state, updates)
     return (
@@ -444,7 +444,7 @@ def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
     return None
 
 
-# These words say what an unexpected tree belongs to. The model's own tree has arrays where a raw tree has markers.
+# These phrases name the origin of an unexpected tree. The model's own tree has arrays where a raw tree has markers.
 THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
 ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
 FIXED_VALUES = "fixed values too"
@@ -489,7 +489,7 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
-    """Says what is wrong with a state, and what to do; returns None if it fits the raw tree, or if ``init`` fails."""
+    """Returns text on what is wrong with a state and what to do, or None if it fits the raw tree or ``init`` fails."""
     try:
         expected = jax.eval_shape(init, raw)
     except Exception:  # If `init` fails, the state is not the cause.

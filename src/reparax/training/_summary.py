@@ -99,7 +99,10 @@ class Summary:
         return [tuple(compress(cells, is_shown.values())) for cells in table]
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """Yields the cells of each line; only the first raw value of a parameter shows its path and stages."""
+        """Yields the cells of each line.
+
+        The path and the stages of a parameter are shown only for its first raw value.
+        """
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
         for line in fold_lines(alike):

@@ -26,7 +26,7 @@ from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
-SHOWN = 3  # The number of arrays that an error lists by name.
+SHOWN = 3  # The largest number of arrays that an error lists.
 
 
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
@@ -178,7 +178,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
 
 
 Kept = dict[Names, Mapping[Names, Array]]
-"""Maps the path of each array that needs no new values to the old values that replace it, by their paths."""
+"""Maps the path of each array that needs no new values to the old values that replace the array, by their paths."""
 
 
 def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
@@ -249,10 +249,10 @@ class _OldChain:
         self.effective = plan.effective_of(arrays)
         self.grown: dict[Names, Names] = {}
         self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
-        self._opened = set[Names]()  # Places where a raw value of a new stage is the unchanged array.
+        self._opened = set[Names]()  # Places where a new stage stores an array unchanged as a raw value.
 
     def kept_paths(self, tree: Flat) -> dict[Names, Names]:
-        """Maps the place of each raw value that is kept from the old tree to its path in the old tree."""
+        """Maps the place of each kept raw value in the new tree to the value's path in the old tree."""
         kept = {place: path for place, path in self._paths.items() if place not in self._opened}
         return {place: path for place, path in kept.items() if place in tree.arrays}
 
@@ -306,7 +306,7 @@ class _OldChain:
         return None if path is None else self._nodes.get(path)
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
-        """Maps the raw values of an array to their places, and records which of them are old values."""
+        """Maps the raw values of an array to their places, and records which raw values come from the old tree."""
         placed = site.place_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
@@ -405,7 +405,7 @@ class _Moments:
     """
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
-        """Reads the moments, and determines which raw values have one."""
+        """Reads the moments, and determines which raw values have moments."""
         moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
         self.arrays = moments
         self.placeholder = next(filter(is_placeholder, jax.tree.leaves(tree, is_leaf=is_placeholder)), None)

@@ -225,7 +225,7 @@ class Scaled(Reparametrization):
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
-        """Computes the raw values that hold the scales and zeros of ``w``, in its dtype unless they are codes."""
+        """Computes the raw values that hold the scales of ``w``, and its zeros or offsets if the format has them."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
             numbers = self._format.numbers
@@ -331,14 +331,17 @@ class Scaled(Reparametrization):
         return clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
-        """Returns the scale of each entry, and its zero or offset if the format has one."""
+        """Returns the scales of all entries, and the zeros or offsets if the format has them."""
         numbers = {name: self._read_scales(name, values) for name in _UNIT_OF if name in values}
         if "zero" in values:
             numbers["zero"] = widened(values["zero"])
         return {name: blocks.spread(x) for name, x in numbers.items()}
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
-        """Computes the codes of ``w``, and the raw values that hold its scales."""
+        """Computes the codes of ``w`` and the raw values that hold the scales.
+
+        With a key, codes are rounded at random.
+        """
         values = self._values_of_scales(w)
         x, blocks = widened(w), self._blocks(w)
         is_early = self._format.early and key is None
@@ -546,7 +549,7 @@ def straight_through(w: Array, rounded: Array) -> Array:
 
 @straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Returns ``rounded`` as the value and the tangent of ``w`` as its tangent."""
+    """Returns ``rounded`` as the value, and the tangent of ``w`` as the tangent."""
     return primals[1], tangents[0]
 
 
@@ -716,7 +719,7 @@ class Cast(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            dtype = jnp.dtype(self.dtype or "None")  # "None" raises a TypeError; numpy reads None as float64.
+            dtype = jnp.dtype(self.dtype or "None")  # numpy would read None as float64; "None" raises an error.
         except TypeError as error:
             raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -106,12 +106,12 @@ class _Value:
 
     @property
     def axes(self) -> Axis:
-        """The axes of the value, except those of size 1."""
+        """The axes of the value, except axes of size 1."""
         return tuple(name for name in self.shape if name != "1")
 
     @property
     def array_axes(self) -> Axis:
-        """The axes of the value, except those of size 1, in the order in which the array has them."""
+        """The axes of the value, except axes of size 1, in the order of the array's axes."""
         return tuple(name for group in self.groups for name in group if name != "1")
 
     @property
@@ -238,7 +238,7 @@ def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """Cuts an array into its values, by name, and adds the sizes that follow from its shape to ``sizes``."""
+    """Cuts an array into its values, by name. Adds the sizes that follow from the array's shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         _require_axes(value.name, value.groups, array, sizes)
@@ -258,7 +258,7 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """Joins values into the array of a block, and adds the sizes that follow from their shapes to ``sizes``."""
+    """Joins values into the array of a block. Adds the sizes that follow from the values' shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         array_of_value = values[value.name]
@@ -278,7 +278,7 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
 
 Blocks = Mapping[str, Block]
 
-# Here n is the number of inputs and h the number of hidden units. Kernels have the input axis first, as in flax.
+# Here n is the number of inputs, and h is the number of hidden units. Kernels have the input axis first, as in flax.
 _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 

@@ -186,7 +186,7 @@ class Tie(Parametrization):
     def _resolve_ties(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
         """Resolves all regular expressions to paths, and returns each tie as target, sources and transform."""
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
-        expression_of = dict[str, str]()  # Maps each path to the first expression that matches it.
+        expression_of = dict[str, str]()  # Maps each path to the first expression that matches the path.
         for target, source, transform in self.ties:
             matched = match_paths(target, _paths_of_same_kind(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
@@ -295,7 +295,10 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """Parses ties into target, source and transform; raises an error if there are none or if one is malformed."""
+    """Parses ties into targets, sources and transforms.
+
+    Raises an error if there are no ties or if a tie is malformed.
+    """
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
@@ -324,7 +327,7 @@ def _require_one_source(ties: Iterable[Tied]) -> None:
 
 
 def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
-    """Raises an error if the sources of a target lead back to it."""
+    """Raises an error if following the sources of a target leads back to the target."""
     seen = set[str]()
 
     def follow(path: str, walk: Sequence[str]) -> None:
@@ -346,7 +349,7 @@ def _as_tuple(source: Source) -> tuple[str, ...]:
 
 
 def _parse_tie(target: Any, value: Any) -> Tied:
-    """Parses one tie into target, source and transform, which is None if the tie has none."""
+    """Parses one tie into target, source and transform. The transform is None if the tie has no transform."""
     match target, value:
         case str(), str():
             return target, value, None

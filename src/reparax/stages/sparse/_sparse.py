@@ -221,7 +221,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
-    """Checks a share and returns it; raises an error for the integer 1 and traced integers, which may mean a count."""
+    """Checks a share and returns it. The integer 1 and traced integers are errors, because they may mean a count."""
     if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which could mean all weights or one of them. For all, write {name}=1.0; for "
@@ -295,7 +295,7 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def count_error(stage: Any, size: int) -> str | None:
-    """Returns why ``count`` is too large for an array of ``size`` weights or slices, or None if it is not."""
+    """Returns why ``count`` is too large for an array of ``size`` weights or slices, or None if ``count`` fits."""
     if stage.count is None or stage.count <= size:
         return None
     return (
