@@ -39,7 +39,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     stages do not move weights can instead be trained with :func:`optimizer` and the chain, also with
     ``updates="by hand"``.
 
-    The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
+    The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has a state:
 
     * ``start(params, state, key=None)`` converts ``params`` of the plain network, and the state if there is one, to raw
       variables.

@@ -31,10 +31,10 @@ def parametrized(
 
     ``init`` returns raw variables, and ``apply`` takes them; both can run any method of the module. Trainable values
     are in the collection ``params``, as ``TrainState`` expects, and all others are in the collection ``fixed``, which
-    no optimizer sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``,
-    ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another module. linen
-    sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to record more, use
-    ``sow`` inside it.
+    no optimizer sees. Pass ``fixed`` beside ``params``, like ``batch_stats``. Other collections do not change.
+    ``nn.scan``, ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another
+    module. linen sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to
+    record more, use ``sow`` inside it.
 
     A chain with noise draws from the stream ``noise``, once in each call. At the top level, ``apply(variables, x,
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds the

@@ -47,11 +47,11 @@ class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
     The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
-    effective tree once, with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a
-    module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``, ``to_peft`` and
-    other functions that take raw trees. Calls change the model's other variables and attributes, such as statistics and
-    caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec``
-    treat the wrapper like any module, and it may be part of another module.
+    effective tree once, with one draw of the noise, even if the model reads a weight twice. ``model.raw`` holds the raw
+    tree, as a module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``,
+    ``to_peft`` and other functions that take raw trees. Calls change the model's other variables and attributes, such
+    as statistics and caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and
+    ``nnx.get_partition_spec`` treat the wrapper like any module, and it may be part of another module.
 
     An optimizer selects the trainable values by the types of variables. Trainable values, including arrays that no
     stage replaces, have the type ``variable``, a subclass of ``nnx.Param``, and all others are :class:`Fixed`. The
@@ -63,15 +63,15 @@ class Parametrized(nnx.Module):
     ``model(x, deterministic=True)``, only affects the model, not the chain.
 
     If ``p.update`` advances fixed values, as power iteration does, each call in training advances them before it
-    computes the weights; calls after ``model.eval()`` do not. Inside a function of another trace, such as the loss of a
-    generator that closes over its discriminator, nnx does not allow variables to change, so fixed values stay the same.
+    computes the weights; calls after ``model.eval()`` do not. If a traced function closes over the model, as the loss
+    of a generator closes over the discriminator, nnx does not allow variables to change, so fixed values stay the same.
     Stages whose update also moves weights (:class:`RigL`, :class:`SET`) advance only through :meth:`update`.
 
     A submodule with parameters, such as ``model.encoder``, can be called and read as in the plain model, and its
     counters, caches and flags change as they do there. Its parameters are computed from raw values, so setting them
-    raises an error, both here and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
-    optimizer also raises an error, because it has no values of its own: pass the whole model. To replace raw values,
-    use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
+    raises an error, both outside and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
+    optimizer also raises an error, because a submodule has no values of its own. Pass the whole model. To replace raw
+    values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values. The wrapper

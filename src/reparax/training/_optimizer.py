@@ -96,8 +96,8 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
 
     Returns:
       A transformation of the class of ``tx``, whose state is the state of ``tx`` for the free part. Its ``init`` raises
-      an error if a stage would be wrong without ``update``, such as :class:`SpectralNorm`, and neither ``p`` nor
-      ``updates`` is given, or if the tree lacks the fixed values of ``p``.
+      an error if the tree lacks the fixed values of ``p``. It also raises an error if neither ``p`` nor ``updates`` is
+      given and the tree has a stage that would be wrong without ``update``, such as :class:`SpectralNorm`.
 
     Raises:
       TypeError: If ``tx`` is not a transformation, or ``p`` is not a chain.

@@ -66,10 +66,10 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
       raw: The raw tree, or the state of an optimizer, which contains trees like the raw tree.
       like: A raw tree of ``old``, used to recognize raw trees by their structure. It is required if ``raw`` is a state
         without entries for fixed values, such as a state of :func:`optimizer`, or a state that contains no class of
-        optax; if ``old`` leaves no markers by which moments can be recognized; or if the raw tree is a tuple, as
-        optimizer states are.
-      nearest: Whether to allow the weights to change if ``new`` cannot represent them, and an adapter to be merged into
-        a base.
+        optax; if ``old`` leaves no markers by which moments can be recognized; or if the raw tree is a tuple, because
+        optimizer states are tuples too.
+      nearest: Whether the weights may change if ``new`` cannot represent them, and whether an adapter may be merged
+        into a base.
 
     Returns:
       The raw tree, or the state, for ``new``.

@@ -333,8 +333,8 @@ class MagnitudePruning(_Prune):
     weight, or for each slice. ``init`` is exact if ``w`` is already that sparse. Otherwise, it starts at the nearest
     array of that sparsity. Among equal weights, those with the lower index stay.
 
-    ``update`` recomputes the mask from the current weight. Call it in the steps that prune, with the sparsity of that
-    step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
+    ``update`` recomputes the mask from the current weight. Call ``update`` in each step that prunes, with the sparsity
+    of that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. Masked entries get no gradient.
     Their raw values are kept, although momentum may still change them, so a later ``update`` can make them active
     again. Use :func:`reset_moments` to set their momentum to zero then. ``p.original(raw)`` undoes pruning.
@@ -597,9 +597,9 @@ class SET(_Regrow):
 class GlobalMagnitudePruning(Joint):
     r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, the ones
-    that come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact
-    if the arrays together are already that sparse.
+    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together. Among equal weights, those that
+    come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact if the
+    arrays together are already that sparse.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
