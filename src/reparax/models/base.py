@@ -159,10 +159,7 @@ class Functions:
     """The same model without noise, for evaluation."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits positional arguments into the variables and the key.
-
-        If no key follows the variables, ``key`` is used.
-        """
+        """Splits positional arguments into the variables and the key, which defaults to ``key``."""
         variables, further = arguments[: self._count], arguments[self._count :]
         return variables, further[0] if further else key
 
@@ -207,10 +204,7 @@ class Functions:
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a raw tree of dicts into its free and its fixed values.
-
-    Each half leaves out the branches that have arrays only in the other half.
-    """
+    """Splits a raw tree of dicts into free and fixed values, without branches that only the other half needs."""
     free, fixed = partition(raw)
     return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
 

@@ -168,10 +168,7 @@ class Parametrized(nnx.Module):
         return self._copy_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
-        """Returns the plain model with effective weights, without noise.
-
-        The result shares no variables with the wrapper.
-        """
+        """Returns the plain model with effective weights, without noise; it shares no variables with the wrapper."""
         return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
@@ -322,10 +319,7 @@ def _for_reading(variable: Any) -> Any:
 
 @functools.cache
 def _type_for_reading(kind: type[Any]) -> type[Any]:
-    """Returns a read-only subclass of a variable's type.
-
-    Only nnx transforms can set its variables, to write back inputs.
-    """
+    """Returns a read-only subclass of a variable's type, which only nnx transforms can set, to write back inputs."""
 
     def refuse(variable: Any, *_: Any) -> Any:
         raise ValueError(
@@ -522,10 +516,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
 
 
 def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
-    """Sets the changed attributes of a copy on the raw module.
-
-    Copied nodes in their values are replaced by raw nodes.
-    """
+    """Sets the changed attributes of a copy on the raw module, with raw nodes in place of copied ones."""
     data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
     for name, value in attributes.items():
         if value is _HIDDEN:

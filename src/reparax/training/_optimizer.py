@@ -220,10 +220,7 @@ def _require_no_update(raw: PyTree) -> None:
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """Restricts an extra argument of ``tx`` to free values.
-
-    A function of raw trees becomes a function of the free part.
-    """
+    """Restricts an extra argument of ``tx`` to the free part. Functions of raw trees become functions of that part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -529,10 +526,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """Returns the first difference between the arrays of two trees, or None.
-
-    Differences of stages are reported before all others.
-    """
+    """Returns the first difference between the arrays of two trees, or None; differences of stages come first."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):

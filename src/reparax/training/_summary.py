@@ -99,10 +99,7 @@ class Summary:
         return [tuple(compress(cells, is_shown.values())) for cells in table]
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """Yields the cells of each line.
-
-        The path and the stages of a parameter are shown only for its first raw value.
-        """
+        """Yields the cells of each line. Only the first raw value of a parameter shows the path and the stages."""
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
         for line in fold_lines(alike):

@@ -315,10 +315,7 @@ class _OldChain:
         return placed
 
     def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
-        """Returns ``array``, or its value before its last in-place change if ``stage`` equals the stage that made it.
-
-        That change is then removed from the record.
-        """
+        """Returns ``array``, undoing its last in-place change if ``stage`` equals the stage that made the change."""
         changes = self._in_place.get(self._paths[place], [])
         return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 

@@ -104,10 +104,7 @@ def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
 
 
 def is_largest_negative(x: Array, blocks: Grid) -> Array:
-    """Returns whether the entry of the largest magnitude in each block is negative.
-
-    If several entries have this magnitude, the first one decides.
-    """
+    """Returns whether the first entry of the largest magnitude in each block is negative."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
@@ -338,10 +335,7 @@ class Scaled(Reparametrization):
         return {name: blocks.spread(x) for name, x in numbers.items()}
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
-        """Computes the codes of ``w`` and the raw values that hold the scales.
-
-        With a key, codes are rounded at random.
-        """
+        """Computes the codes of ``w``, rounded at random if there is a key, and the raw values that hold the scales."""
         values = self._values_of_scales(w)
         x, blocks = widened(w), self._blocks(w)
         is_early = self._format.early and key is None
@@ -371,10 +365,7 @@ def _biased_exponent(x: Array) -> Array:
 
 @functools.partial(inlined, static_argnums=1)
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
-    """Rounds ``scale`` to the dtype of the weights.
-
-    Rounds away from zero if the nearest number is too small by more than 1 part in 128.
-    """
+    """Rounds ``scale`` to ``dtype``, away from zero if the nearest number is too small by more than 1 part in 128."""
     scale = clip_to_finite(scale, dtype)
     nearest = scale.astype(dtype)
     is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)

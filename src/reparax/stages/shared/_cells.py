@@ -116,10 +116,7 @@ class _Value:
 
     @property
     def order(self) -> list[int]:
-        """For each axis in ``array_axes``, its index in ``axes``.
-
-        Axes with the same name are matched from left to right.
-        """
+        """For each of ``array_axes``, its index in ``axes``. Axes of the same name are matched from left to right."""
         indices = {name: [i for i, axis in enumerate(self.axes) if axis == name] for name in self.axes}
         return [indices[name].pop(0) for name in self.array_axes]
 
@@ -441,10 +438,7 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
 
 
 def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """Joins values into the arrays of a layout, by path.
-
-    An array of biases is left out if all its values are missing.
-    """
+    """Joins values into the arrays of a layout, by path. Arrays of biases that are all missing are left out."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in value_names(block) if name not in values]

@@ -103,10 +103,7 @@ class _Rearranged(Parametrization):
         return sites
 
     def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """Returns the cells that ``where`` selects.
-
-        Each cell maps to its arrays, by their paths relative to the cell.
-        """
+        """Maps the path of each cell that ``where`` selects to the cell's arrays, by their paths in the cell."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -162,10 +159,7 @@ class _Rearranged(Parametrization):
         return {}
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """Collects the raw arrays by their paths in the layout.
-
-        Raises an error if an array is unexpected or missing.
-        """
+        """Collects the raw arrays by their paths in the layout, and raises an error if any is unexpected or missing."""
         paths = {_label(path): path for path in self._stored}
         arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in arrays.items():

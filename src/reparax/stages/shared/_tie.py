@@ -295,10 +295,7 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """Parses ties into targets, sources and transforms.
-
-    Raises an error if there are no ties or if a tie is malformed.
-    """
+    """Parses ties into targets, sources and transforms, and raises an error if there are none or one is malformed."""
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):

@@ -459,10 +459,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 
 
 class _Regrow(_Masked, Constraint):
-    """The base class of sparse training stages.
-
-    Each update drops small weights and regrows as many others from zero.
-    """
+    """The base class of sparse training, whose updates drop small weights and regrow as many others from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
