@@ -1,4 +1,4 @@
-"""The axes of equinox's arrays, by the names of layer classes: letters and sizes (``core/known_axes.py``)."""
+"""The axes of the arrays of equinox layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axes of the arrays of nnx layers, by the names of their classes: letters and sizes (``core/known_axes.py``)."""
+"""The axes of the arrays of nnx layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ NAME = "nnx"
 
 
 def _einsum(m: Any) -> dict[str, Any]:
-    """Returns the axes of an einsum layer: its bias, and its kernel if the layer stores the whole equation."""
+    """Returns the axes of an einsum layer's bias, and of its kernel if the layer's equation determines them."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    # A letter that occurs twice in the kernel stands for a diagonal.
+    # If a letter occurs twice in the kernel, the layer reads a diagonal, and the axes are not known.
     is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)
     known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
 
 
 def _window(m: Any) -> tuple[int, ...]:
-    """Returns the lengths of a convolution's window as a tuple."""
+    """Returns the kernel size of a convolution as a tuple."""
     return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
 
 

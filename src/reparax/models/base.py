@@ -23,7 +23,7 @@ from reparax.training import partition
 
 
 def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None, name: str = "") -> Parametrization:
-    """Returns ``p``, and raises an error unless it is a chain and ``model`` is an instance of ``kind``.
+    """Checks that ``p`` is a chain and that ``model`` is an instance of ``kind``, and returns ``p``.
 
     ``kind`` is the library's class for models, and ``name`` is the name of this class in error messages.
     """
@@ -39,7 +39,8 @@ def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None,
 def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Collection[str]) -> None:
     """Raises an error if a method of the wrapper would hide a method of the same name in the model.
 
-    Names in ``of_library`` are exempt, because there the wrapper's method does what the model's method would do.
+    Names in ``of_library`` are exempt, because the wrapper's methods of these names do what the model's methods would
+    do.
     """
     names = {name for name in dir(wrapper) if name[0] != "_" and _is_method(wrapper, name)}
     for name in sorted(names - {*of_library}):
@@ -82,7 +83,7 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
 
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
-    """Returns the raw tree with its fixed values updated by one training step. The update passes no gradients."""
+    """Returns the raw tree with its fixed values updated by one training step. No gradients pass through the update."""
     return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 
 
@@ -126,7 +127,7 @@ def find_attribute(
     if name in attributes:
         return read_instance(name)
     if isinstance(inspect.getattr_static(type(raw), name), staticmethod | classmethod):
-        return of_class  # These read no arrays, so no effective model is needed.
+        return of_class  # Static and class methods read no arrays.
     if isinstance(of_class, property):
         return read_effective(name)
     return functools.partial(call_method, name) if callable(of_class) else of_class
@@ -147,18 +148,18 @@ class Functions:
     """Three parts of the error about missing fixed values: what was given, where they should be, and what to do."""
 
     _get: Callable[..., PyTree]
-    """Returns the raw tree in raw variables, or the parameters in variables of the plain model."""
+    """Returns the raw tree that raw variables hold, or the parameters that variables of the plain model hold."""
     _set: Callable[..., Any]
-    """Returns, for ``_set(raw, *variables)``, the variables with the given raw tree in place of their own."""
+    """``_set(raw, *variables)`` returns the variables with ``raw`` in place of their own raw tree."""
     _set_plain: Callable[..., Any]
-    """Returns, for ``_set_plain(params, *variables)``, variables of the plain model with the given parameters."""
+    """``_set_plain(params, *variables)`` returns variables of the plain model with the parameters ``params``."""
     _has_fixed: Callable[..., bool]
     """Returns whether the variables contain the collection or entry that holds fixed values."""
     deterministic: Any
     """The same model without noise, for evaluation."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits positional arguments into the variables and the key, which may follow them."""
+        """Splits positional arguments into the variables and the key, which defaults to ``key``."""
         variables, further = arguments[: self._count], arguments[self._count :]
         return variables, further[0] if further else key
 
@@ -203,13 +204,13 @@ class Functions:
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a raw tree of dicts into its free and its fixed values, each without empty branches for the other half."""
+    """Splits a raw tree of dicts into free and fixed values, without branches that only the other half needs."""
     free, fixed = partition(raw)
     return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
 
 
 def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the two halves that :func:`split_collections` returns into the raw tree."""
+    """Joins the two halves of a raw tree, as :func:`split_collections` returns them."""
     both = {name: join_collections(free[name], fixed[name]) for name in free if name in fixed}
     return {**free, **fixed, **both}
 

@@ -35,15 +35,15 @@ class Parametrized(eqx.Module):
     ``eqx.is_array`` also selects these integers, and optax rejects them, as it does for any module with integers.
     Filter by ``eqx.is_inexact_array`` instead, including for averages and casts.
 
-    A chain with noise needs ``key``; if the model takes a key, by name or by position, the model gets the key too.
-    Under ``jax.vmap`` over examples, a single key outside the ``vmap`` gives all examples the same draw:
+    If the chain has noise, each call needs ``key``. If the model takes a key, by name or by position, the model gets
+    the same key. Under ``jax.vmap`` over examples, a single key outside the ``vmap`` gives all examples the same draw:
     ``jax.vmap(functools.partial(model, key=key))(x)``. With one key per example, each example has its own draw and its
     own copy of the weights. ``model.deterministic`` is the model without noise; ``eqx.nn.inference_mode`` sets only the
     flags of the model's own layers.
 
     Attributes are read from the effective model, except that ``model.p`` is the chain. If the chain draws random
-    numbers, read them from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value, write
-    ``model.replace(eqx.tree_at(where, model.raw, value))``.
+    numbers, read attributes from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value,
+    write ``model.replace(eqx.tree_at(where, model.raw, value))``.
 
     A call cannot change a module. Therefore, if ``p.update`` advances fixed values, as power iteration does, call
     ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
@@ -181,7 +181,7 @@ class _Bits(eqx.Module):
     def unpacked(self) -> Array:
         """Returns the array with these bits, and raises an error if a cast or an average has changed their dtype."""
         if not is_array(self.bits):
-            return self.bits  # While `eqx.tree_at` looks for the node to replace, this is not an array.
+            return self.bits  # While `eqx.tree_at` looks for the node to replace, `bits` is not an array.
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
@@ -224,6 +224,6 @@ def _split_key(
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:
         arguments = signature.bind_partial(*args, **model_kwargs).arguments
-    except TypeError:  # The call of the model then says which arguments it takes.
+    except TypeError:  # The model's own call then raises an error about its arguments.
         arguments = {}
     return {**arguments, **kwargs}.get("key"), model_kwargs

@@ -25,8 +25,8 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
     ``init`` and ``apply`` have the same arguments and results as the functions of ``transformed``. A chain with noise
     draws from ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the
-    draws of the chain and of the network are independent. Without noise, wrap the result to
-    drop the argument ``rng``: ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
+    draws of the chain and of the network are independent. If the chain has no noise, you can drop the argument ``rng``:
+    ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
 
     With ``hk.transform_with_state``, the state holds the fixed values, under ``~fixed``, where no optimizer sees them.
     With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values have zero gradients,
@@ -39,17 +39,17 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     stages do not move weights can instead be trained with :func:`optimizer` and the chain, also with
     ``updates="by hand"``.
 
-    The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
+    The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has a state:
 
-    * ``start(params, state, key=None)`` converts ``params`` of the plain network, and the state if there is one, to
-      raw ones.
+    * ``start(params, state, key=None)`` converts ``params`` of the plain network, and the state if there is one, to raw
+      variables.
     * ``raw(params, state)`` returns the raw tree, as ``p.init(params)`` returns it, for use with ``p.check``.
     * ``replace(params, state, raw)`` returns ``params``, and the state if there is one, with another raw tree, such as
       the result of :func:`transfer`.
     * ``effective(params, state, key=None)`` and ``fold(params, state)`` return the variables of the plain network, with
       one draw of the noise and without noise, respectively.
     * ``update(params, state, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same pair without noise, whose calls do not advance fixed values.
+    * ``deterministic`` is the same pair without noise. Its calls do not advance fixed values.
 
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
@@ -90,7 +90,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
 
 def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
-    """Makes the pair for ``transformed``, whose functions are wrapped because haiku attaches data to them."""
+    """Makes the pair for ``transformed``, and wraps its functions to keep the data that haiku attaches to them."""
     plain_pair = kind(None, None)
     init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))

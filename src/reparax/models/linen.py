@@ -31,10 +31,10 @@ def parametrized(
 
     ``init`` returns raw variables, and ``apply`` takes them; both can run any method of the module. Trainable values
     are in the collection ``params``, as ``TrainState`` expects, and all others are in the collection ``fixed``, which
-    no optimizer sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``,
-    ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another module. linen
-    sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to record more, use
-    ``sow`` inside it.
+    no optimizer sees. Pass ``fixed`` beside ``params``, like ``batch_stats``. Other collections do not change.
+    ``nn.scan``, ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another
+    module. linen sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to
+    record more, use ``sow`` inside it.
 
     A chain with noise draws from the stream ``noise``, once in each call. At the top level, ``apply(variables, x,
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds the
@@ -53,7 +53,7 @@ def parametrized(
     * ``effective(variables, key=None)`` and ``fold(variables)`` return variables of the plain module, with one draw of
       the noise and without noise, respectively.
     * ``update(variables, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same module without noise, whose calls do not advance fixed values.
+    * ``deterministic`` is the same module without noise. Its calls do not advance fixed values.
 
     Args:
       module: The module. Inside another module, construct it with ``parent=None``.
@@ -110,7 +110,7 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
         )
     key = jax.random.key(0)
 
-    def call(module: Any, *args: Any) -> Any:  # The module's arguments may have the names of arguments of `apply`.
+    def call(module: Any, *args: Any) -> Any:  # `kwargs` may share names with arguments of `apply`.
         return module(*args, **kwargs)
 
     variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, method=call), *args))
@@ -139,12 +139,12 @@ class _Parametrized(base.Functions, nn.Module):
     )
 
     def _get(self, *variables: Any) -> PyTree:
-        """Joins both collections into one raw tree."""
+        """Joins the collections ``params`` and ``fixed`` into one raw tree."""
         collections = _checked(variables[0])
         return base.join_collections(collections.get("params", {}), collections.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
-        """Splits a raw tree into both collections, and keeps all other collections."""
+        """Splits a raw tree into the collections ``params`` and ``fixed``, and keeps all other collections."""
         free, fixed = base.split_collections(raw)
         return {**self._set_plain(free, *variables), **({"fixed": fixed} if fixed else {})}
 
@@ -188,7 +188,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module: on the effective tree, or in ``init``, to initialize the raw variables."""
+        """Calls a method of the module on the effective tree, or, during ``init``, initializes the raw variables."""
         if self.scope is None:
             raise ValueError(
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
@@ -244,7 +244,7 @@ class _Parametrized(base.Functions, nn.Module):
     def _rngs(self) -> dict[str, Any]:
         """Returns a key for each stream.
 
-        At the top level, these are the caller's own keys, so that the module draws the same numbers as without a chain.
+        At the top level, the keys are the caller's own, so that the module draws the same numbers as without a chain.
         """
         if self.scope.parent is None:
             return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}
@@ -274,7 +274,7 @@ def _make_class(plain: type[Any]) -> type[Any]:
         if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(attribute, updated=())  # Do not copy linen's marks on the method.
+        @functools.wraps(attribute, updated=())  # `updated=()` leaves out linen's marks on the method.
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

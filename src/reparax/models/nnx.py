@@ -29,10 +29,10 @@ _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
 _PLAIN = "plain"
 """The metadata key under which a raw variable keeps the type of the model's own variable."""
 _HIDDEN = object()
-"""Stands for a variable that is not a parameter, or for a deleted attribute."""
+"""A placeholder for a variable that is not a parameter, or for a deleted attribute."""
 
 Outputs = dict[Any, tuple[Any, Any]]
-"""Maps the identity of each parameter to the parameter and its replacement. Shared variables have a single entry."""
+"""Maps the identity of each parameter to the parameter and its replacement. A shared variable has a single entry."""
 Copies = dict[int, tuple[Any, Any]]
 """Maps the id of each node of a graph to the node and its copy. Holding the node keeps its id from being reused."""
 
@@ -47,11 +47,11 @@ class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
     The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
-    effective tree once, with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a
-    module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``, ``to_peft`` and
-    other functions that take raw trees. Calls change the model's other variables and attributes, such as statistics and
-    caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec``
-    treat the wrapper like any module, and it may be part of another module.
+    effective tree once, with one draw of the noise, even if the model reads a weight twice. ``model.raw`` holds the raw
+    tree, as a module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``,
+    ``to_peft`` and other functions that take raw trees. Calls change the model's other variables and attributes, such
+    as statistics and caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and
+    ``nnx.get_partition_spec`` treat the wrapper like any module, and it may be part of another module.
 
     An optimizer selects the trainable values by the types of variables. Trainable values, including arrays that no
     stage replaces, have the type ``variable``, a subclass of ``nnx.Param``, and all others are :class:`Fixed`. The
@@ -63,15 +63,15 @@ class Parametrized(nnx.Module):
     ``model(x, deterministic=True)``, only affects the model, not the chain.
 
     If ``p.update`` advances fixed values, as power iteration does, each call in training advances them before it
-    computes the weights; calls after ``model.eval()`` do not. Inside a function of another trace, such as the loss of a
-    generator that closes over its discriminator, nnx does not allow variables to change, so fixed values stay the same.
+    computes the weights; calls after ``model.eval()`` do not. If a traced function closes over the model, as the loss
+    of a generator closes over the discriminator, nnx does not allow variables to change, so fixed values stay the same.
     Stages whose update also moves weights (:class:`RigL`, :class:`SET`) advance only through :meth:`update`.
 
     A submodule with parameters, such as ``model.encoder``, can be called and read as in the plain model, and its
     counters, caches and flags change as they do there. Its parameters are computed from raw values, so setting them
-    raises an error, both here and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
-    optimizer also raises an error, because it has no values of its own: pass the whole model. To replace raw values,
-    use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
+    raises an error, both outside and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
+    optimizer also raises an error, because a submodule has no values of its own. Pass the whole model. To replace raw
+    values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values. The wrapper
@@ -133,7 +133,7 @@ class Parametrized(nnx.Module):
             replacements = _match_by_path(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
-        # This comes last, because attributes that are set afterwards are attributes of the model.
+        # Set `raw` last: once it is set, `__setattr__` sets new attributes on the model instead of the wrapper.
         self.raw = nnx.data(_copy_graph(model, replacements, {}, anew=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ class Parametrized(nnx.Module):
         return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
     def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:
-        """Calls ``fun`` on the effective copy of a module of the raw model, and keeps the attributes that it sets."""
+        """Calls ``fun`` on the effective copy of a module of the raw model. Attributes that ``fun`` sets are kept."""
         copies: Copies = {}
         self._copy_effective(copies, _for_reading)
         result = fun(copies[id(module)][1])
@@ -257,7 +257,7 @@ class Parametrized(nnx.Module):
 class _Part:
     """A module with parameters inside a wrapped model: calls, attributes and changes go through the whole model.
 
-    JAX and nnx cannot flatten it, because changes to a copy would be lost.
+    JAX and nnx cannot flatten a ``_Part``, because changes to the copy would be lost.
     """
 
     def __init__(self, whole: Parametrized, module: Any) -> None:
@@ -319,7 +319,7 @@ def _for_reading(variable: Any) -> Any:
 
 @functools.cache
 def _type_for_reading(kind: type[Any]) -> type[Any]:
-    """Returns a read-only subclass of a variable's type, which only transforms of nnx may set, to write back inputs."""
+    """Returns a read-only subclass of a variable's type, which only nnx transforms can set, to write back inputs."""
 
     def refuse(variable: Any, *_: Any) -> Any:
         raise ValueError(
@@ -335,7 +335,7 @@ def _type_for_reading(kind: type[Any]) -> type[Any]:
 
 
 def _is_called_by_transform() -> bool:
-    """Returns whether a transform of nnx called the caller of this function, with only flax and JAX in between."""
+    """Returns whether an nnx transform called this function's caller, with only flax and JAX code in between."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     while frame:
@@ -429,14 +429,14 @@ def _holds_parameters(tree: PyTree) -> bool:
 
 
 def _identity(node: Any) -> Any:
-    """Returns a key that is equal for two nodes that share their variables."""
+    """Returns a key that is equal for nodes that consist of the same variables."""
     return tuple(map(id, _variables_of(node))) or id(node)
 
 
 def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     """Calls ``fun`` on a module's parameters, and maps each parameter to its output.
 
-    A parameter at several paths is passed to ``fun`` at the first one only.
+    A parameter at several paths is passed to ``fun`` only at the first of them.
     """
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first_index: dict[Any, int] = {}
@@ -453,8 +453,8 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
 def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
     """Copies a graph with some leaves replaced, and records the copies in ``copies``.
 
-    An object that occurs several times in the graph is copied once. Modules without any replaced leaf are copied only
-    if ``anew``.
+    An object that occurs several times in the graph is copied once. Modules without a replaced leaf are copied only if
+    ``anew`` is True.
     """
     if id(node) not in copies:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
@@ -501,7 +501,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
     """Returns the attributes in which a copy differs from its module, by name; a deleted attribute is ``_HIDDEN``.
 
     Raises:
-      ValueError: If the old or the new value of one of them holds parameters.
+      ValueError: If the old or the new value of a changed attribute holds parameters.
     """
     changed: dict[str, Any] = {}
     for name in [name for name in {**vars(module), **vars(copy)} if not name.startswith("_pytree__")]:
@@ -516,7 +516,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
 
 
 def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
-    """Sets the changed attributes of a copy in its raw module, and replaces copied nodes in them by the raw nodes."""
+    """Sets the changed attributes of a copy on the raw module, with raw nodes in place of copied ones."""
     data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
     for name, value in attributes.items():
         if value is _HIDDEN:
@@ -527,7 +527,7 @@ def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: 
 
 
 def _is_same(value: Any, value_before: Any) -> bool:
-    """Returns whether an attribute has the same structure and variables as before, and equal numbers and texts."""
+    """Returns whether an attribute has the same structure and variables as before, and equal numbers and strings."""
     if value is value_before:
         return True
     nodes, treedef = jax.tree.flatten(value, is_leaf=_is_variable)

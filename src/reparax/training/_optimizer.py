@@ -64,19 +64,18 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
     """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
-    With the chain, ``optax.apply_updates`` returns what ``p.update`` makes of the raw tree after the step of ``tx``:
+    If the chain ``p`` is given, ``optax.apply_updates`` gives the result of the step of ``tx`` and then ``p.update``:
     masks and other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and
-    pruning therefore advance in each step, and the training step needs no code for them. Stages whose update needs a
-    key or gradients do not advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which
-    advances the other stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns
-    them into integers. Fixed values that advance must start at finite numbers, because adding updates turns infinity
-    into NaN.
+    pruning therefore advance in each step without further code. Stages whose update needs a key or gradients do not
+    advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which advances the other
+    stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns them into integers.
+    Fixed values that advance must start at finite numbers, because adding updates turns infinity into NaN.
 
     ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
     does not change them, and its norms do not include them. Fixed values that do not advance get zero updates that keep
-    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get None, as in equinox. On a CPU,
-    XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your tree has such
-    leaves or fixed numbers, update only the free part::
+    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get the update None, as in
+    equinox. On a CPU, XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your
+    tree has such leaves or fixed numbers, update only the free part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
@@ -85,10 +84,9 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     ``schedule_free_eval_params``, also take ``free``.
 
     Put every transformation inside ``tx``: a transformation that you chain after the optimizer, such as weight decay,
-    also moves fixed values and scales their updates, and masks and partitions around the optimizer hide fixed values
-    from it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a
-    function, or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches
-    also work.
+    also moves fixed values and scales their updates. Masks and partitions around the optimizer hide fixed values from
+    it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a function,
+    or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
@@ -98,8 +96,8 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
 
     Returns:
       A transformation of the class of ``tx``, whose state is the state of ``tx`` for the free part. Its ``init`` raises
-      an error if a stage would be wrong without ``update``, such as :class:`SpectralNorm`, and neither ``p`` nor
-      ``updates`` is given, or if the tree lacks the fixed values of ``p``.
+      an error if the tree lacks the fixed values of ``p``. It also raises an error if neither ``p`` nor ``updates`` is
+      given and the tree has a stage that would be wrong without ``update``, such as :class:`SpectralNorm`.
 
     Raises:
       TypeError: If ``tx`` is not a transformation, or ``p`` is not a chain.
@@ -181,7 +179,7 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
 
 
 def _updated(p: Parametrization, raw: PyTree) -> PyTree:
-    """Updates a raw tree with ``p.update``, or a model that holds the chain with its own method ``update``."""
+    """Returns ``p.update(raw)``, or ``raw.update()`` if ``raw`` is a model that holds the chain."""
     if not getattr(type(raw), "holds_chain", False):
         return p.update(raw)
     if raw.p != p:
@@ -222,7 +220,7 @@ def _require_no_update(raw: PyTree) -> None:
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """Removes fixed values from an extra argument for ``tx``; a function of raw trees becomes one of the free part."""
+    """Restricts an extra argument of ``tx`` to the free part. Functions of raw trees become functions of that part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -279,7 +277,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        # Initializing the stages here makes wrong parameters fail before the first step.
+        # Initialize the stages here, so that unsuitable parameters raise an error before the first step.
         initialize(tuple(p.deterministic), flatten(params), None)
         return ()
 
@@ -313,8 +311,8 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     :class:`SET`, :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
-    reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states
-    (``schedule_free``, ``rprop``) would lose these.
+    reset, as in the reference code of RigL. Do not use it for optimizers whose states hold weights or step sizes
+    (``schedule_free``, ``rprop``), because these would be set to zero too.
 
     Args:
       state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight are
@@ -384,7 +382,7 @@ def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
 
 
 def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
-    """Collects the masks of all marker dicts that have one, by the path of the dict."""
+    """Collects the masks of a raw tree, by the path of the marker dict that holds the mask."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
 
@@ -404,7 +402,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
 
         try:
             new_updates, new_state = update(updates, state, params, **extra)
-        except Exception as error:  # On a wrong tree, a transformation may raise any error.
+        except Exception as error:  # A transformation may raise any error if a tree does not fit.
             require_fitting(error)
             raise
         if _has_other_shapes(state, new_state) or _has_other_shapes(params, new_updates):
@@ -423,7 +421,7 @@ def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
 def _explain_arguments(
     init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
 ) -> str | None:
-    """Says what is wrong with the arguments of ``update``, and what to do; returns None if they fit each other."""
+    """Returns text on what is wrong with the arguments of ``update`` and what to do, or None if they fit each other."""
     if params is None:
         return _explain_state(init, state, updates)
     return (
@@ -443,7 +441,7 @@ def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
     return None
 
 
-# These words say what an unexpected tree belongs to. The model's own tree has arrays where a raw tree has markers.
+# These phrases name the origin of an unexpected tree. The model's own tree has arrays where a raw tree has markers.
 THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
 ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
 FIXED_VALUES = "fixed values too"
@@ -488,7 +486,7 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
-    """Says what is wrong with a state, and what to do; returns None if it fits the raw tree, or if ``init`` fails."""
+    """Returns text on what is wrong with a state and what to do, or None if it fits the raw tree or ``init`` fails."""
     try:
         expected = jax.eval_shape(init, raw)
     except Exception:  # If `init` fails, the state is not the cause.
@@ -519,7 +517,7 @@ class Difference(NamedTuple):
     source: str
 
     def explain(self, texts: Mapping[str, str]) -> str:
-        """Fills in the text for this source, where ``{swapped}`` is the difference as seen from the other tree."""
+        """Formats the text for ``source``, where ``{swapped}`` is the difference as seen from the other tree."""
         swapped = self._replace(expected=self.found, found=self.expected)
         return texts[self.source].format(difference=self, swapped=swapped)
 
@@ -528,7 +526,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """Finds the first difference between the arrays of two trees; differences of stages come before all others."""
+    """Returns the first difference between the arrays of two trees, or None; differences of stages come first."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):
@@ -543,7 +541,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """Compares the first markers of a parameter in two trees, and returns the difference, if both have the parameter.
+    """Compares a parameter's first markers in two trees; returns None if they are equal or a tree lacks the parameter.
 
     A plain array has no marker, which counts as the marker "".
     """

@@ -21,8 +21,8 @@ def partition(raw: T) -> tuple[T, T]:
     Free values are floating and complex arrays. Fixed values are all arrays under ``"@fixed"``; model state (nnx
     variables other than ``Param``, linen collections beside ``params``); and leaves without a gradient: integers,
     booleans, PRNG keys, and leaves that are not arrays, such as an activation function in an equinox module. Both
-    results have the structure of ``raw``, with None where a value belongs to the other one, so you can pass ``free`` to
-    ``jax.grad`` and optax.
+    results have the structure of ``raw``, with None where a value belongs to the other result, so you can pass ``free``
+    to ``jax.grad`` and optax.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -73,7 +73,7 @@ def combine(free: T, fixed: T) -> T:
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
-    """Says where two trees differ, as the end of a sentence; empty if only the types of their nodes differ."""
+    """Returns the end of a sentence that says where two trees differ; it is empty if only the types of nodes differ."""
     a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
@@ -145,11 +145,14 @@ def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: A
 def decay_mask(raw: PyTree) -> PyTree:
     """Returns whether weight decay should shrink each value of a raw tree, for use as the ``mask`` of ``optax.adamw``.
 
-    The mask is True for free main values of two or more dimensions. It is False for arrays of any shape whose names
-    mark them as biases or scales (``bias``, alone or as a part of a name such as ``bias_n``, ``b``, ``scale``,
-    ``offset``, ``gamma``, ``beta``); for auxiliary values, such as the ``g`` of weight norm; for fixed values; and for
-    stages in which a smaller value does not mean a smaller weight, such as ``Orthogonal``, ``Positive`` and ``Simplex``
-    (stages declare this with ``decays = False``).
+    The mask is True for free main values of two or more dimensions, except in these cases, where it is False:
+
+    * arrays of any shape whose names mark them as biases or scales: ``bias`` (alone or as a part of a name, as in
+      ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``;
+    * values of stages in which a smaller value does not mean a smaller weight, such as ``Orthogonal``, ``Positive`` and
+      ``Simplex`` (stages declare this with ``decays = False``).
+
+    It is also False for auxiliary values, such as the ``g`` of weight norm, and for fixed values.
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
     shrink the weights themselves, decay the lengths instead, with the mask

@@ -38,8 +38,8 @@ class Row:
       off: The distance between the starting weight and the model's own: the largest difference relative to the largest
         entry; 0 if it is only due to rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
-      axes: The axes that these stages use, and how they are known: ``given``, from the class of a layer, from the name
-        of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
+      axes: The axes that these stages use, and how each axis is known: ``given``, from the class of a layer, from the
+        name of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
     """
 
     path: str
@@ -53,14 +53,14 @@ class Row:
     axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
-        """Returns the row for all parameters that share a line, with summed numbers and the given ``off``."""
+        """Builds the row for all parameters that share ``line``, with their counts summed and the given ``off``."""
         type, n = f"{line.times}{self.type}".rstrip(), line.count
         free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
         return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of the row for the columns of the table."""
+        """The text of each cell of the row, in the order of the columns."""
         off = "" if self.off is None else f"{self.off:.2g}"
         return (
             *(self.path, self.value, self.type, f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes)),
@@ -72,13 +72,13 @@ class Row:
 class Summary:
     """The contents of a raw tree, which print as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
 
-    Parameters whose paths differ only in a number share one line with their sums: ``layers/0..11``.
+    Parameters whose paths differ only in a number share one line, which shows their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
       rows: The arrays of the raw tree.
-      left_out: The paths of arrays of two or more axes on which a stage does not act, for each stage that selects
-        weights by default.
+      left_out: For each stage that selects weights by default, the paths of arrays of two or more axes on which the
+        stage does not act.
     """
 
     chain: str
@@ -99,7 +99,7 @@ class Summary:
         return [tuple(compress(cells, is_shown.values())) for cells in table]
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
-        """Yields the cells of each line; only the first raw value of a parameter shows its path and stages."""
+        """Yields the cells of each line. Only the first raw value of a parameter shows the path and the stages."""
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
         for line in fold_lines(alike):
@@ -171,9 +171,9 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
     Returns:
       An object that prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook. Parameters whose
-      paths differ only in a number share one line with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each
-      with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``; ``total`` is
-      their sum. ``left_out`` and the last lines of the table list weights on which a stage does not act.
+      paths differ only in a number share one line, which shows their sums: ``layers/0..11``. Its ``rows`` are the
+      arrays, each with ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``;
+      ``total`` is their sum. ``left_out`` and the last lines of the table list weights on which a stage does not act.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
@@ -203,7 +203,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
-    """Returns the largest ``off`` of some rows, or None if no row has one."""
+    """Returns the largest ``off`` of the given rows, or None if all are None."""
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
@@ -248,7 +248,7 @@ def _left_out(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:
-    """Yields a row for each raw value, and for each marker without one."""
+    """Yields a row for each raw value, and for each marker without raw values."""
     free_paths = {names for (names, _), is_free in zip(items(raw), are_free(raw), strict=True) if is_free}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)

@@ -26,7 +26,7 @@ from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
-SHOWN = 3  # The number of arrays that an error lists by name.
+SHOWN = 3  # The largest number of arrays that an error lists.
 
 
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
@@ -43,13 +43,17 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     changes the weights. Merging an adapter into the base of another one always requires ``nearest=True``.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ) and all stages around it
-    are the same. Three other kinds of arrays are also kept: arrays that are only changed in place, such as the float32
-    weight under :class:`Cast`, if the same stages change them; the base under a new adapter, such as the codes of
-    :class:`Quantized`; and a LoRA under a new ``WeightNorm(detach=True)``, which turns it into DoRA. ``init`` computes
-    all other values from the current weights. Random initial values use ``jax.random.key(0)``; for another key, call
-    ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values are kept. For a
-    LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale is the same. All
-    other moments start at zero.
+    are the same. These arrays are kept too:
+
+    * arrays that are only changed in place, such as the float32 weight under :class:`Cast`, if the same stages change
+      them;
+    * the base under a new adapter, such as the codes of :class:`Quantized`;
+    * a LoRA under a new ``WeightNorm(detach=True)``, which turns it into DoRA.
+
+    ``init`` computes all other values from the current weights. Random initial values use ``jax.random.key(0)``; for
+    another key, call ``new.init(old.fold(raw), key)``. In an optimizer's state, counters and the moments of kept values
+    are kept. For a LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale
+    is the same. All other moments start at zero.
 
     A state may have moments for only some of the trainable values, as under ``optax.masked``. New values then raise an
     error, because the state does not show which of them need moments.
@@ -62,10 +66,10 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
       raw: The raw tree, or the state of an optimizer, which contains trees like the raw tree.
       like: A raw tree of ``old``, used to recognize raw trees by their structure. It is required if ``raw`` is a state
         without entries for fixed values, such as a state of :func:`optimizer`, or a state that contains no class of
-        optax; if ``old`` leaves no markers by which moments can be recognized; or if the raw tree is a tuple, as
-        optimizer states are.
-      nearest: Whether to allow the weights to change if ``new`` cannot represent them, and an adapter to be merged into
-        a base.
+        optax; if ``old`` leaves no markers by which moments can be recognized; or if the raw tree is a tuple, because
+        optimizer states are tuples too.
+      nearest: Whether the weights may change if ``new`` cannot represent them, and whether an adapter may be merged
+        into a base.
 
     Returns:
       The raw tree, or the state, for ``new``.
@@ -174,7 +178,7 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
 
 
 Kept = dict[Names, Mapping[Names, Array]]
-"""Maps the path of each array that needs no new values to the old values that replace it, by their paths."""
+"""Maps the path of each array that needs no new values to the old values that replace the array, by their paths."""
 
 
 def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
@@ -227,7 +231,7 @@ class _OldChain:
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        """Applies each stage, and records the raw values it reads, or the array it changes in place."""
+        """Applies each stage, and records the raw values that it reads, or the array that it changes in place."""
         plan = plan_for(p, raw, mean=True, advice="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
@@ -245,10 +249,10 @@ class _OldChain:
         self.effective = plan.effective_of(arrays)
         self.grown: dict[Names, Names] = {}
         self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
-        self._opened = set[Names]()  # Places where a raw value of a new stage is the unchanged array.
+        self._opened = set[Names]()  # Places where a new stage stores an array unchanged as a raw value.
 
     def kept_paths(self, tree: Flat) -> dict[Names, Names]:
-        """Maps the place of each raw value that is kept from the old tree to its path in the old tree."""
+        """Maps the place of each kept raw value in the new tree to the value's path in the old tree."""
         kept = {place: path for place, path in self._paths.items() if place not in self._opened}
         return {place: path for place, path in kept.items() if place in tree.arrays}
 
@@ -302,7 +306,7 @@ class _OldChain:
         return None if path is None else self._nodes.get(path)
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
-        """Maps the raw values of an array to their places, and records which of them are old values."""
+        """Maps the raw values of an array to their places, and records which raw values come from the old tree."""
         placed = site.place_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
@@ -311,18 +315,18 @@ class _OldChain:
         return placed
 
     def _array_before(self, stage: Parametrization, place: Names, array: Array) -> Array:
-        """Returns the input of the last stage that changed ``array`` in place if ``stage`` equals it, or ``array``."""
+        """Returns ``array``, undoing its last in-place change if ``stage`` equals the stage that made the change."""
         changes = self._in_place.get(self._paths[place], [])
         return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 
 
 def _has_base(stage: Parametrization) -> bool:
-    """Returns whether a stage is an adapter, which means that one of its raw values is the base."""
+    """Returns whether a stage is an adapter, that is, whether one of its raw values is a base."""
     return any(value.base for value in getattr(stage, "raw_values", {}).values())
 
 
 def _path_without_numbers(path: Names) -> Names:
-    """Removes the numbers of the markers from a path, which only say how markers are nested."""
+    """Removes the numbers of markers from a path, because these numbers only say how markers are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
@@ -393,12 +397,12 @@ class _Moments:
 
     Attributes:
       arrays: The moments, by their paths.
-      placeholder: The node that the state has in place of a missing moment; None if it has no other.
+      placeholder: The node that the state has in place of a missing moment; None if the state has no such node.
       holds_fixed: Whether fixed values have moments too.
     """
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
-        """Reads the moments, and determines which raw values have one."""
+        """Reads the moments, and determines which raw values have moments."""
         moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
         self.arrays = moments
         self.placeholder = next(filter(is_placeholder, jax.tree.leaves(tree, is_leaf=is_placeholder)), None)
@@ -510,7 +514,8 @@ def _distance(x: Array, w: Array) -> Array:
 def _rounding(*arrays: Array) -> float:
     """Returns the largest distance that rounding may cause.
 
-    It is 4 units in the last place of the arrays, or 64 of the dtype of the computation if this is more.
+    The result is 4 times the machine epsilon of the arrays, or 64 times that of the dtype of the computation if this is
+    larger.
     """
     dtypes = [x.dtype for x in arrays if is_inexact(x)]
     units = [(4 * jnp.finfo(dtype).eps, 64 * min(jnp.finfo(dtype).eps, jnp.finfo(jnp.float32).eps)) for dtype in dtypes]

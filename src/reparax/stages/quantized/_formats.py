@@ -1,9 +1,9 @@
-"""Formats of few bits: which numbers they contain, and how codes and scales are stored.
+"""Number formats of few bits: which numbers they contain, and how codes and scales are stored.
 
 The entries of an array are grouped into *blocks* (``Grid``), and all entries of a block share a *scale*. Each entry is
 stored as a *code*, which stands for one of the ``Numbers`` of the format, in units of the scale. Codes of fewer than
-eight bits share bytes (``pack``). Scales may also be stored as codes (``Scales``). A ``Format`` combines all this,
-and ``FORMATS`` is the table of formats.
+eight bits share bytes (``pack``). Scales may also be stored as codes (``Scales``). A ``Format`` combines these choices,
+and ``FORMATS`` lists the formats by name.
 """
 
 import functools
@@ -22,13 +22,13 @@ from reparax.numerics.arithmetic import inlined
 
 
 def group_of_codes(bits: int) -> tuple[int, int]:
-    """Returns the size of the smallest group of codes that fills whole bytes, in codes and bytes: (8, 3) for 3 bits."""
+    """Returns how many codes and bytes the smallest group that fills whole bytes has: ``(8, 3)`` for 3 bits."""
     codes = 8 // math.gcd(8, bits)
     return codes, codes * bits // 8
 
 
 def pack(codes: Array, bits: int, axis: int) -> Array:
-    """Packs codes into bytes; ``axis`` must have a multiple of the number of codes that ``group_of_codes`` returns."""
+    """Packs codes into bytes along ``axis``, which must consist of whole groups (see :func:`group_of_codes`)."""
     return codes if bits == 8 else _regroup(codes, bits, 8, axis)
 
 
@@ -39,7 +39,7 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
 def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
-    """Regroups the words of ``bits`` bits along ``axis`` into words of ``new_bits`` bits."""
+    """Repacks a stream of ``bits``-bit words along ``axis`` into ``new_bits``-bit words."""
     stream = math.lcm(bits, new_bits)
     count = stream // bits
     groups = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
@@ -47,7 +47,7 @@ def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
     mask = jnp.asarray(2**new_bits - 1, jnp.uint8)
     new_words: list[Array] = []
     for start in range(0, stream, new_bits):
-        # The next `new_bits` bits of the stream, from `start` on, lie in one or several of the old words.
+        # The new word holds the bits of the stream from `start` on, which may lie in several of the old words.
         shifts = {i: i * bits - start for i in range(count) if -bits < i * bits - start < new_bits}
         parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in shifts.items()]
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
@@ -68,9 +68,9 @@ class Grid:
     sizes: tuple[int, ...]
 
     def reduce_blocks(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
-        """Applies ``reduce`` to each block, after padding an incomplete last block along an axis with ``fill``.
+        """Reduces each block to one number with ``reduce``, after padding incomplete blocks with ``fill``.
 
-        For example, blocks of ``(2, 1)`` reduce an array of shape ``(6, 4)`` to a result of shape ``(3, 4)``.
+        For example, with blocks of size ``(2, 1)``, an array of shape ``(6, 4)`` gives a result of shape ``(3, 4)``.
         """
         split_axes = self._split_axes
         missing = [-n % self.sizes[i] if i in split_axes else 0 for i, n in enumerate(self.shape)]
@@ -88,7 +88,7 @@ class Grid:
         return self.reduce_blocks(jnp.sum, x, 0) / self.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
 
     def spread(self, numbers: Array) -> Array:
-        """Repeats the number of each block for all its entries; the result broadcasts to the shape of the array."""
+        """Repeats each block's number for all entries of the block. The result broadcasts to the shape of the array."""
         for i in self._split_axes:
             apart = jnp.expand_dims(numbers, i + 1)
             wide = (*numbers.shape[: i + 1], self.sizes[i], *numbers.shape[i + 1 :])
@@ -100,7 +100,7 @@ class Grid:
 
     @property
     def _split_axes(self) -> list[int]:
-        """The axes along which there are several blocks of several entries."""
+        """The axes that are cut into several blocks, each longer than one entry."""
         return [i for i, (n, size) in enumerate(zip(self.shape, self.sizes, strict=True)) if 1 < size < n]
 
 
@@ -110,11 +110,12 @@ class Numbers:
 
     Attributes:
       bits: The number of bits of a code. Codes of fewer than eight bits share bytes.
-      top: The number that stands for the largest magnitude of a block. If it is negative, the sign of the scale is
-        chosen such that the entry of the largest magnitude becomes this number.
-      encode: A function that returns the codes of the numbers nearest to the entries of an array. Given noise, uniform
-        from 0 to 1, it rounds each entry up or down at random, such that the mean is the entry itself.
-      decode: A function that returns the numbers that codes stand for, in a dtype whose numbers float32 can represent.
+      top: The number to which the entry of the largest magnitude in a block is scaled. If ``top`` is negative, the
+        scale takes the sign that makes this entry equal to ``top``.
+      encode: A function that returns, for each entry of an array, the code of the nearest number. If the function also
+        gets noise, drawn uniformly from 0 to 1, it rounds each entry up or down at random, so that the expected value
+        is the entry itself.
+      decode: A function that returns the numbers that codes stand for, in a dtype that converts to float32 exactly.
       dtype: The dtype in which codes are stored.
       low: The smallest of the numbers.
     """
@@ -133,20 +134,20 @@ def bounds_of(bits: int) -> tuple[int, int]:
 
 
 def round_half_up(x: Array, low: int, high: int) -> Array:
-    """Rounds to the nearest integer from ``low`` to ``high``, and halves up.
+    """Rounds to the nearest integer from ``low`` to ``high``; halves are rounded up.
 
-    Clipping first keeps XLA from merging the sum with an earlier one.
+    ``x`` is clipped before the addition, because XLA could otherwise merge the addition with an earlier one.
     """
     return jnp.floor(jnp.clip(x, low, high) + (0.5 - low)) + low
 
 
 def round_half_away(x: Array, low: int, high: int) -> Array:
-    """Rounds to the nearest integer from ``low`` to ``high``, and halves away from zero."""
+    """Rounds to the nearest integer from ``low`` to ``high``; halves are rounded away from zero."""
     return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO), low, high)
 
 
 def round_half_even(x: Array, low: int, high: int) -> Array:
-    """Rounds to the nearest integer from ``low`` to ``high``, and halves to the even one."""
+    """Rounds to the nearest integer from ``low`` to ``high``; halves are rounded to the even integer."""
     return jnp.clip(jnp.round(x), low, high)
 
 
@@ -162,26 +163,27 @@ def integer_numbers(
         return integer.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        # The sign is extended with shifts, because with jax 0.10.2 to 0.12, XLA computes sums of int8 that precede
-        # products wrongly on CPUs.
+        # Extend the sign with shifts instead of additions: on CPUs, XLA of jax 0.10.2 to 0.12 computes a sum of int8
+        # values wrongly if a product follows it.
         return codes << (8 - bits) >> (8 - bits) if signed and bits < 8 else codes
 
     return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
 
 
 def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -> Numbers:
-    """Returns the ``Numbers`` of a table.
+    """Returns the ``Numbers`` that a table lists.
 
     Args:
       numbers: The numbers for the codes 0, 1, 2 and so on, in increasing order.
       mirrored: Whether the highest bit of a code is the sign, and the table lists only the magnitudes.
-      even: Whether a value halfway between two numbers is rounded to the one with the even code, instead of the smaller
-        one.
+      even: Whether a value halfway between two numbers is rounded to the number with the even code. If False, the value
+        is rounded to the smaller number.
     """
     table = np.asarray(numbers, np.float32)
     middles = (table[1:] + table[:-1]) / 2
     if even:
-        # A value equal to a middle exceeds the lowered bound, so it is rounded up where the code above is even.
+        # Lower the midpoint slightly where the upper number has the even code, so that a value at the midpoint is
+        # rounded up.
         middles = np.where(np.arange(len(middles)) % 2 == 1, np.nextafter(middles, np.float32(-np.inf)), middles)
     sign = len(table)
 
@@ -226,7 +228,7 @@ def floating_numbers(dtype: str) -> Numbers:
     return Numbers(8, top, encode, lambda codes: codes, dtype, -top)
 
 
-# Tables up to this size are compiled to comparisons, which work on arrays on any mesh and read nothing from memory.
+# Tables up to this size are compiled to elementwise operations, which need no gather and work on any mesh.
 _SHORT = 16
 
 
@@ -242,7 +244,7 @@ def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
 
 
 def _look_up(table: np.ndarray, codes: Array) -> Array:
-    """Looks up the number in the table for each code."""
+    """Returns the number that the table lists for each code."""
     if len(table) > _SHORT:
         return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="clip", out_sharding=jax.typeof(codes).sharding)
     numbers: list[Any] = list(table)
@@ -257,7 +259,7 @@ def _look_up(table: np.ndarray, codes: Array) -> Array:
 
 @dataclass(frozen=True)
 class Scales:
-    """How the scales of blocks are stored: as codes, in units of a number that several scales share.
+    """How the scales of blocks are stored: as codes, in multiples of a *unit* that several scales share.
 
     Attributes:
       dtype: The dtype of the codes. With ``"exponent"``, a code is a byte that holds the exponent of a power of two.
@@ -276,7 +278,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Format:
-    """A row of the table of formats: an array is ``scale * (number - zero) - offset``, with one scale per block.
+    """A number format, which represents an array as ``scale * (number - zero) - offset``, with one scale per block.
 
     Attributes:
       numbers: The numbers that codes stand for.
@@ -284,7 +286,7 @@ class Format:
       scales: How scales and offsets are stored, or None if they are plain numbers in the dtype of the weights.
       zero: ``"zero"`` if the format has a zero, in units of the scale; ``"offset"`` if it has an offset, in units of
         the weights; ``""`` if it has neither.
-      early: Whether codes are computed from the scales before these are rounded, as in gguf.
+      early: Whether codes are computed from the unrounded scales, as in gguf, instead of the stored scales.
     """
 
     numbers: Numbers
@@ -307,7 +309,7 @@ E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, ev
 POWERS = Scales("exponent")
 HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
-"""The scales of ``double_quant``. Rounding changes them by less than 1/16, so the largest number stays the largest."""
+"""How ``double_quant`` stores scales. Rounding changes a scale of 8 units or more by at most 1/16."""
 
 FormatName = Literal[
     "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1",
@@ -315,7 +317,7 @@ FormatName = Literal[
     "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
-# A new format also needs its name in `FormatName` above, and a row in the table of `Quantized`.
+# Add the name of a new format to `FormatName` above, and a row to the table in the docstring of `Quantized`.
 FORMATS = {
     **{f"int{bits}": Format(integer_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),

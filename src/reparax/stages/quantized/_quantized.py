@@ -1,8 +1,9 @@
-"""Stages for weights in few bits: stored as codes, or rounded during training; and casts to another dtype.
+"""Stages that store weights in few bits, round weights during training, or cast weights to another dtype.
 
 ``Scaled``, the base class of ``Quantized`` and ``FakeQuantized``, computes the scales of blocks and, from these, the
-codes of entries: ``to_units`` divides entries by their scales, and the format encodes the quotients. Decoding does the
-reverse, with ``from_units``. ``_formats`` explains codes, blocks, scales and units.
+codes of entries: ``to_units`` divides entries by their scales, and the format encodes the quotients. To decode, the
+format converts codes to numbers, and ``from_units`` multiplies these by the scales. ``_formats`` explains codes,
+blocks, scales and units.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from reparax.stages.quantized._formats import (
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
-"""The raw value that holds the unit of rounded scales, or of rounded offsets."""
+"""Maps ``scale`` and ``offset`` to the names of the raw values that hold their units."""
 
 Entries = dict[str, Array]
-"""The ``scale`` of each entry of an array, or its ``inverse``, and the ``zero`` or ``offset`` if there is one."""
+"""The ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
 
 
 @inlined
@@ -91,10 +92,10 @@ def from_units(numbers: Array, entries: Entries) -> Array:
 
 
 def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
-    """Divides ``x`` by a power of two near the largest magnitude of its block, and returns also that power per block.
+    """Divides each block of ``x`` by a power of two near its largest magnitude; returns the quotients and the powers.
 
     Sums and squares of the quotients do not overflow. Scaled back, they equal the sums and squares of ``x`` bit for
-    bit, unless the latter overflow.
+    bit, unless those of ``x`` overflow.
     """
     largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     _, exponent = jnp.frexp(largest)
@@ -103,7 +104,7 @@ def normalize_blocks(x: Array, blocks: Grid) -> tuple[Array, Array]:
 
 
 def is_largest_negative(x: Array, blocks: Grid) -> Array:
-    """Returns whether the entry of the largest magnitude in each block is negative; the first one decides a tie."""
+    """Returns whether the first entry of the largest magnitude in each block is negative."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
@@ -210,7 +211,7 @@ class Scaled(Reparametrization):
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """Returns the blocks of an array, none of which is longer than the array."""
+        """Returns the blocks of ``w``, whose sizes are limited to the shape of ``w``."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -221,7 +222,7 @@ class Scaled(Reparametrization):
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
-        """Computes the raw values that hold the scales and zeros of ``w``, in its dtype unless they are codes."""
+        """Computes the raw values that hold the scales of ``w``, and its zeros or offsets if the format has them."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
             numbers = self._format.numbers
@@ -307,7 +308,7 @@ class Scaled(Reparametrization):
         return {name: codes, _UNIT_OF[name]: unit}
 
     def _scales_of_units(self, scale: Array) -> Grid:
-        """Returns the blocks into which the array of scales is cut; the scales of a block share a unit."""
+        """Returns the blocks into which the array of scales is cut. All scales in a block share a unit."""
         count = self._scales.shared if self._scales else 0
         if count == 0:
             return Grid(scale.shape, tuple(max(n, 1) for n in scale.shape))
@@ -327,14 +328,14 @@ class Scaled(Reparametrization):
         return clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
-        """Returns the scale of each entry, and its zero or offset if the format has one."""
+        """Returns the scales of all entries, and the zeros or offsets if the format has them."""
         numbers = {name: self._read_scales(name, values) for name in _UNIT_OF if name in values}
         if "zero" in values:
             numbers["zero"] = widened(values["zero"])
         return {name: blocks.spread(x) for name, x in numbers.items()}
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
-        """Computes the codes of ``w``, and the raw values that hold its scales."""
+        """Computes the codes of ``w``, rounded at random if there is a key, and the raw values that hold the scales."""
         values = self._values_of_scales(w)
         x, blocks = widened(w), self._blocks(w)
         is_early = self._format.early and key is None
@@ -343,7 +344,7 @@ class Scaled(Reparametrization):
         return self._format.numbers.encode(to_units(x, entries), noise), values
 
     def _early_entries(self, x: Array, blocks: Grid) -> Entries:
-        """Computes the inverse of each entry's scale before rounding, and its offset if the format has one."""
+        """Computes, for each entry, the inverse of the unrounded scale, and the offset if the format has one."""
         scales = self._ideal_scales(x)
         scale = scales.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
@@ -358,13 +359,13 @@ class Scaled(Reparametrization):
 
 
 def _biased_exponent(x: Array) -> Array:
-    """Returns the exponent of a positive number, plus 127, as float32 stores it."""
+    """Returns the biased exponent (the exponent plus 127) that float32 stores for a positive number."""
     return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
 @functools.partial(inlined, static_argnums=1)
 def _narrow_scale(scale: Array, dtype: Any) -> Array:
-    """Rounds ``scale`` to the dtype of the weights, away from zero if the nearest number is much too small."""
+    """Rounds ``scale`` to ``dtype``, away from zero if the nearest number is too small by more than 1 part in 128."""
     scale = clip_to_finite(scale, dtype)
     nearest = scale.astype(dtype)
     is_too_small = jnp.abs(nearest.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
@@ -405,17 +406,19 @@ class Quantized(Scaled):
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
-    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; and ``scale``, one for each block, in the dtype
-    of the weights. Where the format or ``double_quant`` needs them, there are also ``zero``, like ``scale``, and
-    ``unit``, in the dtype of the weights, which multiplies the stored scales; ``offset`` and ``offset_unit`` are like
-    ``scale`` and ``unit``. Codes of fewer than eight bits share bytes along the cut axis: they form a stream of bits,
-    with the first code in the lowest bits.
+    All raw values are fixed. ``q`` holds the codes, in int8, uint8 or float8. Codes of fewer than eight bits share
+    bytes along the cut axis: they form a stream of bits, with the first code in the lowest bits. ``scale`` holds one
+    scale for each block, in the dtype of the weights. If the format or ``double_quant`` rounds the scales, ``scale``
+    has a dtype of its own, and is multiplied by ``unit``, which has the dtype of the weights. Formats with a zero also
+    have ``zero``, in the dtype of the weights. Formats with an offset also have ``offset`` and ``offset_unit``, which
+    are stored like ``scale`` and ``unit``.
 
-    The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal the ones that gguf writes, bit for bit: in q4_0 and
-    q5_0, the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. Their
-    scales range from 6e-8 to 65504: a larger one raises an error, or is clipped if the weights are traced. In all
-    formats, finite weights of any magnitude stay finite, and a block with an entry that is not finite becomes NaN.
-    Rounding a second time may change the last bits of scales and, with ``calibration_method="rms"``, the codes.
+    The codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 equal those that gguf writes, bit for bit. In q4_0 and q5_0,
+    the entry of the largest magnitude of a block becomes the lowest number, so scales may be negative. The scales of
+    these five formats range from 6e-8 to 65504. A larger scale raises an error, or is clipped if the weights are
+    traced. In all formats, finite weights of any magnitude stay finite, and a block with an entry that is not finite
+    becomes NaN. Quantizing the weights a second time may change the last bits of scales and, with
+    ``calibration_method="rms"``, the codes.
 
     Args:
       format: One of the formats above.
@@ -426,13 +429,13 @@ class Quantized(Scaled):
         for each axis, such as ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64
         weights has one scale. Default: the size in the table above if the format has one.
       double_quant: Whether to round the scales of blocks too, as in QLoRA; for formats of fewer than eight bits.
-      calibration_method: What the largest number of a format represents: ``"absmax"``, the largest magnitude of the
-        block (in formats with a zero, the numbers represent the range from the smallest to the largest entry, extended
-        to include 0); ``"rms"``, the root mean square of the block; or ``"fixed"``, 1.
-      calibration_scale: A factor on that magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Larger
-        numbers are clipped.
-      rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random such that the mean is the number
-        itself; ``init`` then needs a key.
+      calibration_method: What the largest number of a format represents: with ``"absmax"``, the largest magnitude of
+        the block; with ``"rms"``, the root mean square of the block; with ``"fixed"``, 1. In formats with a zero, the
+        numbers with ``"absmax"`` represent the range from the smallest to the largest entry, extended to include 0.
+      calibration_scale: A factor for this magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Weights
+        of larger magnitude are clipped.
+      rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random, so that the expected value is the
+        number itself. ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -537,7 +540,7 @@ def straight_through(w: Array, rounded: Array) -> Array:
 
 @straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Returns ``rounded`` as the value and the tangent of ``w`` as its tangent."""
+    """Returns ``rounded`` as the value, and the tangent of ``w`` as the tangent."""
     return primals[1], tangents[0]
 
 
@@ -549,15 +552,16 @@ class FakeQuantized(Scaled):
     r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
-    numbers equal the ones of :class:`Quantized`, bit for bit, so deploy the trained model with
-    ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no
-    learned steps. Gradients pass through the rounding unchanged (straight-through), and scales count as constants.
+    rounded weights equal those of :class:`Quantized`, bit for bit, so deploy the trained model with
+    ``Quantized(f).init(raw)``, where ``raw`` is the raw tree of this stage. ``Quantized`` supports neither ternary
+    numbers nor learned steps. Gradients pass through the rounding unchanged (straight-through), and scales are treated
+    as constants.
 
     With ``step="learned"``, the step is trained too (LSQ). The raw values are then ``w`` (main), with the shape and
     dtype of the weights, and ``step`` (auxiliary), with the shape of the scales, in float32 for half-precision weights.
-    ``init`` maps the largest magnitude to the largest number; if the weights already are multiples of a step, it takes
-    that step and is exact. Numbers outside the range are clipped, and get no gradient.
-    :math:`\partial w / \partial s` is :math:`q - x / s` inside the range and the bound outside, times
+    ``init`` chooses the step that maps the largest magnitude of a block to the largest number. If the weights are
+    already multiples of a step, ``init`` takes that step and is exact. Weights outside the range are clipped, and get
+    no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the range and the bound outside, times
     :math:`1 / \sqrt{n \, q_{max}}` if :math:`n` weights share a step.
 
     Args:
@@ -640,7 +644,7 @@ class FakeQuantized(Scaled):
     def _step(self, w: Array) -> Array:
         """Computes the initial step of each block: one that divides all its numbers, or else the ``absmax`` scale.
 
-        If several steps divide all numbers of a block, the finest is chosen.
+        If several steps divide all numbers of a block, the smallest of them is chosen.
         """
         low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
@@ -706,7 +710,7 @@ class Cast(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            dtype = jnp.dtype(self.dtype or "None")  # "None" raises a TypeError; numpy reads None as float64.
+            dtype = jnp.dtype(self.dtype or "None")  # numpy would read None as float64; "None" raises an error.
         except TypeError as error:
             raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -5,8 +5,8 @@ model holds: a single value, given as a string, or several values, given as a :c
 of a cell's arrays to blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins
 values into arrays.
 
-Shapes consist of numbers and letters. The sizes that the letters stand for follow from the shapes of arrays: functions
-with an argument ``sizes`` add each size that they find to this dict.
+Shapes consist of numbers and letters. The sizes that the letters stand for are found from the shapes of arrays.
+Functions that take a dict ``sizes`` add each size that they find to it.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ class _Value:
 
     @property
     def axes(self) -> Axis:
-        """The axes of the value, except those of size 1."""
+        """The axes of the value, except axes of size 1."""
         return tuple(name for name in self.shape if name != "1")
 
     @property
     def array_axes(self) -> Axis:
-        """The axes of the value, except those of size 1, in the order in which the array has them."""
+        """The axes of the value, except axes of size 1, in the order of the array's axes."""
         return tuple(name for group in self.groups for name in group if name != "1")
 
     @property
     def order(self) -> list[int]:
-        """The index in ``axes`` of each of ``array_axes``; axes with the same name are matched in order."""
+        """For each of ``array_axes``, its index in ``axes``. Axes of the same name are matched from left to right."""
         indices = {name: [i for i, axis in enumerate(self.axes) if axis == name] for name in self.axes}
         return [indices[name].pop(0) for name in self.array_axes]
 
@@ -235,7 +235,7 @@ def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """Cuts an array into its values, by name, and adds the sizes that follow from its shape to ``sizes``."""
+    """Cuts an array into its values, by name. Adds the sizes that follow from the array's shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         _require_axes(value.name, value.groups, array, sizes)
@@ -255,7 +255,7 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """Joins values into the array of a block, and adds the sizes that follow from their shapes to ``sizes``."""
+    """Joins values into the array of a block. Adds the sizes that follow from the values' shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         array_of_value = values[value.name]
@@ -275,7 +275,7 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
 
 Blocks = Mapping[str, Block]
 
-# Here n is the number of inputs and h the number of hidden units. Kernels have the input axis first, as in flax.
+# Here n is the number of inputs, and h is the number of hidden units. Kernels have the input axis first, as in flax.
 _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
@@ -400,7 +400,7 @@ LAYOUTS: dict[str, Blocks] = {
         "proj/bias": "out_bias: m",
     },
 }
-"""The layouts by library and cell; paths are relative to the cell.
+"""The layouts of all supported cells, by library and cell. Paths are relative to the cell.
 
 ``flax.lstm`` is also the layout of ``OptimizedLSTMCell``. ``torch.lstm`` is the layout of ``LSTMCell`` and, except for
 the suffixes of names, of a layer of ``LSTM``. ``returnn.native_lstm`` is the layout of ``NativeLstm2``.
@@ -425,7 +425,7 @@ def is_optional(block: Block) -> bool:
 
 
 def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """Cuts the arrays of a layout into their values, by name."""
+    """Cuts the arrays of a layout into values, and returns the values by name."""
     missing = [path for path, block in layout.items() if path not in arrays and not is_optional(block)]
     if missing:
         raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
@@ -438,7 +438,7 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
 
 
 def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """Joins values into the arrays of a layout, by path, and leaves out arrays whose biases are all missing."""
+    """Joins values into the arrays of a layout, by path. Arrays of biases that are all missing are left out."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in value_names(block) if name not in values]
@@ -451,16 +451,16 @@ def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> d
 
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""The constants that the cell of a layout adds to some of its values at run time, by layout and value name."""
+"""Maps each layout to the constants that its cell adds to values at run time, by the names of the values."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
     """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
-    If both layouts hold the same values, the conversion only moves numbers, so converting there and back gives the
-    same bits. If the biases differ, some numbers change, but the cell computes the same function: two biases that the
-    cell adds together are replaced by their sum, and a missing second bias is filled with zeros. haiku's LSTM adds 1
-    to its forget gate, so converting from haiku adds 1 to that bias, and converting to haiku subtracts 1. This rounds
+    If both layouts hold the same values, the conversion only moves numbers, so converting there and back gives the same
+    bits. If the biases differ, some numbers change, but the cell computes the same function: two biases that the cell
+    adds together are replaced by their sum, and a missing second bias is filled with zeros. haiku's LSTM adds 1 to its
+    forget gate, so converting from haiku adds 1 to that bias, and converting to haiku subtracts 1. The addition rounds
     once; later conversions give the same bits. A conversion between cells that compute different functions, such as
     haiku's GRU and flax's, raises an error.
 
@@ -532,7 +532,7 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
     matched = {name: value for name, value in values.items() if name in names}
     for name in [name for name in values if name not in names]:
         first_bias = name.removeprefix("hidden_")
-        if first_bias in matched and first_bias != "bias_n":  # In a GRU, the reset gate scales n's hidden bias.
+        if first_bias in matched and first_bias != "bias_n":  # A GRU's reset gate scales `hidden_bias_n`.
             matched[first_bias] = matched[first_bias] + values[name]
         elif not _is_zero_bias(name, values[name]):
             raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")

@@ -82,7 +82,10 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site per cell, with the model's arrays in ``init`` and the nodes that replace them otherwise."""
+        """Returns one site per cell.
+
+        In ``init``, a site holds the model's arrays; otherwise, the nodes that replace them.
+        """
         who = CallName(self, method)
         if method == "init":
             cells = self._find_cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
@@ -100,7 +103,7 @@ class _Rearranged(Parametrization):
         return sites
 
     def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """Returns the cells that ``where`` selects, each with its arrays by their paths relative to the cell."""
+        """Maps the path of each cell that ``where`` selects to the cell's arrays, by their paths in the cell."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -152,11 +155,11 @@ class _Rearranged(Parametrization):
 
     @property
     def _copies(self) -> dict[str, str]:
-        """The path at which a raw array is stored, for each model array that is taken from it."""
+        """Maps the path of each model array that is cut from a raw array to the path where that raw array is stored."""
         return {}
 
     def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """Collects the raw arrays by their paths in the layout; raises an error if one is unexpected or missing."""
+        """Collects the raw arrays by their paths in the layout, and raises an error if any is unexpected or missing."""
         paths = {_label(path): path for path in self._stored}
         arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in arrays.items():
@@ -174,12 +177,12 @@ class _Rearranged(Parametrization):
 
 
 def _path_below(cell: str, path: str) -> str:
-    """Returns the path in the whole tree of the array at ``path`` in a cell."""
+    """Converts ``path``, which is relative to a cell, to a path in the whole tree."""
     return f"{cell}/{path}" if cell else path
 
 
 def _cell_above(path: str, full_path: str) -> str | None:
-    """Returns the path of the cell whose array at ``path`` has this full path, or None if there is no such cell."""
+    """Strips ``path`` from the end of ``full_path`` to get the cell's path, or returns None if it is not at the end."""
     if full_path == path:
         return ""
     return full_path.removesuffix(f"/{path}") if full_path.endswith(f"/{path}") else None
@@ -300,7 +303,8 @@ class CudnnLSTM(Reparametrization):
     the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
     hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the
     backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``. With
-    ``biases=1``, ``init`` sums the two biases, so that the function stays the same; with ``biases=0``, it drops them.
+    ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``, it
+    drops them.
 
     Args:
       input_size: The number of inputs of the first layer.

@@ -56,11 +56,11 @@ class Tie(Parametrization):
     Args:
       ties: A dict that maps each target to its source, to a pair of a source and a transform (any pure function of one
         array), or to a pair of a tuple of sources and a function that takes them in this order. A target is a path, or
-        a regular expression that matches whole paths; if several expressions match a path, the first one applies. The
-        source may refer to groups of the expression. A target that resolves to itself owns the parameter. A path with
-        an ``@`` names a value in the raw tree of later stages: for example,
-        ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor of two adapters that
-        would otherwise start at different random numbers.
+        a regular expression that matches whole paths; if several expressions match a path, the first of them applies.
+        The source may refer to groups of the expression. If the source of a target resolves to the target itself, the
+        target owns the parameter. A path with an ``@`` names a value in the raw tree of later stages: for example,
+        ``Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> LoRA(4)`` shares one factor of two adapters that would
+        otherwise start at different random numbers.
       unequal: What ``init`` does if a target differs from its transformed source: ``"raise"`` raises an error;
         ``"overwrite"`` ties it anyway, which changes the model.
 
@@ -130,7 +130,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if no path in ``places``, the places of a raw tree, matches a target."""
+        """Raises an error if a target matches no path of the raw tree. The keys of ``places`` are these paths."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
@@ -149,7 +149,7 @@ class Tie(Parametrization):
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
         """Checks that a target has the shape and dtype that its sources give, and the same numbers if required.
 
-        Different numbers are allowed with ``unequal="overwrite"``.
+        With ``unequal="overwrite"``, the numbers may differ.
         """
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
@@ -175,7 +175,7 @@ class Tie(Parametrization):
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """Returns how each tied array is computed, by its place."""
+        """Maps the place of each tied array to a ``_Link`` that says how the array is computed."""
         links: dict[Names, _Link] = {}
         for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
@@ -186,7 +186,7 @@ class Tie(Parametrization):
     def _resolve_ties(self, who: CallName, places: PlacesOfPath) -> list[tuple[str, tuple[str, ...], Transform | None]]:
         """Resolves all regular expressions to paths, and returns each tie as target, sources and transform."""
         resolved_ties: list[tuple[str, tuple[str, ...], Transform | None]] = []
-        expression_of = dict[str, str]()  # Maps each path to the first expression that matches it.
+        expression_of = dict[str, str]()  # Maps each path to the first expression that matches the path.
         for target, source, transform in self.ties:
             matched = match_paths(target, _paths_of_same_kind(target, places))
             new_matches = [match for match in matched if expression_of.setdefault(match[0], target) == target]
@@ -224,7 +224,7 @@ class _Link(NamedTuple):
 
 
 PlacesOfPath = Mapping[str, Mapping[str, Names]]
-"""For each path, with and without markers, the places of its arrays by their draw paths (see ``Leaf``)."""
+"""Maps each path, with and without markers, to the places of its arrays, by their draw paths (see ``Leaf``)."""
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
@@ -242,7 +242,7 @@ def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """Returns the place of the source of one array of a target.
+    """Returns the place of the source for the array of ``target`` with the given draw path.
 
     If the target or the source has several raw values, they are matched by draw path.
     """
@@ -270,7 +270,7 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
 
 
 def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
-    """Sorts the tied places so that each comes after its sources if these are also tied."""
+    """Sorts the places of tied arrays so that each place comes after the places of its sources."""
     ordered: dict[Names, None] = {}
 
     def visit(place: Names) -> None:
@@ -295,7 +295,7 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
-    """Parses ties into target, source and transform; raises an error if there are none or if one is malformed."""
+    """Parses ties into targets, sources and transforms, and raises an error if there are none or one is malformed."""
     if isinstance(ties, Mapping):
         pairs = list(ties.items())
     elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
@@ -324,7 +324,7 @@ def _require_one_source(ties: Iterable[Tied]) -> None:
 
 
 def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
-    """Raises an error if the sources of a target lead back to it."""
+    """Raises an error if following the sources of a target leads back to the target."""
     seen = set[str]()
 
     def follow(path: str, walk: Sequence[str]) -> None:
@@ -346,7 +346,7 @@ def _as_tuple(source: Source) -> tuple[str, ...]:
 
 
 def _parse_tie(target: Any, value: Any) -> Tied:
-    """Parses one tie into target, source and transform, which is None if the tie has none."""
+    """Parses one tie into target, source and transform. The transform is None if the tie has no transform."""
     match target, value:
         case str(), str():
             return target, value, None
@@ -374,7 +374,7 @@ def _identity(x: Array) -> Array:
 
 
 def _as_numpy(x: Array) -> np.ndarray:
-    """Converts an array to numpy; PRNG keys become the integers that they consist of."""
+    """Converts an array to numpy; PRNG keys are converted to their integer data."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 

@@ -1,8 +1,9 @@
 """Stages for frozen weights, masks, pruning, and sparse training.
 
 A masked weight has the raw values ``w`` and ``mask``, and is zero where the mask is zero. Pruning ranks weights, or
-whole slices of an array, by *scores*, and keeps the largest; ties go to the lower index. A share, ``sparsity``, or a
-number, ``count``, says how many weights or slices to prune.
+whole slices of an array, by *scores*, and keeps those with the largest scores. Among equal scores, the entry with the
+lower index is kept. The number of weights or slices to prune is given as a share, ``sparsity``, or as a number,
+``count``.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Freeze(Reparametrization):
         return values["w"]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["w"].real.dtype)  # No raw value is free, so nothing changes the volume.
+        return jnp.zeros((), values["w"].real.dtype)  # No raw value is trainable, so the log-determinant is 0.
 
-    # If a later stage, such as ``Quantized``, leaves only fixed codes, there is nothing to freeze.
+    # If a later stage, such as `Quantized`, leaves only fixed codes, there is nothing to freeze, which is not an error.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         found_none = method != "init" and not tree.nodes(self.kind)
@@ -150,18 +151,18 @@ class NByM(_Masked, Constraint):
     r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` consecutive weights, the ``n`` largest stay.
 
     Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array of zeros and ones. ``init`` is
-    exact if ``w`` has at least ``m - n`` zeros in each group, and otherwise starts at the nearest array that does;
-    among equal weights, the ones with the lower index stay. ``update`` recomputes the mask from the current weight.
-    Masked entries get no gradient. Their raw values are kept, except that momentum may still change them, so a later
-    ``update`` may bring them back; :func:`reset_moments` then sets their momentum to zero.
+    exact if ``w`` has at least ``m - n`` zeros in each group. Otherwise, it starts at the nearest array with this
+    property. Among equal weights, those with the lower index stay. ``update`` recomputes the mask from the current
+    weight. Masked entries get no gradient. Their raw values are kept, although momentum may still change them, so a
+    later ``update`` can make them active again. Use :func:`reset_moments` to set their momentum to zero then.
 
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed. Default: the input axis, if it is known as for
-        :class:`WeightNorm`; here the name of an array is enough, because sparse products need groups of inputs. For a
-        convolution, it is the axis of input channels; if there are several other input axes, such as heads and their
-        dimensions, it is the last one.
+      along: The axis along which groups are formed. Default: the input axis, if it is known as for :class:`WeightNorm`.
+        For this stage, the name of an array is enough, because sparse products need groups of inputs. For a
+        convolution, the default is the axis of input channels. If there are several other input axes, such as heads and
+        their dimensions, the default is the last of them.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -220,7 +221,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
-    """Checks a share and returns it; raises an error for the integer 1 and traced integers, which may mean a count."""
+    """Checks a share and returns it. The integer 1 and traced integers are errors, because they may mean a count."""
     if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which could mean all weights or one of them. For all, write {name}=1.0; for "
@@ -258,7 +259,7 @@ def require_sparsity_or_count(stage: Any) -> None:
 
 
 def count_left(stage: Any, size: int) -> Any:
-    """Returns how many of ``size`` weights remain; each share applies to the weights left by the shares before it."""
+    """Returns how many of ``size`` weights remain. Each share applies to the weights that the earlier shares left."""
     if stage.count is not None:
         return size - stage.count
     remaining: Any = size
@@ -273,10 +274,11 @@ def _as_tuple(sparsity: Any) -> tuple[Any, ...]:
 
 
 def _round_share(share: Any, count: Any) -> Any:
-    """Rounds ``share * count`` to the nearest integer, with halves rounded to the even one."""
+    """Rounds ``share * count`` to the nearest integer, with halves rounded to the even integer."""
     if isinstance(share, float) and isinstance(count, int):
         return round(share * count)
-    # float32 cannot represent every integer beyond 2^24, so a traced share becomes an integer in units of 2^-31.
+    # float32 cannot represent every integer beyond 2^24, so a traced share is converted to a whole number of units of
+    # 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(share).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
     integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
@@ -293,7 +295,7 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def count_error(stage: Any, size: int) -> str | None:
-    """Returns why ``count`` is too large for an array of ``size`` weights or slices, or None if it is not."""
+    """Returns why ``count`` is too large for an array of ``size`` weights or slices, or None if ``count`` fits."""
     if stage.count is None or stage.count <= size:
         return None
     return (
@@ -303,7 +305,7 @@ def count_error(stage: Any, size: int) -> str | None:
 
 
 class _Prune(_Masked, Constraint):
-    """The base class of pruning at a given sparsity; projection keeps the largest weights or slices."""
+    """The base class of stages that prune to a given sparsity; ``project`` keeps the largest weights or slices."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     axis: Axes = field(axes.check_slices, default=EACH, kw_only=True)
@@ -328,14 +330,14 @@ class MagnitudePruning(_Prune):
     r"""Pruning of the smallest weights: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
     Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array with a zero or one for each
-    weight, or for each slice. ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest
-    array that is; among equal weights, the ones with the lower index stay.
+    weight, or for each slice. ``init`` is exact if ``w`` is already that sparse. Otherwise, it starts at the nearest
+    array of that sparsity. Among equal weights, those with the lower index stay.
 
-    ``update`` recomputes the mask from the current weight. Call it in the steps that prune, with the sparsity of
-    that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
+    ``update`` recomputes the mask from the current weight. Call ``update`` in each step that prunes, with the sparsity
+    of that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. Masked entries get no gradient.
-    Their raw values are kept, except that momentum may still change them, so a later ``update`` may bring them back;
-    :func:`reset_moments` then sets their momentum to zero. ``p.original(raw)`` undoes pruning.
+    Their raw values are kept, although momentum may still change them, so a later ``update`` can make them active
+    again. Use :func:`reset_moments` to set their momentum to zero then. ``p.original(raw)`` undoes pruning.
 
     A tuple of shares prunes repeatedly, as in torch: each share applies to the weights that remain, so ``(0.5, 0.5)``
     leaves a quarter of the weights, a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` raises an
@@ -343,9 +345,9 @@ class MagnitudePruning(_Prune):
     :class:`GlobalMagnitudePruning`.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
-        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
+        weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
+        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
       axis: The feature axes whose indices select the slices that are pruned as a whole; for example, ``-1`` prunes
         whole outputs of a dense kernel ``(in, out)``. Default: ``"each"``, which prunes single weights.
       ord: The order :math:`k` of the norm that ranks slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest
@@ -374,7 +376,7 @@ class MagnitudePruning(_Prune):
     ord: float = field(_ORDER, default=2.0, kw_only=True)
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """Adds to the inherited checks an error if an equal stage comes next, as both would prune the same weights."""
+        """Also raises an error if an equal stage comes next, because both stages would prune the same weights."""
         stage = super()._checked_for(method, leaf)
         later = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
         # If the array is a raw value of another pruning stage, both stages act on the same weights.
@@ -404,9 +406,9 @@ class RandomPruning(_Prune):
     entries get no gradient.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
-        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
+        weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
+        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
       axis: The feature axes whose indices select the slices that are pruned as a whole. Default: ``"each"``, which
         prunes single weights.
       count: The number of weights, or slices, to set to zero in each array, instead of a share.
@@ -437,13 +439,13 @@ class RandomPruning(_Prune):
 
 
 def _random_scores(sizes: Array, key: Array) -> Array:
-    """Draws random scores such that entries of ``sizes`` that are zero get the smallest ones."""
+    """Draws a random score for each entry of ``sizes``. Entries that are zero get the lowest scores."""
     noise = jax.random.uniform(key, sizes.shape, sizes.dtype, minval=0.5)
     return noise - (sizes == 0).astype(noise.dtype) / 2
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
-    """Computes a score for each slice that increases with its norm; the reduced axes are kept with size 1."""
+    """Computes a score for each slice, which increases with the slice's norm. Reduced axes are kept with size 1."""
     x = jnp.abs(widened(w))
     if axis == EACH:
         return x
@@ -457,7 +459,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 
 
 class _Regrow(_Masked, Constraint):
-    """The base class of sparse training, where updates drop small weights and regrow as many others from zero."""
+    """The base class of sparse training, whose updates drop small weights and regrow as many others from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
@@ -477,7 +479,10 @@ class _Regrow(_Masked, Constraint):
         return self._keep_largest(w, sizes if key is None else _random_scores(sizes, key))
 
     def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
-        """Returns the raw values of ``w``, with all but the weights with the largest scores masked and set to zero."""
+        """Returns the raw values of ``w``.
+
+        All weights except those with the largest scores are masked and set to zero.
+        """
         mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
@@ -485,10 +490,10 @@ class _Regrow(_Masked, Constraint):
         """Drops the smallest weights, regrows as many with the largest scores, and returns the new raw values."""
         w, active = values["w"], values["mask"] != 0
         size, lowest = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
-        # NaN must not change the counts, so weights that are NaN are kept, and scores that are NaN rank last.
+        # NaN must not change the counts: weights that are NaN are kept, and scores that are NaN rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # This shards the scores like the weights.
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # Adding zeros shards the scores like the weights.
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
@@ -505,7 +510,7 @@ class RigL(_Regrow):
     mask and sets masked weights to zero. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse.
     ``project`` gives the nearest array of that sparsity.
 
-    ``p.update(raw, grads=grads)`` drops a share ``drop_fraction`` of the active weights, the ones of smallest
+    ``p.update(raw, grads=grads)`` drops a share ``drop_fraction`` of the active weights, namely those of smallest
     magnitude, and regrows as many from zero where the gradient has the largest magnitude. ``grads`` is the dense
     gradient with respect to the effective tree, so call ``update`` only about once in a hundred steps, and stop after
     three quarters of the training. Without ``grads``, the mask stays the same. The paper decays the share:
@@ -589,14 +594,14 @@ class SET(_Regrow):
 class GlobalMagnitudePruning(Joint):
     r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together; among equal weights, the ones
-    that come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact
-    if the arrays together are already that sparse.
+    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together. Among equal weights, those that
+    come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact if the
+    arrays together are already that sparse.
 
     Args:
-      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; or a tuple of shares, each
-        of the weights that remain after the shares before it. A share may be a traced scalar. It is then rounded to
-        float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
+        weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
+        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
       count: The number of weights to set to zero in all arrays together, instead of a share.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
