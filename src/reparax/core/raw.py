@@ -182,7 +182,7 @@ class Node:
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value by name; empty for an empty marker dict, whose only key path ends in the marker."""
+        """The key path of each value by name; empty for an empty marker dict, which is itself a leaf of the tree."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
