@@ -44,9 +44,9 @@ class Joint(Leafwise):
       arrays: For each name in the formula, a regular expression that the whole path of the array must match. Arrays
         whose expressions capture the same text in parentheses form a group, and the formula is applied to each group,
         for example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where``
-        selects form one group, and their names are their paths in the raw tree. A single ranking of all weights, for
-        example, needs this.
-      where: As for :class:`Perturbation`. It cannot be combined with ``arrays``.
+        selects form one group, and their names are their paths in the raw tree. A formula that ranks all weights
+        together, for example, needs such a group.
+      where: As for :class:`Perturbation`. Do not pass both ``where`` and ``arrays``.
       stacked: As for :class:`Perturbation`. The axes are the same in all arrays of a group, and the formula is applied
         to each index separately. Set ``stacked`` if layers are stacked in one array, as under a scan. Otherwise, the
         formula treats all layers as one array, so a gain, for example, would be one number for all layers.
@@ -183,12 +183,12 @@ class Joint(Leafwise):
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Checks the marker dict at ``path``, unless its values make sense only together with those of its group."""
+        """Checks the marker dict at ``path``, unless its values have a meaning only together with its whole group."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns the aligned value, or if there is none, the effective array of a group of only this array."""
+        """Returns the aligned value, or without such a value, the effective array of a group of only this array."""
         aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 

@@ -205,7 +205,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
     def visit(node: Any, start: int, why: str) -> None:
         """Adds the leaves of a node to ``known``; the first of them has the number ``start``.
 
-        ``why`` is the reason to give for a leaf whose axes no layer below determines. It is empty outside of modules.
+        ``why`` is the reason to give for a leaf whose axes no layer below determines. Outside of modules, it is empty.
         """
         cls = node.node_data()[0] if node.node_data() else None  # A leaf has no node data.
         if cls is None and why:  # Keep what the layer around the leaf has already determined.
@@ -214,7 +214,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"it belongs to {layer[1]}, which does not specify its axes"
-            module = node.unflatten(range(start, start + node.num_leaves))  # This layer has numbers in place of arrays.
+            module = node.unflatten(range(start, start + node.num_leaves))  # the layer, with numbers for its arrays
             known.update(_axes_in_layer(*layer, module, boxes))
         start_of_child = start
         for child in node.children():  # Leaves are numbered in the order of the tree.

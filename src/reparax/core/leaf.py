@@ -516,7 +516,7 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     Stacked arrays use the jitted function outside of tracing too, because ``jax.vmap`` itself traces the formula, and
     functions that are jitted inside ``jax.vmap`` would be compiled again in each call. Formulas of other packages are
     called directly, because they may depend on more than their arguments. With ``inline``, the operations become part
-    of the surrounding program instead of a jitted function. This is meant for a few operations on whole arrays.
+    of the surrounding program instead of a jitted function. Set ``inline`` only for a few operations on whole arrays.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
         return _call_jitted(_inlined if inline else _jitted, function, stage, *arrays)

@@ -225,8 +225,8 @@ class Leafwise(Parametrization):
     def axes_from_role(self) -> dict[str, Any]:
         """The fields whose axes follow from the array's role, each with words for these axes, such as ``"outputs"``.
 
-        The result has the fields in ``by_roles`` that are unset, and the fields for which the user gave words. It omits
-        ``stacked``, which has its own rules; see :meth:`takes_stacked_from_role`.
+        The result has the fields in ``by_roles`` that are unset, and the fields for which the user gave words. The
+        field ``stacked`` is left out, because it has its own rules; see :meth:`takes_stacked_from_role`.
         """
         given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
@@ -340,7 +340,7 @@ class Leafwise(Parametrization):
         return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
 
     def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
-        """Returns the leaves that the stage selects, and raises an error if one of them is not a marker dict.
+        """Returns the leaves that the stage selects, and raises an error if such a leaf is not a marker dict.
 
         Some of the marker dicts may belong to another stage of the same kind, and to arrays that this stage does not
         select. If the selection depends on more than the paths of arrays, all marker dicts are read first. A leaf whose
@@ -518,7 +518,7 @@ class Reading(NamedTuple):
 
 
 Read = Callable[[Leaf], Reading]
-"""A function that reads the marker dict of a leaf. It raises an error of any kind if the formula rejects the values."""
+"""A function that reads the marker dict of a leaf. If the formula rejects the values, any kind of error is raised."""
 
 
 def reader(stage: Any, who: CallName) -> Read:
@@ -591,7 +591,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that determine the stacked axes, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    # A single candidate needs no comparison. If no candidate fits, the one without stacked axes raises the error.
+    # A single candidate needs no comparison. If no candidate fits, the candidate without stacked axes raises the error.
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
 
 

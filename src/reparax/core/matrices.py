@@ -24,7 +24,7 @@ from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS, Numbers
 from reparax.core.values import value_of
 
-AxisGroups = tuple[Numbers, Numbers]  # These are the row axes and the column axes.
+AxisGroups = tuple[Numbers, Numbers]  # the row axes and the column axes
 ValueAxes = tuple[str, ...] | None  # declared names such as "rows"; None means the axes of the array itself
 ARRAY = ""
 """The key of the array itself in dicts whose other keys are the names of its raw values."""
@@ -46,7 +46,7 @@ class Layout:
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
-        """Merges the axes of the array (``axes`` is None) or of a raw value into those of a matrix for a formula.
+        """Merges the axes of the array (``axes`` is None) or of a raw value into matrix axes for a formula.
 
         With ``rows=0, columns=(1, 2)``, the array goes ``(8, 3, 4) -> (8, 12)``, and a raw value with the axes
         ``("rank", "columns")`` goes ``(2, 3, 4) -> (2, 12)``. A raw value without declared axes is returned unchanged.
@@ -230,7 +230,7 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` that merges the axes of its first argument and splits those of its results.
+        """Returns a version of ``formula`` that merges axes of its first argument and splits the axes of its results.
 
         The first argument is an array, or a dict of raw values.
         """

@@ -113,7 +113,7 @@ def load(name: str) -> Any:
     This function is the ``__getattr__`` of the package.
 
     Raises:
-      AttributeError: If there is no such name. The error says what to write instead.
+      AttributeError: If the name does not exist. The error says what to write instead.
     """
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
@@ -229,7 +229,7 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """Returns the advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
+    """Returns the advice for an argument ``name`` that a stage with the arguments ``argument_names`` does not take.
 
     For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by a note on how torch numbers axes. A known
     argument name of another library takes precedence over a similar name.

@@ -56,7 +56,7 @@ OTHER_CHAIN = (
 )
 
 _ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
-"""The role of an array whose axes do not correspond to those of any parameter of the network."""
+"""The role of an array whose axes do not correspond to the axes of any parameter of the network."""
 
 
 STAGES: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def registered_kind(kind: str) -> Any:
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a raw tree, or a marker dict that replaces one.
+    """One array of a raw tree, or a marker dict that replaces an array.
 
     Attributes:
       place: The key path of the array in the raw tree.
@@ -188,7 +188,7 @@ class Node:
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
         """Returns the values by name: for ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
 
-        An array without values of its own, such as a tied array, has an empty marker dict, and the result is empty.
+        The marker dict of an array without its own values, such as a tied array, is empty, and so is the result.
         With ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
 
         Raises:
@@ -428,7 +428,7 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     """
     if found := first_marker(places_of(params)):
         path, mark = found
-        _class_of_marker(mark, (path,))  # This raises a better error if no stage of that kind is defined.
+        _class_of_marker(mark, (path,))  # If no stage of that kind is defined, this call raises a clearer error.
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )
@@ -623,7 +623,7 @@ class Flat:
         """Returns the result of :meth:`nodes` for a stage of this kind, and raises an error if it is empty.
 
         Raises:
-          ValueError: If there are no such marker dicts. The error begins with ``who``, the stage and its method.
+          ValueError: If the tree has no such marker dicts. The error begins with ``who``, the stage and its method.
         """
         if nodes := self.nodes(kind):
             return nodes

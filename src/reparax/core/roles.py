@@ -124,7 +124,7 @@ class Role:
         new_axis = {axis: new for new, axis in enumerate(followed) if axis is not None}
 
         def moved(axes: Numbers) -> Numbers:
-            """Maps axes of this array to axes of the derived array, and leaves out axes that the latter lacks."""
+            """Maps axes of this array to axes of the derived array; axes that the derived array lacks are left out."""
             return tuple(sorted(new_axis[axis] for axis in axes if axis in new_axis))
 
         def with_moved_axes(record: Any) -> Any:
