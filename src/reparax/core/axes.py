@@ -158,7 +158,7 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
 
 
 def _is_axis(value: object) -> bool:
-    """Returns whether a value is one axis: a whole number, or a string other than ``"each"`` and ``"last"``."""
+    """Returns whether a value is a single axis: an integer, or a string other than ``"each"`` and ``"last"``."""
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_integer(value)
 
 
@@ -173,12 +173,12 @@ def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Returns whether any axis is a name or a word for its role; ``"each"`` and ``"last"`` are neither."""
+    """Returns whether any axis is given by name or by a word for its role; ``"each"`` and ``"last"`` do not count."""
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
 def has_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
-    """Returns whether any axis is one of these words for its role, such as ``"outputs"``; False for None."""
+    """Returns whether any axis is given by one of these words for its role, such as ``"outputs"``; False for None."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 

@@ -1,8 +1,8 @@
 """The axes of a stage at one array: the user's own, and for unset fields, axes that follow from the array's role.
 
 The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
-program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
-or from its name (``core/known_axes.py``).
+program of the network, which ``rpx.roles`` has analyzed. Everywhere else, roles come from the layer that holds the
+array, or from the array's name (``core/known_axes.py``).
 """
 
 from __future__ import annotations
@@ -230,14 +230,15 @@ def visit_with_roles(
     for stage in reversed(stages):
         tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
-        new_stages[:0] = later_stages  # The stages are visited backwards, so add these in front.
+        new_stages[:0] = later_stages  # The stages are visited backwards, so each result goes in front.
     return new_stages
 
 
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
-    """Returns the role of each array of a raw tree whose parameter has one; ``origins`` says which axes correspond.
+    """Derives the role of each array of a raw tree from the role of its parameter, if the parameter has a role.
 
-    For a norm ``g`` of shape ``(1, out)`` of a kernel ``(in, out)``, axis 1 is an output.
+    ``origins`` says which axes correspond. If the norms ``g`` of a kernel ``(in, out)`` have the shape ``(1, out)``,
+    for example, axis 1 of the norms is an output.
     """
     sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
     return {
@@ -311,7 +312,7 @@ def _with_numbers(
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Yields a misfit wherever the axes of the stage contradict the roles of the arrays in ``tree``.
+    """Yields a misfit for each field of the stage whose axes contradict the role of an array in ``tree``.
 
     The stage selects arrays as in ``init``, which knows no roles. If the role of an array is unknown or ambiguous, no
     misfit is reported for this array.
@@ -348,7 +349,7 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
     would be the same for both. In this example, the result has one stage for all ``a``, and another for all ``b``. If
     no two values with the same path need different axes, the result is empty.
     """
-    different_axes = dict[str, list[Mapping[str, Any]]]()  # The keys are paths; the axes keep their order.
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # Maps each path to its different axes, in order.
     leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         axes_at_path = different_axes.setdefault(leaf.path, [])

@@ -102,7 +102,7 @@ class Constraint(Reparametrization):
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
         point that the class defines), so the model changes; a point with zero gradient is an error. ``"unchecked"``
         does the same, but allows points with zero gradient. ``"raise"`` accepts only points of the image with nonzero
-        gradient. Traced arrays are not checked, and neither are known arrays against traced bounds.
+        gradient. Traced arrays are not checked, and if bounds are traced, arrays are not checked against them.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -205,7 +205,7 @@ class Constraint(Reparametrization):
         return self.apply_leaf(self.init_leaf(w))
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Computes :meth:`contains` for one array, without stacked axes. Default: compares it with its projection."""
+        """Computes :meth:`contains` for one array, without stacked axes. Default: compares ``w`` and its projection."""
         return is_near(w, self.project_leaf(w), tolerance)
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -1,8 +1,8 @@
 """Stages whose formula takes several arrays at once, such as the kernel and the bias of a layer.
 
-The arrays that one call of the formula takes form a group. With ``Joint.arrays``, there is a group for each text that
-the expressions capture, such as one per layer. Otherwise, all arrays that the stage selects form one group. Each group
-is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
+The arrays that one call of the formula takes form a group. With ``Joint.arrays``, each text that the expressions
+capture determines a group, such as one group per layer. Otherwise, all arrays that the stage selects form one group.
+Each group is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Joint(Leafwise):
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
         """Returns the raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
 
-        From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that it can return.
+        From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that the formula can return.
         """
 
     @abstractmethod
@@ -140,13 +140,13 @@ class Joint(Leafwise):
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Returns whether the class defines the formula for ``verb``; a Joint can do so only for ``"update"``."""
+        """Returns whether the class defines the formula for ``verb``; False for every verb other than ``"update"``."""
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """Returns a site for each group of ``arrays``, or else one site for all arrays that ``where`` selects.
 
-        In ``init``, the leaves of ``tree`` are the arrays themselves; later, they are marker dicts.
+        In ``init``, the leaves of ``tree`` are the arrays themselves. In later calls, the leaves are marker dicts.
         """
         who = CallName(self, method)
         if self.arrays:  # The expressions determine the groups, so marker dicts are not read to select them.
@@ -169,7 +169,7 @@ class Joint(Leafwise):
         marker_dicts = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in marker_dicts:
             with checks.locate_errors(who.at(leaf.path)):
-                leaf.content.arrays()  # only for its error
+                leaf.content.arrays()  # called only because it raises an error for a damaged marker dict
         return marker_dicts
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
@@ -241,7 +241,7 @@ class Joint(Leafwise):
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns this stage with ``"stacked"`` replaced by the numbers of the stacked axes, which all groups share.
 
-        The formula deals with all other axes itself, so there is nothing else to replace.
+        The formula itself handles all other axes, so no other field is replaced.
         """
         if self.arrays is None or not has_words(self.stacked):
             return [self]
@@ -281,7 +281,7 @@ class Joint(Leafwise):
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """Copies the dicts of the raw values, because a user's formula may modify the dicts that it gets."""
+    """Copies the dicts of raw values, because a user's formula may modify its arguments."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 

@@ -6,9 +6,14 @@ lead to a :class:`KnownAxes`, which gives a :class:`Role` for an array of a cert
 is in a network. If the array has more axes than the layer declares, the additional axes are stacked, as under
 ``jax.vmap``.
 
-In the tables, each axis has a letter: ``i`` for inputs, ``w`` for axes along which the window of a convolution moves,
-``o`` for outputs, ``s`` for stacked axes, ``r`` for the rows of a table that is looked up, and ``v`` for the axes of a
-bias or a scale, which no product contracts.
+In the tables, each axis has a letter:
+
+- ``i``: inputs
+- ``w``: inputs along which the window of a convolution moves
+- ``o``: outputs
+- ``s``: stacked axes
+- ``r``: the rows of a look-up table
+- ``v``: the axes of a bias or a scale, which no product contracts
 """
 
 from __future__ import annotations
@@ -155,7 +160,7 @@ def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
 
 
 def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
-    """Returns the role of an array whose axes have these letters (see the module's docstring) and these sizes.
+    """Returns the role of an array with these sizes, whose axes have these letters (see the module's docstring).
 
     ``"wio"`` gives the inputs ``(0, 1)``, the outputs ``(2,)``, and a product whose window moves along axis 0.
     ``source``, the name of the layer or of the array, becomes the ``line`` of that product.
@@ -203,14 +208,14 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
     known = dict[int, KnownAxes]()
 
     def visit(node: Any, start: int, why: str) -> None:
-        """Adds the leaves of a node to ``known``; the first of them has the number ``start``.
+        """Adds the leaves of a node to ``known``, where ``start`` is the number of the first leaf.
 
         ``why`` is the reason to give for a leaf whose axes no layer below determines. Outside of modules, it is empty.
         """
         cls = node.node_data()[0] if node.node_data() else None  # A leaf has no node data.
         if cls is None and why:  # Keep what the layer around the leaf has already determined.
             known.setdefault(start, KnownAxes(why=why, is_class=True))
-        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):  # Name the innermost class.
+        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):  # The reason names the innermost class.
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"it belongs to {layer[1]}, which does not specify its axes"

@@ -223,7 +223,7 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """Returns the penalty for the raw values of one array, such as a KL divergence from a prior, as one number."""
+        """Returns the penalty for the raw values of one array as a number, such as a KL divergence from a prior."""
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
@@ -281,7 +281,7 @@ class Reparametrization(Leafwise):
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Returns raw values for the same effective array, with the base moved to the current point.
+        """Returns raw values that give the same effective array, but whose base is the current point.
 
         The base is the point relative to which the free values are measured, as in :class:`Orthogonal`. The new values
         must keep their shapes and dtypes. Values that do not change may be left out.
@@ -297,7 +297,7 @@ class Reparametrization(Leafwise):
     def _in_place(self) -> bool:
         """Whether the only raw value is the array itself, stored at its own path without a marker.
 
-        The structure of the tree is then the same with and without the stage.
+        If so, the structure of the tree is the same with and without the stage.
         """
         return False
 
@@ -316,7 +316,10 @@ class Reparametrization(Leafwise):
         return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each selected array: at the array itself in ``init``, and at its raw values later."""
+        """Returns a site for each selected array.
+
+        In ``init``, the site holds the place of the array itself. In later calls, it holds the places of raw values.
+        """
         who, call = CallName(self, method), _formula_caller(self)
         if method == "init" or self._in_place:  # The leaves are arrays, not marker dicts.
             pairs = self._arrays_and_stages(method, tree)
@@ -428,7 +431,7 @@ class Reparametrization(Leafwise):
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """Returns the site of a stage without markers, where the value with each of these names is the array itself."""
+    """Returns the site of a stage without markers, in which each of the named values is the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
@@ -503,7 +506,7 @@ def _defining_class(cls: type[Any], method: str) -> type[Any]:
 
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
-    """Returns the sum of the terms; this is ``apply_leaf`` of a class that defines only ``terms_leaf``."""
+    """Returns the sum of the terms. A class that defines only ``terms_leaf`` gets this function as ``apply_leaf``."""
     return sum_terms(self.terms_leaf(*args, **kwargs))
 
 

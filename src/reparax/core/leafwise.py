@@ -1,8 +1,8 @@
 """The base class of stages that act on arrays: which arrays a stage selects, and its numbers and axes for each array.
 
-A user writes one stage for a whole model, but its fields may vary between arrays: numbers and axes can be given by
-path, numbers by a function of the array, axes by name, and axes can follow from the role of the array in the network.
-``Leafwise._for_leaf`` resolves them all and returns the stage for one array, whose fields are plain numbers.
+A user writes one stage for a whole model, but the fields of the stage may vary between arrays. Numbers can be given by
+path or by a function of the array. Axes can be given by path or by name, or they follow from the role of the array in
+the network. ``Leafwise._for_leaf`` resolves all fields, and returns a stage for one array with plain numbers.
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
 array is replaced by a marker dict that holds its raw values. :func:`reader` infers the array that the raw values
@@ -86,13 +86,14 @@ class Leafwise(Parametrization):
     """Whether the default may select none of the arrays of a tree, which is otherwise an error."""
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes, other than ``stacked``. Users may give axes by name or by path; a formula always finds
-    numbers there."""
+    """The fields that hold axes, other than ``stacked``. Users may give these axes by name or by path. When a formula
+    runs, the fields hold numbers."""
     by_roles: ClassVar[Any] = {}
     """Maps the name of a field to what its axes mean in a network: ``{"axis": "outputs"}``. If the user does not set
     such a field, its axes come from the role of the array."""
     needs_axes: ClassVar[bool] = True
-    """Whether an array is refused if the axes of a field in ``by_roles`` are neither set nor known from its role."""
+    """Whether the stage refuses an array if the axes of a field in ``by_roles`` are neither set nor known from the
+    array's role."""
     outside_networks: ClassVar[str] = ""
     """What the last axis holds in an array outside of a network, if the stage is often used there too. The axes of such
     an array cannot follow from its name, because names determine axes only for matrix products."""
@@ -125,7 +126,10 @@ class Leafwise(Parametrization):
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
-        """Returns why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
+        """Returns why the formula cannot take ``w``, or None if it can.
+
+        The text says what the formula expects, what it got, and what to do.
+        """
         return None
 
     def _why_refused(self, w: Array) -> str | None:
@@ -251,7 +255,7 @@ class Leafwise(Parametrization):
             return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
-        # While ``stacked`` is unset, axes that are given by number or as "stacked" count all axes of the array.
+        # While `stacked` is unset, axes that are given by number or as "stacked" count all axes of the array.
         other_axes = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
         counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in other_axes)

@@ -37,8 +37,8 @@ class Layout:
     Attributes:
       rows: The row axes of the array, in the order in which they are merged.
       columns: The column axes.
-      sizes: For each axis of the merged matrices, the sizes of the axes that were merged into it. The keys are
-        ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
+      sizes: Maps each axis of the merged matrices to the sizes of the axes that were merged into this axis. The keys
+        are ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
     """
 
     rows: Numbers
@@ -48,8 +48,9 @@ class Layout:
     def merge(self, axes: ValueAxes, x: Array) -> Array:
         """Merges the axes of the array (``axes`` is None) or of a raw value into matrix axes for a formula.
 
-        With ``rows=0, columns=(1, 2)``, the array goes ``(8, 3, 4) -> (8, 12)``, and a raw value with the axes
-        ``("rank", "columns")`` goes ``(2, 3, 4) -> (2, 12)``. A raw value without declared axes is returned unchanged.
+        With ``rows=0, columns=(1, 2)``, an array of shape ``(8, 3, 4)`` becomes ``(8, 12)``, and a raw value of shape
+        ``(2, 3, 4)`` with the axes ``("rank", "columns")`` becomes ``(2, 12)``. A raw value without declared axes is
+        returned unchanged.
         """
         if axes is None:
             return merge_axes(x, self.rows, self.columns)
@@ -114,14 +115,18 @@ class Layout:
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
         """Returns, for each declared axis of a raw value, the sizes of the axes of ``x`` that are merged into it.
 
-        With two column axes, ``("rank", "columns")`` and the shape ``(2, 3, 4)`` give ``[(2,), (3, 4)]``.
+        If the array has two column axes, a value of shape ``(2, 3, 4)`` with the axes ``("rank", "columns")`` gives
+        ``[(2,), (3, 4)]``.
         """
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
 
 
 class MatrixAxes(Reparametrization):
-    """A stage that treats an array as a matrix. If it has more axes, the user gives ``rows``, ``columns`` or both."""
+    """A stage that treats an array as a matrix.
+
+    If the array has more than two axes, the user gives ``rows``, ``columns`` or both.
+    """
 
     rows: Axes | None = field(check_optional_axes, default=None, kw_only=True)
     columns: Axes | None = field(check_optional_axes, default=None, kw_only=True)

@@ -144,7 +144,10 @@ def import_stage(name: str) -> None:
 
 
 def _import_module(module: str) -> Any:
-    """Imports a module of this package; if JAX lacks something that it needs, the error names the tested versions."""
+    """Imports a module of this package.
+
+    If JAX lacks something that the module needs, the error names the versions of JAX that were tested.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -35,7 +35,8 @@ Shapes = dict[Names, tuple[int, ...]]
 def keep_origins(arrays: Mapping[Names, Any]) -> Origins:
     """Returns the origins of arrays that are their own sources, because no stage has replaced them.
 
-    For ``{("w",): <2 by 3>}``, the result is ``{("w",): (("w",), (0, 1))}``. Leaves that are not arrays are left out.
+    For an array of shape ``(2, 3)`` at ``("w",)``, the result is ``{("w",): (("w",), (0, 1))}``. Leaves that are not
+    arrays are left out.
     """
     return {place: (place, tuple(range(len(x.shape)))) for place, x in arrays.items() if is_array(x)}
 
@@ -110,7 +111,7 @@ def _trace_doublings(init: Init, arrays: Mapping[str, Any]) -> Iterator[tuple[Sh
         for together in dict.fromkeys([(*waiting, length), (length,)]):
             try:
                 shapes = _trace(init, arrays, [*doubled, *together])
-            except Exception:  # A stage may refuse such a shape with any exception.
+            except Exception:  # A stage may refuse a shape with any kind of exception.
                 continue
             # If the raw values or their numbers of axes change, their axes cannot be compared with the original axes.
             if _count_raw_axes(shapes) == _count_raw_axes(original):
@@ -129,7 +130,7 @@ def _trace(init: Init, arrays: Mapping[str, Any], lengths: Collection[Length]) -
 
 
 def _lengths(shape: Sequence[int]) -> list[Length]:
-    """Returns the length of each axis, with the number of earlier axes of that length.
+    """Returns the length of each axis, together with the number of earlier axes that have the same length.
 
     ``(3, 2, 3)`` gives ``[(3, 0), (2, 0), (3, 1)]``. The numbers tell equal lengths in one array apart, so that each
     length can be doubled separately.

@@ -141,7 +141,7 @@ class Leaf:
 
     @property
     def raw_path(self) -> str:
-        """The key path as text, including markers. Unlike ``path``, it differs between the main values of one array."""
+        """The key path as text, with markers. Unlike ``path``, it distinguishes the main values of one array."""
         return path_text(self.place)
 
     @property
@@ -186,7 +186,7 @@ class Node:
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """Returns the values by name: for ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
+        """Returns the values by name: ``{"@scale": {"@fixed": {"n": n}, "x": x}}`` gives ``{"n": n, "x": x}``.
 
         The marker dict of an array without its own values, such as a tied array, is empty, and so is the result.
         With ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
@@ -227,7 +227,7 @@ def is_mark(name: object) -> bool:
 
 
 def holds_markers(x: object) -> bool:
-    """Returns whether ``x`` is a marker dict, even a damaged one: a dict with any name that begins with ``@``."""
+    """Returns whether ``x`` is a dict in which any name begins with ``@``, and so a marker dict, possibly damaged."""
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
@@ -284,9 +284,9 @@ class MarkedValue(NamedTuple):
     Attributes:
       node: The key path up to and including the marker.
       name: The name of the value.
-      declared: What the stage declares about the value. Its ``fixed`` says whether the value is under ``"@fixed"`` in
-        the key path.
-      has_base: Whether a base counts as the main value of the array, instead of the values that are added to it.
+      declared: What the stage declares about the value. ``declared.fixed`` says whether the value is under ``"@fixed"``
+        in the key path.
+      has_base: Whether a base counts as the main value of the array, instead of the values that an adapter adds to it.
     """
 
     node: Names
@@ -321,7 +321,7 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Returns whether each stage in a key path declares that its value there has the axes of the parameter.
+    """Returns whether the value at a place has the axes of its parameter, as each stage in the key path declares.
 
     The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. The result is
     False for the factors of the ``LoRA``.
@@ -330,7 +330,7 @@ def is_aligned(place: Names) -> bool:
 
 
 def _has_axes_of_array(declared: Value) -> bool:
-    """Returns whether a value has the axes of its array, because it is the base or an aligned main value."""
+    """Returns whether a value has the axes of its array, because the value is the base or an aligned main value."""
     return declared.base or (declared.main and declared.aligned)
 
 
@@ -401,7 +401,7 @@ def same_path_error(path: str) -> ValueError:
 
 
 def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
-    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of them, and the treedef."""
+    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of these leaves, and the treedef."""
     paths, contents, treedef = flatten_with_names(tree)
     return contents, describe_places(paths), treedef
 
@@ -588,7 +588,7 @@ class Flat:
             mark, declared = value.node[-1], value.declared.axes
             # One of the later stages of this kind created the marker dict.
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
-            # If the user gave ``rows`` or ``columns``, the rows need not be the inputs.
+            # If the user gave `rows` or `columns`, the rows need not be the inputs.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
             fields = vars(makers[0]) if len(makers) == 1 else {}  # The field ``rank``, for example, is an axis size.
@@ -719,8 +719,8 @@ def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, An
 def nest(tree: Flat) -> PyTree:
     """Restores the model's own structure and the boxes. Inverse: :func:`flatten`.
 
-    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because it was
-    created from the boxes of the raw values.
+    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because that box
+    was created from the boxes of the raw values.
     """
     nested: dict[Any, Any] = {}  # The outer keys are the whole places of parameters, the inner keys single names.
     for place, x in tree.arrays.items():

@@ -162,7 +162,7 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
 
     def from_back(axes: Iterable[int]) -> Numbers:
-        """Counts axes from the back without the stacked axes, which are left out of the result as well."""
+        """Counts axes from the back, without the stacked axes; stacked axes in ``axes`` are left out."""
         return tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
 
     inputs, outputs, stacks = from_back(role.inputs), from_back(role.outputs), from_back(role.stacked)
@@ -177,7 +177,7 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Axes of a stage at an array that contradict the products of the network.
+    """A report that the axes of a stage at an array contradict the products of the network.
 
     Attributes:
       stage: The code of the stage.

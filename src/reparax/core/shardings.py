@@ -68,7 +68,7 @@ def shardings_of_raw(
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps the path of each of ``arrays`` to its leaf in ``specs``, which is a spec or an array on a mesh.
+    """Maps the path of each array in ``arrays`` to its leaf in ``specs``, which is a spec or an array on a mesh.
 
     Raises:
       ValueError: If ``arrays`` and ``specs`` have different paths, or if only specs are given, which have no shapes.
