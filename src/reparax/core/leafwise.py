@@ -239,12 +239,12 @@ class Leafwise(Parametrization):
     def takes_stacked_from_role(self) -> bool:
         """Whether the stacked axes come from the array's role, if the role is known.
 
-        The value is True in two cases:
+        The value is True, for example, in these cases:
 
         - ``stacked="stacked"``;
         - ``stacked`` and all other axes are unset, as in ``WeightNorm()``.
 
-        The value is False in three cases:
+        The value is False, for example, in these cases:
 
         - ``stacked=0``;
         - ``WeightNorm(axis=-1)``, because its ``-1`` counts all axes of the array, and could mean another axis if
@@ -307,7 +307,7 @@ class Leafwise(Parametrization):
         return stage if is_same else replace(stage, **axes)
 
     def _axes_key(self, leaf: Leaf) -> tuple[Any, ...]:
-        """Returns a hashable key for everything but the array's type that determines the axes of this stage there.
+        """Returns a hashable key for everything besides the array's type that determines the axes of this stage.
 
         Arrays with equal keys and types share one :class:`Reading`. The key holds the path and the known axes of the
         array. Either is replaced by None if the axes of the stage do not depend on it, so that more arrays share a
