@@ -1,11 +1,12 @@
 """Axes as users write them, and formulas that are mapped over stacked axes.
 
-An axis is a number, a name that a library such as flax stores with the array, or a word for its role in a network:
-``"inputs"``, ``"outputs"``, ``"stacked"`` (``core/roles.py``). Numbers and names do not count the stacked axes, along
-which independent arrays are stacked, except in the field ``stacked`` itself.
+A user gives an axis by number, by a name that a library such as flax stores with the array, or by a word for its role
+in a network: ``"inputs"``, ``"outputs"``, ``"stacked"`` (``core/roles.py``). Independent arrays are stacked along the
+stacked axes. Only the field ``stacked`` counts these axes; numbers in all other fields skip them.
 
-Raw values have the stacked axes at the same positions as the array, or as close to these as their number of axes
-allows: with ``stacked=0``, a norm of shape ``(1, out)`` becomes one of shape ``(layers, 1, out)``.
+A raw value has the stacked axes at the same positions as the array. If the raw value has too few axes for that, the
+stacked axes are as close to these positions as possible. With ``stacked=0``, norms of shape ``(1, out)`` for one layer
+become norms of shape ``(layers, 1, out)``.
 
 The following functions convert the axes in a field:
 
@@ -44,19 +45,21 @@ Axis = int | str
 Axes = Axis | tuple[Axis, ...]
 
 EACH = "each"
-"""A value for feature axes: each number of the array has its own norm, gate or similar. No axis can have this name."""
+"""A word for feature axes, by which each number of the array has its own norm, gate or similar. No axis can have this
+name."""
 
 LAST = "last"
-"""The default of a field that the user has not set. It does not mean -1: the axis follows from the array's layer or
-name, and is the last axis only in a vector. No axis can have this name."""
+"""The default of a field that the user has not set. ``"last"`` does not mean -1: the axis follows from the array's
+layer or name, and is the last axis only if the array is a vector. No axis can have this name."""
 
 
 @dataclass(frozen=True)
 class AxesCheck:
     """Checks the value of a field that holds axes of the array, by number or name.
 
-    A check returns the axes in a normal form without lists and tuples of one axis, so that equal axes compare equal:
-    ``[0, 1] -> (0, 1)`` and ``(-1,) -> -1``. Whether an array has these axes is checked later.
+    The check returns the axes in a normal form, so that equal axes compare equal. A list becomes a tuple,
+    ``[0, 1] -> (0, 1)``, and a tuple of one axis becomes that axis, ``(-1,) -> -1``. Whether an array has these axes is
+    checked later.
 
     Attributes:
       single: Whether the field takes only one axis.
@@ -102,7 +105,8 @@ check_channels = AxesCheck(whole=True, words=(EACH, LAST))
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     """Checks axes like ``check_axes``, but requires that numbers count from the front.
 
-    A raw value may have fewer axes than the array, so an axis counted from the back would be a different axis there.
+    A raw value may have fewer axes than the array, so an axis that is counted from the back would be a different axis
+    in the raw value.
     """
     checked_axes = check_axes(axes, who, name)
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
@@ -113,9 +117,9 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
 def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
     """Returns the numbers of ``axes`` in an array in ascending order, without names that the array does not have.
 
-    For axes named ``("layers", "in", "out")``, ``"layers" -> (0,)`` and ``("layers", "experts") -> (0,)``. This is used
-    for ``stacked``, because one stage may act on stacked arrays and on others. ``leaf`` may be None if no axis is a
-    name.
+    For axes named ``("layers", "in", "out")``, ``"layers" -> (0,)`` and ``("layers", "experts") -> (0,)``. The axes in
+    ``stacked`` are found in this way, because a stage may act on stacked arrays and on arrays that are not stacked. If
+    no axis is a name, ``leaf`` may be None.
 
     Raises:
       ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
@@ -126,8 +130,8 @@ def find_axes(axes: Axes, leaf: Leaf | None) -> tuple[int, ...]:
             numbers.append(axis)
             continue
         names = None if leaf is None else leaf.axes.names
-        if names is None or axis in names or axis in WORDS:  # Otherwise, the array lacks the axis.
-            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # Count from the front instead.
+        if names is None or axis in names or axis in WORDS:  # Names that the array does not have are ignored.
+            numbers.append(axes_to_numbers(axis, names) + len(names or ()))  # Convert it to a count from the front.
     return tuple(sorted(numbers))
 
 
@@ -135,14 +139,14 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
     """Raises an error unless each name in ``axes`` exists in some array, because :func:`find_axes` ignores a typo.
 
     ``who`` and ``field`` are for the error, and ``leaves`` are the arrays that the stage selects. If no array has axis
-    names, nothing is required here, because :func:`find_axes` raises an error with the path of the array.
+    names, no error is raised here, because :func:`find_axes` raises an error with the path of the array.
 
     Raises:
       ValueError: If arrays have axis names, and a name in ``axes`` is not among them.
     """
     given_names = [axis for axis in _as_tuple(axes) if isinstance(axis, str)]
-    # This is a dict because a set would list the names in a different order each time. Without given names, the leaves
-    # are not needed.
+    # The names are the keys of a dict, because a set would list them in a different order each time. If no names were
+    # given, skip the leaves.
     known_names = {name: None for leaf in leaves for name in leaf.axes.names or ()} if given_names else {}
     for axis in given_names:
         if known_names and axis not in known_names:
@@ -154,12 +158,12 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
 
 
 def _is_axis(value: object) -> bool:
-    """Returns whether a value is one axis: a whole number, or a string other than ``"each"`` and ``"last"``."""
+    """Returns whether a value is a single axis: an integer, or a string other than ``"each"`` and ``"last"``."""
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_integer(value)
 
 
 def _is_word(axes: object, word: str) -> bool:
-    """Returns whether ``axes`` is this string; a plain comparison would not return a bool for an array."""
+    """Returns whether ``axes`` is this string; if ``axes`` were an array, ``==`` would not return a bool."""
     return isinstance(axes, str) and axes == word
 
 
@@ -169,17 +173,17 @@ def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Returns whether any axis is a name or a word for its role; ``"each"`` and ``"last"`` are neither."""
+    """Returns whether any axis is given by name or by a word for its role; ``"each"`` and ``"last"`` do not count."""
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
 def has_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
-    """Returns whether any axis is one of these words for its role, such as ``"outputs"``; False for None."""
+    """Returns whether any axis is given by one of these words for its role, such as ``"outputs"``; False for None."""
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
 def _refuse_word(axis: str) -> None:
-    """Raises an error if an axis is given by a word for its role, because a number should have replaced it earlier."""
+    """Raises an error if an axis is still given by a word for its role, which a number should have replaced by now."""
     if axis in WORDS:
         raise ValueError(
             f"only the program of the network shows which axes are its {axis!r}. Write "
@@ -198,7 +202,7 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
     """
 
     def to_number(axis: Axis) -> int:
-        """Returns the number of one axis, which may already be given by number."""
+        """Returns the number of one axis, given by name or by number."""
         if isinstance(axis, int):
             return axis
         _refuse_word(axis)
@@ -241,8 +245,13 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     """Returns why ``axes``, the value of ``field``, do not fit an array, or None if they fit.
 
-    The axes may be out of bounds, contain an axis twice, as ``(0, -2)`` does for a matrix, or be ``"last"`` for an
-    array that is not a vector. None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
+    Axes do not fit in three cases:
+
+    - An axis is out of bounds.
+    - An axis is given twice, as by ``(0, -2)`` for a matrix.
+    - The value is ``"last"``, and the array is not a vector.
+
+    None and ``"each"`` fit any array. ``w`` is one array, without stacked axes.
     """
     if axes is None or axes == EACH:
         return None
@@ -268,7 +277,7 @@ def last_to_number(axes: Axes | None) -> Any:
 
 
 def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """Counts ``axes`` from the front and sorts them: ``(-1, 0) -> (0, 2)`` if ``w`` has three axes.
+    """Returns ``axes`` counted from the front, in ascending order: ``(-1, 0) -> (0, 2)`` if ``w`` has three axes.
 
     For ``"each"`` and None, the result has all axes of ``w``.
     """
@@ -278,7 +287,7 @@ def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
 
 
 def position(axis: Axis, w: Array) -> int:
-    """Returns one axis of ``w``, counted from the front."""
+    """Returns the number of an axis of ``w``, counted from the front."""
     return count_from_front(axis, w)[0]
 
 
@@ -302,7 +311,7 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
 def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
     """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w``, counted from the front.
 
-    If ``w`` has three axes, with ``stacked=0``, the axis -1 or 1 becomes 2.
+    For example, if ``w`` has three axes and ``stacked=0``, both -1 and 1 become 2.
     """
     unstacked_axes = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
     return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))
@@ -320,19 +329,19 @@ def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., 
     """Returns a version of ``formula`` that is applied to each index of the stacked axes separately.
 
     With ``stacked=(0,)``, a formula ``(6, 4) -> (1, 4)`` becomes ``(3, 6, 4) -> (3, 1, 4)``. The arguments and results
-    are arrays or dicts of arrays. All of these arrays have the stacked axes with equal sizes, at the positions that the
-    module's docstring describes. Without stacked axes, the result is ``formula`` itself.
+    are arrays or dicts of arrays. All arrays have stacked axes of equal sizes, at the positions that the module's
+    docstring describes. Without stacked axes, the result is ``formula`` itself.
     """
     if not stacked:
         return formula
-    # `jax.vmap` returns new arrays, so arrays that the formula returns unchanged are marked inside and restored
-    # outside.
+    # `jax.vmap` returns only new arrays. So arrays that the formula returns unchanged are marked inside `jax.vmap`, and
+    # outside, the original arrays are restored.
     mapped_formula = partial(mark_same, formula)
     for _ in stacked:
         mapped_formula = jax.vmap(mapped_formula)
 
     def map_over_stack(*args: Any) -> Any:
-        """Returns the results with stacked axes at the usual positions; an unchanged array stays the same object."""
+        """Calls the formula for each index, and moves stacked axes back; an unchanged array stays the same object."""
         fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
@@ -370,7 +379,10 @@ def one_stacked(w: Any, stacked: Numbers) -> Any:
 
 
 def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
-    """Yields each of the stacked arrays, or only the type of one if there are none or their numbers are unknown."""
+    """Yields each of the stacked arrays, or only the type of one if the stack is empty or its numbers are unknown.
+
+    Without stacked axes, ``w`` itself is yielded.
+    """
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
@@ -385,9 +397,9 @@ def _move_to_front(stacked: Numbers, x: Any) -> Any:
 def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
     """Returns the positions of the stacked axes in a value of ``ndim`` axes: as in the array, or as close as possible.
 
-    The stacked axis 2 of an array of three axes is at position 1 in a value of two axes.
+    For an array of three axes whose stacked axis is 2, the stacked axis of a value with two axes is 1.
     """
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
-    last_free = range(ndim - len(stacked), ndim)  # Each is the last position that leaves room for others.
+    last_free = range(ndim - len(stacked), ndim)  # the last position of each stacked axis that leaves room for the rest
     return tuple(min(axis, last) for axis, last in zip(stacked, last_free, strict=True))

@@ -1,8 +1,8 @@
 """The axes of a stage at one array: the user's own, and for unset fields, axes that follow from the array's role.
 
 The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
-program of the network, which ``rpx.roles`` has analyzed. Everywhere else they come from the layer that holds the array,
-or from its name (``core/known_axes.py``).
+program of the network, which ``rpx.roles`` has analyzed. Everywhere else, roles come from the layer that holds the
+array, or from the array's name (``core/known_axes.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What an array of 2, 3 or 4 axes may be: letters for its axes (``core/known_axes.py``), and the text for an error."""
+"""What an array of 2, 3 or 4 axes may be: letters for its axes (``core/known_axes.py``), and their text in errors."""
 
 _OR_ROLES = (
     "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
@@ -59,8 +59,8 @@ _OR_ROLES = (
 def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
     """Maps each field that takes its axes from the role of an array to these axes: ``{"axis": -1, "stacked": 0}``.
 
-    The result is empty if all axes are given, or the stage needs none. Fields of ``stage`` that hold axes by path must
-    already be resolved for the array.
+    If the user gave all axes, or the stage needs no axes, the result is empty. Fields of ``stage`` that hold axes by
+    path must already be resolved for the array.
 
     Args:
       stage: The stage.
@@ -79,7 +79,7 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     n_unstacked = w.ndim - len(given)
     is_matrix = n_unstacked == 2 and stage.any_matrix and not known.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
-        return {}  # It is a vector or a matrix that needs no axes, or another check reports ``stacked``.
+        return {}  # A vector, or such a matrix, needs no axes. Another check reports wrong stacked axes.
     if stage.outside_networks and not known.is_class:
         why = f"its name does not tell whether a network contracts it or it holds {stage.outside_networks}"
         known = KnownAxes(why=why)
@@ -90,17 +90,17 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
-    """Returns the stacked axes of ``w``, an array or its type; the default selection ignores these dimensions.
+    """Returns the stacked axes of ``w``, an array or its type; the default selection ignores these axes.
 
     The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` of shape
-    ``(3, 8, 4)`` has one, ``(0,)``. If the layer allows several choices, the result is the first one; only the number
-    of axes matters here. If the layer allows none, the result has as many axes as the array has beyond those of the
-    layer, and another check reports an error.
+    ``(3, 8, 4)`` has the stacked axis 0. If several choices fit the layer, the result is the first choice, because only
+    the number of axes matters here. If no choice fits the layer, the result has as many axes as the array has in
+    addition to those of the layer, and another check reports the error.
     """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
     given = find_axes(stage.stacked, leaf)
-    # The layer's axes count only if neither the user nor a network gives stacked axes, and the stage needs axes.
+    # The layer determines the stacked axes only if neither the user nor a network does, and the stage needs axes.
     if given or leaf.network_role is not None or not stage.lacks_axes or not leaf.axes.are_of_layer:
         return given
     stacks = leaf.axes.possible_stacks(w.shape)
@@ -110,11 +110,11 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     """Maps each field that takes its axes from the role of an array to its axes in an array with this role.
 
-    For a kernel ``(in, out)``, a field for ``"outputs"`` gets -1, and one for ``"inputs"`` gets -2. The axes are
-    numbers that count from the back without the stacked axes; ``stacked`` itself counts from the front.
+    For a kernel ``(in, out)``, a field for ``"outputs"`` gets -1, and a field for ``"inputs"`` gets -2. These numbers
+    count from the back, without the stacked axes. The numbers in ``stacked`` count from the front.
 
     Raises:
-      ValueError: If the role leaves open which axes these are, or gives several for a field that takes one.
+      ValueError: If the role does not determine the axes, or gives several axes for a field that takes one.
     """
     axes_of_field = {"stacked": one_or_tuple(role.stacked)} if stage.takes_stacked_from_role else {}
     if not stage.axes_from_role:
@@ -125,7 +125,7 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
-        # Each word may stand for several axes. Anything that is not a word is already a number.
+        # A word may stand for several axes. An axis that is not a word is already a number.
         found = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(found, tuple) and stage._checks[name].check.single:
             raise ValueError(
@@ -139,7 +139,7 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     """Returns why words such as ``"outputs"`` have no meaning for this role, as the beginning of an error text.
 
-    The result is empty if the words have a meaning. The ``stacked`` axes need no role.
+    If the words have a meaning, the result is empty. The ``stacked`` axes need no role.
     """
     if role.why:
         return f"no product of it with data is known ({role.why}). Give its axes by number"
@@ -151,11 +151,11 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
-    """Returns the error text for an array whose axes are unknown: what it may be, and what to write in each case.
+    """Returns the error text for an array whose axes are unknown, with what to write for each possible meaning.
 
     ``stacked`` holds the stacked axes that the user gave, and ``why`` is the reason. For an array of shape ``(3, 4)``,
     the text offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for ``(out, in)``. If the
-    layer is known and only the stacked axes are not, the text offers the possible choices of stacked axes.
+    layer is known and only the stacked axes are unknown, the text offers the possible choices of stacked axes.
     """
     stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
@@ -163,16 +163,16 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
         return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
     n_unstacked = w.ndim - len(stacked)
     inputs = "i" * (n_unstacked - 1)
-    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # This is for five axes and more.
+    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # for arrays of five axes or more
     meanings_of_code = dict[str, list[str]]()
     if stage.outside_networks:
         along_last = dict.fromkeys(stage.unset_axes, -1)
         meanings_of_code[repr(replace(stage, **along_last))] = [stage.outside_networks]
     for letters, meaning in _MEANINGS.get(n_unstacked, any_ndim):
         if stacked and "s" in letters:
-            continue  # The user gave all stacked axes.
+            continue  # The user already gave the stacked axes, so the other axes cannot be stacked.
         role = KnownAxes(role_by_letters(letters, (None,) * n_unstacked)).role_of(w, stacked)
-        with suppress(ValueError, TypeError):  # A stage may not accept such axes, so there is nothing to write.
+        with suppress(ValueError, TypeError):  # If the stage does not accept such axes, offer nothing for them.
             code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
             meanings_of_code.setdefault(code, []).append(meaning)
     writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
@@ -183,8 +183,9 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     """Describes the axes of a stage at an array and their source as text for a table: ``"axis=-1 (nnx.Linear)"``.
 
     ``bound`` is the stage resolved for that array, and ``known`` is what is known about the array without a network.
-    The source is ``given`` if the user set the axes, the layer or name if they follow from it, and ``a matrix`` if the
-    stage takes any matrix. The result is empty if the axes do not matter to the stage.
+    The source is ``given`` if the user set the axes. If the axes follow from the layer or name, the source is that
+    layer or name. If the stage takes any matrix, the source is ``a matrix``. If the axes do not matter to the stage,
+    the result is empty.
     """
     if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""  # A stage that does not treat each array on its own, such as `Tie`, has no `by_roles`.
@@ -204,23 +205,23 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({source})"
 
 
-# The functions below are for chains in a network whose program was analyzed, so the roles of its parameters are known.
+# The functions below handle chains for a network whose program was analyzed, so the roles of parameters are known.
 
 
 def visit_with_roles(
     who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
 ) -> list[Any]:
-    """Calls ``visit`` on each stage, the last one first, and returns the stages that take their place.
+    """Calls ``visit`` on each stage, starting with the last, and returns the stages that replace them.
 
-    ``init`` of a chain runs the last stage first, so its results, of which only types are computed, are the arrays of
-    the stage before it. Each array inherits its role from the parameter whose axes it follows.
+    ``init`` of a chain runs the last stage first, and the results are the arrays for the stage before it. Only the
+    types of these arrays are computed. Each array inherits its role from the parameter whose axes it follows.
 
     Args:
       who: The call, for errors.
       stages: The stages of a chain.
       roles: A tree of roles, or a model of nnx or equinox layers.
-      visit: Gets a stage, and the types of the arrays that ``init`` of the stage takes, with their roles. It returns
-        one stage, or several that form a chain.
+      visit: A function that gets a stage, and the types of the arrays that ``init`` of the stage takes, with their
+        roles. The function returns one stage, or several stages that form a chain.
     """
     roles_of_params = roles_of(who, roles)
     tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
@@ -229,14 +230,15 @@ def visit_with_roles(
     for stage in reversed(stages):
         tree, origins = follow_axes(later_stages, tree, origins)
         later_stages = list(visit(stage, replace(tree, roles=_inherit_roles(roles_of_params, tree, origins))))
-        new_stages[:0] = later_stages  # The stages are visited backwards, so add these in front.
+        new_stages[:0] = later_stages  # The stages are visited backwards, so each result goes in front.
     return new_stages
 
 
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
-    """Returns the role of each array of a raw tree whose parameter has one; ``origins`` says which axes correspond.
+    """Derives the role of each array of a raw tree from the role of its parameter, if the parameter has a role.
 
-    For a norm ``g`` of shape ``(1, out)`` of a kernel ``(in, out)``, axis 1 is an output.
+    ``origins`` says which axes correspond. If the norms ``g`` of a kernel ``(in, out)`` have the shape ``(1, out)``,
+    for example, axis 1 of the norms is an output.
     """
     sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
     return {
@@ -249,11 +251,10 @@ def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Role
 def roles_of(who: object, roles: PyTree) -> Roles:
     """Returns the role of each parameter by its place, from a tree of roles or a model of nnx or equinox layers.
 
-    Leaves of the model that are not arrays, such as functions, have no role. A tree of roles may contain such leaves
-    too.
+    Leaves of a model that are not arrays, such as functions, have no role. A tree of roles may contain such leaves too.
 
     Raises:
-      TypeError: If ``roles`` is neither, but for example a plain tree of parameters.
+      TypeError: If ``roles`` is anything else, such as a plain tree of parameters.
     """
     leaves = items(roles)
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
@@ -272,9 +273,9 @@ def roles_of(who: object, roles: PyTree) -> Roles:
 def with_axes(stage: Any, tree: Flat) -> list[Any]:
     """Returns the stage with all axes as numbers, given a tree of types with the roles of its arrays.
 
-    ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if all kernels have their outputs last, or else a stage with axes
-    by path. The result has several stages if two values of one array need different axes, because axes by path cannot
-    tell the two apart.
+    ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if all kernels have their outputs last. Otherwise, it becomes a
+    stage with axes by path. If two values of one array need different axes, the result has several stages, because both
+    values have the same path.
     """
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
@@ -286,8 +287,8 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
-    # Later calls select arrays without roles. If they would select other arrays, axes by path limit the stage to the
-    # same arrays.
+    # Later calls select arrays without roles. If these calls would select other arrays, give axes by path, which limit
+    # the stage to the right arrays.
     if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
         return [new_stage]
     return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
@@ -298,8 +299,8 @@ def _with_numbers(
 ) -> Any:
     """Returns the stage with these axes in its fields: as plain axes if all leaves agree, and otherwise by path.
 
-    With ``several``, the axes are given by path in any case, which limits the stage to these leaves. ``paths`` are the
-    paths of all arrays of the tree. A leaf without an entry for a field keeps the axes that the stage has there.
+    With ``several``, the axes are always given by path, which limits the stage to these leaves. ``paths`` are the paths
+    of all arrays of the tree. If a leaf has no entry for a field, the field keeps the axes that the stage has for it.
     """
     new_axes = dict[str, Any]()
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -311,10 +312,10 @@ def _with_numbers(
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Yields a misfit wherever the axes of the stage contradict the roles of the arrays in ``tree``.
+    """Yields a misfit for each field of the stage whose axes contradict the role of an array in ``tree``.
 
-    The stage selects arrays as it does in ``init``, where there are no roles. Arrays whose role is unknown or ambiguous
-    contradict nothing.
+    The stage selects arrays as in ``init``, which knows no roles. If the role of an array is unknown or ambiguous, no
+    misfit is reported for this array.
     """
     for leaf in stage._selected("with_axes", replace(tree, roles=None).leaves(bases=stage._takes_base)):
         role = (tree.roles or {}).get(leaf.place)
@@ -323,9 +324,9 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """Yields a misfit if ``stacked`` contradicts the role of an array, or else one for each other field that does.
+    """Yields a misfit if ``stacked`` contradicts the role of an array, or else a misfit for each other such field.
 
-    Other fields do not count stacked axes, so they could not be compared if the stacked axes are wrong.
+    Other fields do not count the stacked axes, so if the stacked axes are wrong, these fields cannot be compared.
     """
     misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
     stage_here = stage._checked_for("with_axes", leaf)
@@ -336,7 +337,7 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
     one_array, numbers = one_stacked(leaf.content, stacked), axes_by_word(role, stacked)
     for field, (axes, word) in stage_here.axes_in_use(one_array).items():
         found = tuple(axis - one_array.ndim for axis in axes)
-        fits_transposed = stage.transposes and found == numbers[INPUTS]  # The stage treats the transpose alike.
+        fits_transposed = stage.transposes and found == numbers[INPUTS]  # The stage treats `w` and `w.T` alike.
         if found != numbers[word] and not fits_transposed:
             yield misfit(field=field, got=found, expected=numbers[word])
 
@@ -345,10 +346,10 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
     """Copies the stage for different places in the raw tree, if two values with the same path need different axes.
 
     The factors ``a`` and ``b`` of a low-rank kernel, for example, both have the path of the kernel, so axes by path
-    would be the same for both. The result is then a stage for all ``a``, and one for all ``b``. It is empty if no two
-    values need different axes.
+    would be the same for both. In this example, the result has one stage for all ``a``, and another for all ``b``. If
+    no two values with the same path need different axes, the result is empty.
     """
-    different_axes = dict[str, list[Mapping[str, Any]]]()  # The keys are paths; the axes keep their order.
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # Maps each path to its different axes, in order.
     leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         axes_at_path = different_axes.setdefault(leaf.path, [])
@@ -362,7 +363,7 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """Returns a copy of the stage that selects only these leaves, by their places in the raw tree.
 
-    Fields by path are kept for the paths of these leaves only, since expressions that match no array are an error.
+    Fields by path are kept only for the paths of these leaves, because an expression that matches no array is an error.
     """
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()

@@ -1,9 +1,9 @@
 """Stages whose effective arrays lie in a constraint set, their image: membership tests, projections and samples.
 
-A map is flat where its gradient is zero. Raw values that start at such a point would never train, so ``init`` refuses
-arrays that lead to them.
+A map is *flat* where its gradient is zero. Raw values that start at such a point would never train, so ``init`` refuses
+arrays that lead to such raw values.
 
-An array is *known* if its numbers can be read, because it is neither traced nor just the type of an array. Only known
+An array is *known* if its numbers can be read. The numbers of traced arrays, and of types, cannot be read. Only known
 arrays are checked.
 """
 
@@ -30,7 +30,7 @@ from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 
 
 def is_known(w: Array) -> bool:
-    """Returns whether the numbers of ``w`` are known, because it is neither traced nor a type."""
+    """Returns whether the numbers of ``w`` are known; they are unknown if ``w`` is traced, or is a type."""
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
@@ -45,8 +45,8 @@ def why_infinite(w: Array) -> str | None:
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
     """Returns whether ``w`` is within ``tolerance`` of its projection, as a boolean scalar.
 
-    ``tolerance`` is in units of the largest entry of ``w``. None stands for a default that covers rounding errors.
-    These grow with the number of summands, and therefore with the longest axis.
+    ``tolerance`` is in units of the largest entry of ``w``. None stands for a default that covers rounding errors, and
+    grows with the longest axis, because rounding errors grow with the number of summands.
     """
     relative = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return _is_within(widened(w), widened(projection), relative)
@@ -54,7 +54,7 @@ def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Arr
 
 @inlined
 def _is_within(x: Array, projection: Array, relative: float | Array) -> Array:
-    """Returns whether no entry of ``x`` is farther from its projection than ``relative`` times its largest entry."""
+    """Returns whether no entry of ``x`` is farther from its projection than ``relative`` times the largest entry."""
     distance = jnp.max(jnp.abs(projection - x), initial=0.0)
     return distance <= relative * jnp.max(jnp.abs(x), initial=0.0)
 
@@ -68,7 +68,7 @@ def _all_finite(w: Array) -> Array:
 def _is_mask_for(shape: tuple[int, ...], flat: Any) -> bool:
     """Returns whether ``flat`` is a boolean array that broadcasts to ``shape``, as ``(4, 1)`` does to ``(4, 3)``."""
     is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
-    # Axes are compared from the back. This is not strict because the first axes of ``shape`` may have no counterpart.
+    # Compare axes from the back. `zip` is not strict, because the first axes of `shape` may have no counterpart.
     return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
@@ -92,17 +92,17 @@ class Constraint(Reparametrization):
 
     A subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the image
     nearest to ``w``. If your class returns another point, say so in its docstring. ``contains``, ``project`` and
-    ``sample`` follow from these two formulas. If you know a simpler test or a better distribution, write
-    ``contains_leaf``, ``project_leaf`` or ``sample_leaf``, for one array.
+    ``sample`` follow from these two formulas. If you know a simpler test, a simpler projection or a better
+    distribution, write ``contains_leaf``, ``project_leaf`` or ``sample_leaf``. Each of these takes a single array.
 
     If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start at such a point would
-    never train, so ``init`` refuses them by default.
+    never train, so ``init`` refuses such numbers by default.
 
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
         point that the class defines), so the model changes; a point with zero gradient is an error. ``"unchecked"``
         does the same, but allows points with zero gradient. ``"raise"`` accepts only points of the image with nonzero
-        gradient. Traced arrays are not checked, and neither are known arrays against traced bounds.
+        gradient. Traced arrays are not checked, and if bounds are traced, arrays are not checked against them.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -126,12 +126,12 @@ class Constraint(Reparametrization):
     def _map_formula(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
         """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``, and stacks the results.
 
-        The stage that the formula gets has no stacked axes. If it acts on matrices, the arrays are merged into
+        The formula gets a stage without stacked axes. If the stage acts on matrices, the arrays are merged into
         matrices.
 
         Raises:
-          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. The latter error names
-            ``method``.
+          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. If the axes do not fit, the
+            error names ``method``.
         """
         if self._varying_fields:
             raise ValueError(
@@ -146,9 +146,9 @@ class Constraint(Reparametrization):
     def flat_leaf(self, w: Array) -> Array:
         """Returns which numbers of ``w`` would start where the map is flat, so that no gradient would ever move them.
 
-        By default, there are none. The result is a boolean array that has the shape of ``w`` or broadcasts to it; for
-        example, it may have one entry for each row. ``return w <= 0`` means that the map has no gradient for numbers
-        that are not positive.
+        The result is a boolean array that broadcasts to the shape of ``w``; it may, for example, have one entry for
+        each row. ``return w <= 0`` means that the gradient is zero for numbers that are not positive. The default
+        returns False for all numbers.
         """
         return jnp.zeros((), bool)
 
@@ -167,8 +167,8 @@ class Constraint(Reparametrization):
 
         Args:
           w: An array with a shape that the stage accepts.
-          tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
-            Default: ten times the machine epsilon times the length of the longest axis.
+          tolerance: The largest distance that an entry may have from its projection, in units of the largest entry of
+            ``w``. Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
           TypeError: If ``w`` is not an array.
@@ -205,7 +205,7 @@ class Constraint(Reparametrization):
         return self.apply_leaf(self.init_leaf(w))
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Computes :meth:`contains` for one array, without stacked axes. Default: compares it with its projection."""
+        """Computes :meth:`contains` for one array, without stacked axes. Default: compares ``w`` and its projection."""
         return is_near(w, self.project_leaf(w), tolerance)
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -215,8 +215,8 @@ class Constraint(Reparametrization):
     def _why_refused(self, w: Array) -> str | None:
         """Returns why the stage cannot start at ``w``, or None if it can.
 
-        Known numbers must be finite, and ``outside`` must allow them. Known arrays are checked even under ``jax.jit``,
-        where operations would otherwise be traced.
+        The numbers of a known array must be finite, and ``outside`` must allow them. Known arrays are checked even
+        under ``jax.jit``, where operations on them would otherwise be traced.
         """
         reason = super()._why_refused(w) or why_infinite(w)
         if reason is not None or self.outside == "unchecked" or not is_known(w):
@@ -225,10 +225,7 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        """Returns why ``init`` refuses a known array because it lies outside the image, or None if it does not.
-
-        An array is refused for this reason only if ``outside`` is ``"raise"``.
-        """
+        """Returns an error text if a known array lies outside the image and ``outside`` is ``"raise"``, or None."""
         if self.outside != "raise":
             return None
         is_inside = self.contains_leaf(w)
@@ -240,9 +237,9 @@ class Constraint(Reparametrization):
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
-        """Returns why ``init`` refuses a known array because the map is flat at some of its numbers, or None.
+        """Returns an error text if the map is flat at some numbers of a known array, or None.
 
-        This raises no error itself; a wrong result of a user's ``flat_leaf`` is returned as a reason, too.
+        If a user's ``flat_leaf`` returns a wrong result, the error text says so.
         """
         flat = self.flat_leaf(w)
         if not _is_mask_for(w.shape, flat):

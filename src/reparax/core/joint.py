@@ -1,8 +1,8 @@
 """Stages whose formula takes several arrays at once, such as the kernel and the bias of a layer.
 
-The arrays that one call of the formula takes form a group. With ``Joint.arrays``, there is a group for each text that
-the expressions capture, such as one per layer. Otherwise, all arrays that the stage selects form one group. Each group
-is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
+The arrays that one call of the formula takes form a group. With ``Joint.arrays``, each text that the expressions
+capture determines a group, such as one group per layer. Otherwise, all arrays that the stage selects form one group.
+Each group is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ class Joint(Leafwise):
 
     A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
     the names in ``arrays``, and optionally ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
-    stored at the path of that array, under the marker ``@kind``, so other stages, labels and weight decay find them
-    there. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`.
+    stored at the path of that array, under the marker ``@kind``, where other stages, labels and weight decay find them.
+    An array without raw values leaves an empty marker dict. Declare ``raw_values`` as for :class:`Reparametrization`.
     The stage cannot draw noise.
 
     Args:
       arrays: For each name in the formula, a regular expression that the whole path of the array must match. Arrays
         whose expressions capture the same text in parentheses form a group, and the formula is applied to each group,
         for example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where``
-        selects form one group, with their paths in the raw tree as names, as for one ranking of all weights.
-      where: As for :class:`Perturbation`. It cannot be combined with ``arrays``.
-      stacked: As for :class:`Perturbation`, with the same axes in all arrays of a group: the formula is applied to each
-        index separately. Set ``stacked`` for layers that are stacked in one array, as under a scan. Otherwise the
-        formula treats them as one array, so a gain, for example, would be one number for all layers.
+        selects form one group, and their names are their paths in the raw tree. A formula that ranks all weights
+        together, for example, needs such a group.
+      where: As for :class:`Perturbation`. Do not pass both ``where`` and ``arrays``.
+      stacked: As for :class:`Perturbation`. The axes are the same in all arrays of a group, and the formula is applied
+        to each index separately. Set ``stacked`` if layers are stacked in one array, as under a scan. Otherwise, the
+        formula treats all layers as one array, so a gain, for example, would be one number for all layers.
 
     Raises:
       TypeError: If ``arrays`` is not such a dict, or if a subclass sets ``stochastic``.
@@ -82,12 +83,13 @@ class Joint(Leafwise):
     arrays: Any = field(default=None, metadata={"positional": True})
 
     elementwise: ClassVar[Any] = True
-    """This is True so that the stage may leave out a network's stacked axes: a formula may take all layers together."""
+    """Joint stages count as elementwise, so that they need not name a network's stacked axes: a formula may take all
+    layers together."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises an error if the class defines formulas on one array, or is random."""
         super().__init_subclass__(**kwargs)
-        # `refuse_leaf` is about each array that is selected, so a Joint may have it.
+        # `refuse_leaf` checks each selected array separately, so a Joint may define it.
         wrong_names = [name for name in vars(cls) if name.endswith("_leaf") and name != "refuse_leaf"]
         if cls.stochastic:
             wrong_names.append("stochastic")
@@ -99,7 +101,7 @@ class Joint(Leafwise):
             )
 
     def __post_init__(self) -> None:
-        """Checks ``arrays`` and the arguments that it excludes, and stores ``arrays`` as a tuple, which is hashable."""
+        """Checks ``arrays`` and its combination with other arguments, and stores it as a tuple, which is hashable."""
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
@@ -118,7 +120,7 @@ class Joint(Leafwise):
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
         """Returns the raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
 
-        From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that it can return.
+        From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that the formula can return.
         """
 
     @abstractmethod
@@ -126,10 +128,10 @@ class Joint(Leafwise):
         """Computes the effective array for each name from the raw values of all names, including fixed values."""
 
     def update_leaves(self, values: RawValues) -> RawValues:
-        """Returns the fixed values that change in one training step, by the name of the array and that of the value.
+        """Returns the fixed values that change in one training step, by the names of the array and the value.
 
-        The result must contain the name of every array, with an empty dict if no value of it changes. The values must
-        keep their shapes and dtypes.
+        The result must contain the name of every array, with an empty dict if no value of that array changes. The
+        values must keep their shapes and dtypes.
         """
         return {}
 
@@ -138,13 +140,13 @@ class Joint(Leafwise):
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Returns whether the class defines the formula for ``verb``; a Joint can do so only for ``"update"``."""
+        """Returns whether the class defines the formula for ``verb``; False for every verb other than ``"update"``."""
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """Returns a site for each group of ``arrays``, or else one site for all arrays that ``where`` selects.
 
-        In ``init``, the leaves of ``tree`` are the arrays themselves; later, they are marker dicts.
+        In ``init``, the leaves of ``tree`` are the arrays themselves. In later calls, the leaves are marker dicts.
         """
         who = CallName(self, method)
         if self.arrays:  # The expressions determine the groups, so marker dicts are not read to select them.
@@ -154,7 +156,7 @@ class Joint(Leafwise):
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         else:
             leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
-            for leaf in leaves:  # If a value is missing, the error should name its array only.
+            for leaf in leaves:  # Check each array separately, so that an error names only the array with the fault.
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
@@ -167,7 +169,7 @@ class Joint(Leafwise):
         marker_dicts = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in marker_dicts:
             with checks.locate_errors(who.at(leaf.path)):
-                leaf.content.arrays()  # only for its error
+                leaf.content.arrays()  # called only because it raises an error for a damaged marker dict
         return marker_dicts
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
@@ -181,17 +183,17 @@ class Joint(Leafwise):
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Checks the marker dict at ``path``, unless its values make sense only together with those of its group."""
+        """Checks the marker dict at ``path``, unless its values have a meaning only together with its whole group."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns the aligned value, or else the effective array of a group that consists of this array alone."""
+        """Returns the aligned value, or without such a value, the effective array of a group of only this array."""
         aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """Returns the initial raw values of one group by name; they are not random, so ``key`` is unused."""
+        """Returns the initial raw values of one group by name; ``key`` is unused, because the values are not random."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
@@ -201,7 +203,7 @@ class Joint(Leafwise):
         checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """Returns the effective arrays of one group by name; they are not random, so ``key`` is unused."""
+        """Returns the effective arrays of one group by name; ``key`` is unused, because they are not random."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
@@ -219,8 +221,8 @@ class Joint(Leafwise):
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """Returns the new values that ``update_leaves`` computes at one site.
 
-        A stage on one array overrides this hook of :class:`Leafwise` to pass gradients and a key; ``update_leaves`` of
-        a joint stage takes neither, so they are ignored here.
+        ``update_leaves`` takes neither gradients nor a key, so ``grads`` and ``key`` are unused. A stage on one array
+        overrides the same method to pass them to its formula.
         """
 
         def checked_update(values: RawValues) -> RawValues:
@@ -239,7 +241,7 @@ class Joint(Leafwise):
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns this stage with ``"stacked"`` replaced by the numbers of the stacked axes, which all groups share.
 
-        The formula deals with all other axes itself, so there is nothing else to replace.
+        The formula itself handles all other axes, so no other field is replaced.
         """
         if self.arrays is None or not has_words(self.stacked):
             return [self]
@@ -254,12 +256,13 @@ class Joint(Leafwise):
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
-        """Groups the leaves for which the expressions capture the same text, and returns each group as a dict by name.
+        """Groups the leaves whose paths capture the same text, and returns each group as a dict by name.
 
         ``{"w": "(.*)/kernel", "b": "(.*)/bias"}`` gives ``[{"w": <0/kernel>, "b": <0/bias>}, {"w": <1/kernel>, ...}]``.
 
         Raises:
-          ValueError: If an expression matches no array, an array matches twice, or a group lacks an array.
+          ValueError: If an expression matches no array, an array matches two expressions, two arrays of one group have
+            the same name, or a group lacks an array.
         """
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
         groups = dict[Any, dict[str, Leaf]]()  # The keys are the captured texts.
@@ -278,7 +281,7 @@ class Joint(Leafwise):
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """Copies the dicts of the raw values, because a user's formula may modify the dicts that it gets."""
+    """Copies the dicts of raw values, because a user's formula may modify its arguments."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 
@@ -300,9 +303,9 @@ def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) ->
 
 
 def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
-    """Returns the error for an array that matches for a name that its group already has, or that has a name already.
+    """Returns the error for an array whose name is already taken in its group, or that already has another name.
 
-    ``occupant`` is the end of the sentence "... but already has".
+    ``occupant`` completes the sentence "... but already has".
     """
     return ValueError(
         f"{who} found {leaf.path!r} for {name!r}, but already has {occupant}. Capture in parentheses "
@@ -321,7 +324,7 @@ def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[st
 
 
 def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """Returns the stacked axes that several arrays have in common, and raises an error if they differ.
+    """Returns the stacked axes that all arrays share, and raises an error if the arrays differ in them.
 
     ``source`` ends the first sentence of the error, such as " for stacked='layers'", or is empty.
     """
@@ -347,8 +350,8 @@ def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
     """Converts a dict of names and regular expressions to a tuple of its items, which is hashable.
 
-    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. The function also takes such a tuple, so that a stage
-    can be rebuilt from its own fields. ``who`` is the class of the stage, for errors.
+    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. Such a tuple is accepted too, so that a stage can be
+    rebuilt from its own fields. ``who`` is the class of the stage, for errors.
 
     Raises:
       TypeError: If ``arrays`` is neither a dict nor a tuple of this form, or is empty.

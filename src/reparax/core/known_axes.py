@@ -3,12 +3,17 @@
 In a model of nnx or equinox modules, only the class of the layer counts; the tables for these libraries are in
 ``models/_nnx_layers.py`` and ``models/_equinox_layers.py``. In a plain tree, only the name of the array counts. Both
 lead to a :class:`KnownAxes`, which gives a :class:`Role` for an array of a certain shape. The role says what each axis
-is in a network. If the array has more axes than the layer gives it, the further axes are stacked, as under
+is in a network. If the array has more axes than the layer declares, the additional axes are stacked, as under
 ``jax.vmap``.
 
-In the tables, each axis has a letter: ``i`` for inputs, ``w`` for axes along which the window of a convolution moves,
-``o`` for outputs, ``s`` for stacked axes, ``r`` for the rows of a table that is looked up, and ``v`` for the axes of a
-bias or a scale, which no product contracts.
+In the tables, each axis has a letter:
+
+- ``i``: inputs
+- ``w``: inputs along which the window of a convolution moves
+- ``o``: outputs
+- ``s``: stacked axes
+- ``r``: the rows of a look-up table
+- ``v``: the axes of a bias or a scale, which no product contracts
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from reparax.core.paths import AxisNames, is_flax_instance
 from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use, one_or_tuple
 
 Spec = tuple[Any, ...]
-"""The letters for the axes of an array of a layer, then a size for each letter, or a tuple of sizes if a letter stands
-for several axes: ``("wio", (3, 3), 8, 16)`` for a kernel of shape ``(3, 3, 8, 16)``."""
+"""The axes of an array of a layer: a string of letters, and then a size for each letter. If a letter stands for several
+axes, a tuple gives their sizes. A kernel of shape ``(3, 3, 8, 16)``, for example, has ``("wio", (3, 3), 8, 16)``."""
 Sizes = tuple[int | None, ...]
 """The sizes of axes. None stands for any size."""
 
@@ -38,9 +43,9 @@ class KnownAxes:
     """What is known about the axes of an array.
 
     Attributes:
-      role: The role of one array, without stacked axes. Its ``shape`` has None where any size is possible, and is empty
-        if the axes are unknown.
-      why: Why the axes are unknown, for any array or for one of another shape.
+      role: The role of one array, without stacked axes. The ``shape`` of the role has None where any size is possible,
+        and is empty if the axes are unknown.
+      why: Why the axes are unknown, either for all arrays, or for arrays of another shape.
       source: The class of the layer, or the name of the array in a plain tree.
       is_class: Whether a module holds the array, so that only the class of the module determines its axes.
       siblings: The other arrays of the same layer: the number of each among the leaves of the model, and its sizes.
@@ -72,12 +77,12 @@ class KnownAxes:
     def of_factor(self, axes: Sequence[str], ranks: Mapping[str, int]) -> KnownAxes:
         """Derives what is known about the axes of a factor of the array, such as one matrix of a low-rank product.
 
-        ``axes`` are the axes that the stage declares for the factor: ``"rows"`` and ``"columns"`` stand for the inputs
-        and the outputs of the array, and others, such as ``"rank"``, have sizes in ``ranks``. For a kernel of shape
-        ``(8, 4)``, ``("rows", "rank")`` and the rank 2 give the shape ``(8, 2)``, with inputs ``(0,)`` and outputs
-        ``(1,)``.
+        ``axes`` are the axes that the stage declares for the factor. ``"rows"`` and ``"columns"`` stand for the inputs
+        and the outputs of the array. The sizes of other axes, such as ``"rank"``, are in ``ranks``. If the kernel has
+        the shape ``(8, 4)`` and the rank is 2, a factor with ``("rows", "rank")`` has the shape ``(8, 2)``, the inputs
+        ``(0,)`` and the outputs ``(1,)``.
         """
-        if not self.sizes:  # The factor's axes are then unknown too, and have other names.
+        if not self.sizes:  # The factor's axes are unknown too, and the array's axis names do not apply to the factor.
             return replace(self, role=_NO_ROLE, names=None)
         groups = {"rows": self.role.inputs, "columns": self.role.outputs}
         followed = tuple(chain(*(groups.get(axis, (axis,)) for axis in axes)))
@@ -86,12 +91,12 @@ class KnownAxes:
         return KnownAxes(role, self.why, f"a factor of {self.source}" if self.is_class else self.source, self.is_class)
 
     def possible_stacks(self, shape: Numbers, given: Numbers = ()) -> list[Numbers]:
-        """Returns the choices of stacked axes without which an array of that shape has the known sizes.
+        """Returns each choice of stacked axes for which the other axes of an array of this shape have the known sizes.
 
         For the sizes ``(8, 4)``, the shape ``(3, 8, 4)`` gives ``[(0,)]``, ``(8, 4)`` gives ``[()]``, and ``(5, 5)``
-        gives ``[]``, because there is no choice. If the user gave stacked axes, ``given``, they are the only choice. An
-        array that is not part of a layer has stacked axes only if they are given. The result is also empty if nothing
-        is known about the axes.
+        gives ``[]``, because no choice fits. If the user gave stacked axes, ``given``, no other choice is possible. An
+        array that is not part of a layer has stacked axes only if the user gave them. If nothing is known about the
+        axes, the result is empty too.
         """
         if not self.sizes or not (self.is_class or given or len(shape) == len(self.sizes)):
             return []
@@ -100,9 +105,9 @@ class KnownAxes:
     def role_of(self, w: Any, stacked: Numbers = (), tree: Any = None) -> Role:
         """Returns the role of an array with the shape of ``w``; an unknown role has no axes, and a reason in ``why``.
 
-        The role is known if there is exactly one choice of stacked axes. ``stacked`` holds the stacked axes that the
-        user gave. With ``tree``, a :class:`Flat`, the other arrays of the layer must have stacked axes of the same
-        sizes.
+        The role is known if exactly one choice of stacked axes is possible. ``stacked`` holds the stacked axes that the
+        user gave. If ``tree``, a :class:`Flat`, is given, the role is known only if the other arrays of the layer have
+        stacked axes of the same sizes.
         """
         stacks = self.possible_stacks(w.shape, stacked)
         is_known = len(stacks) == 1
@@ -115,17 +120,18 @@ class KnownAxes:
         return self.role.follow(followed, w.shape, w.dtype, stack)
 
     def _expected(self, stacks: Sequence[Numbers]) -> str:
-        """Returns why the role is unknown: the shape in the layer, and the choices of stacked axes, if any."""
+        """Returns why the role is unknown, with the shape in the layer and the possible stacked axes, if any."""
         expected = f"its shape in {self.source} is {self.sizes}"
         if not stacks:
             return expected
         return f"{expected}, so the stacked axes may be {' or '.join(str(one_or_tuple(stack)) for stack in stacks)}"
 
     def _why_not_stacked(self, w: Any, stacked: Numbers, tree: Any) -> str:
-        """Returns why these axes cannot be stacked layers: another array of the layer has none of the same sizes.
+        """Returns why these axes cannot be stacked layers, or "" if they can.
 
-        A kernel of shape ``(3, 8, 4)`` beside a bias of shape ``(5, 4)`` is such a case. The result is empty if the
-        axes can be stacked layers, or without ``tree``, in which the other arrays are looked up.
+        The axes cannot be stacked layers if another array of the layer has no stacked axes of the same sizes, as for a
+        kernel of shape ``(3, 8, 4)`` beside a bias of shape ``(5, 4)``. The other arrays are looked up in ``tree``.
+        Without ``tree``, the result is empty.
         """
         sizes = tuple(w.shape[axis] for axis in stacked)
         for leaf_number, sizes_in_layer in self.siblings if tree else ():
@@ -135,15 +141,17 @@ class KnownAxes:
                 continue
             possible = [tuple(shape[axis] for axis in stack) for stack in _stacks_of(shape, sizes_in_layer)]
             if sizes not in possible:
-                of_sibling = possible[0] if possible else shape[: len(shape) - len(sizes_in_layer)]  # a guess, to show
+                # If no choice of axes is possible, show a guess: the axes in front.
+                of_sibling = possible[0] if possible else shape[: len(shape) - len(sizes_in_layer)]
                 return f"{self.source} has stacked axes of sizes {sizes} here, but {of_sibling} at {place[-1]!r}"
         return ""
 
 
 def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
-    """Yields each choice of axes without which an array of that shape has these sizes, first the axes in front.
+    """Yields each choice of stacked axes such that the other axes of the shape have these sizes.
 
-    For the shape ``(3, 4, 4)`` and the sizes ``(3, 4)``, the choices are ``(1,)`` and ``(2,)``.
+    For the shape ``(3, 4, 4)`` and the sizes ``(3, 4)``, the choices are ``(1,)`` and ``(2,)``. Choices of axes further
+    in front come first.
     """
     for stacked in combinations(range(len(shape)), max(len(shape) - len(sizes), 0)):
         rest = [n for axis, n in enumerate(shape) if axis not in stacked]
@@ -152,14 +160,14 @@ def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
 
 
 def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
-    """Returns the role of an array whose axes have these letters (see the module's docstring) and these sizes.
+    """Returns the role of an array with these sizes, whose axes have these letters (see the module's docstring).
 
-    ``"wio"`` gives inputs ``(0, 1)``, outputs ``(2,)``, and a product whose window moves along axis 0. ``source``, the
-    layer or the name, is the ``line`` of that product.
+    ``"wio"`` gives the inputs ``(0, 1)``, the outputs ``(2,)``, and a product whose window moves along axis 0.
+    ``source``, the name of the layer or of the array, becomes the ``line`` of that product.
     """
 
     def axes_with(chosen: str) -> Numbers:
-        """Returns the axes whose letter is one of those in ``chosen``."""
+        """Returns the axes whose letter is in ``chosen``."""
         return tuple(axis for axis, letter in enumerate(letters) if letter in chosen)
 
     inputs, outputs, stacked = axes_with("irw"), axes_with("o"), axes_with("s")
@@ -176,49 +184,49 @@ _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "tabl
 
 @functools.cache
 def known_by_name(name: str) -> KnownAxes:
-    """Returns what the name of an array in a plain tree tells about its axes: ``kernel`` is ``(in, out)``.
+    """Returns what is known about the axes of an array in a plain tree from its name: ``kernel`` is ``(in, out)``.
 
-    If the name tells nothing, the result has empty sizes, and its ``why`` gives the reason.
+    If the name does not determine the axes, the result has empty sizes, and its ``why`` gives the reason.
     """
     letters = "io" if name in _MATRICES else "ro" if name in TABLES else ""
     return KnownAxes(role_by_letters(letters, (None,) * len(letters), name), _NOT_BY_NAME, name)
 
 
 def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequence[int]) -> dict[int, KnownAxes]:
-    """Returns what the modules in a tree tell about its leaves, by the number of each leaf in ``treedef``.
+    """Returns what the modules in a tree determine about the axes of its leaves, by the leaf's number in ``treedef``.
 
     For ``{"dense": nnx.Linear(8, 4)}``, the bias has the number 0 and the size 4, and the kernel has the number 1 and
-    the sizes ``(8, 4)``. Leaves outside of modules are left out. The leaves of a module that tells nothing are
-    included, with the reason, because their names do not count either.
+    the sizes ``(8, 4)``. Leaves outside of modules are left out. If a module does not determine the axes of its leaves,
+    the result still includes these leaves, with the reason, because inside a module the names of leaves do not count.
 
     Args:
       treedef: The structure of the tree, whose nodes have the classes of the modules.
-      boxes: The flax boxes around some of the leaves, by number; they are not nodes of the tree.
+      boxes: The flax boxes around some of the leaves, by number. These boxes are not nodes of ``treedef``.
       first_numbers: For each leaf, the number of the first leaf that is the same parameter. If the modules that share a
         parameter disagree about its axes, the axes are unknown.
     """
     known = dict[int, KnownAxes]()
 
     def visit(node: Any, start: int, why: str) -> None:
-        """Adds the leaves of a node to ``known``; the first of them has the number ``start``.
+        """Adds the leaves of a node to ``known``, where ``start`` is the number of the first leaf.
 
-        ``why`` says why the axes of a leaf are unknown if no layer below determines them; it is empty outside modules.
+        ``why`` is the reason to give for a leaf whose axes no layer below determines. Outside of modules, it is empty.
         """
         cls = node.node_data()[0] if node.node_data() else None  # A leaf has no node data.
-        if cls is None and why:  # Do not overwrite what the layer around the leaf has said.
+        if cls is None and why:  # Keep what the layer around the leaf has already determined.
             known.setdefault(start, KnownAxes(why=why, is_class=True))
-        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):  # Name the innermost class.
+        if cls is not None and (_is_module(cls) or (why and _is_own(cls))):  # The reason names the innermost class.
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"it belongs to {layer[1]}, which does not specify its axes"
-            module = node.unflatten(range(start, start + node.num_leaves))  # In this layer, numbers replace arrays.
+            module = node.unflatten(range(start, start + node.num_leaves))  # the layer, with numbers for its arrays
             known.update(_axes_in_layer(*layer, module, boxes))
         start_of_child = start
         for child in node.children():  # Leaves are numbered in the order of the tree.
             visit(child, start_of_child, why)
             start_of_child += child.num_leaves
         if cls is not None and layers_of_library(cls.__module__) is not None and cls.__name__ == "Shared":
-            # A function of the user, which `treedef` does not contain, determines which arrays another layer reads.
+            # The user's function that determines which arrays another layer reads is not in `treedef`.
             for number in range(start, start_of_child):
                 if number in known and not known[number].are_of_vector:
                     why = f"it belongs to {known[number].source} in eqx.nn.Shared, so another layer may read it too"
@@ -229,10 +237,10 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
 
 
 def _without_contradictions(known: Mapping[int, KnownAxes], first_numbers: Sequence[int]) -> dict[int, KnownAxes]:
-    """Returns ``known``, with unknown axes for each parameter whose modules disagree about its axes.
+    """Returns a copy of ``known`` in which axes are unknown for each parameter whose modules disagree about its axes.
 
-    An embedding that is also the last layer is such a parameter. The axes are marked as unknown at the first leaf of
-    the parameter, whose number ``first_numbers`` gives for each leaf, because callers look them up there.
+    An embedding that is also the last layer is such a parameter. Callers look the axes up at the first leaf of the
+    parameter, so the axes are marked as unknown there. ``first_numbers`` gives the number of this leaf for each leaf.
     """
     resolved = dict(known)
     for number, axes in known.items():
@@ -246,7 +254,7 @@ def _without_contradictions(known: Mapping[int, KnownAxes], first_numbers: Seque
 
 
 def _uses_of(axes: KnownAxes) -> Any:
-    """Returns what two modules that share an array must agree on: its uses, but not its sizes or the layer's name."""
+    """Returns what modules that share an array must agree on: uses and stacked axes, but not sizes or layer names."""
     return len(axes.sizes), axes.role.stacked, [replace(use, line="") for use in axes.role.uses]
 
 
@@ -263,9 +271,10 @@ def _is_own(cls: type) -> bool:
 
 
 def _computes_like(cls: type, base: type) -> bool:
-    """Returns whether a layer overrides neither public methods of its base class nor the access to its arrays.
+    """Returns whether a layer computes like its base class.
 
-    Such a layer computes like its base class. It may override private methods and plain attributes, such as defaults.
+    Such a layer overrides neither public methods of its base class nor the access to its arrays. It may override
+    private methods and plain attributes, such as defaults.
     """
     redefined = _redefined(cls, base)
     return redefined.keys().isdisjoint(("__call__", "__getattr__", "__getattribute__")) and not any(
@@ -274,16 +283,17 @@ def _computes_like(cls: type, base: type) -> bool:
 
 
 def _redefined(cls: type, base: type) -> dict[str, Any]:
-    """Maps each attribute of ``base`` that ``cls``, or a class in between, overrides to its new value."""
+    """Maps the name of each attribute of ``base`` that ``cls``, or a class in between, overrides to its new value."""
     derived = cls.__mro__[: cls.__mro__.index(base)]
     return {name: x for c in derived for name, x in vars(c).items() if hasattr(base, name)}
 
 
 def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]] | None:
-    """Returns the class, the name and the table function of the known layer that a class is or computes like.
+    """Returns the class, the name and the table function of the known layer that ``cls`` is or computes like.
 
-    The result is None if the class is not a layer of the tables, or is derived from one and changes how it computes.
-    The function returns the :data:`Spec` of each array of such a layer: ``{"kernel": ("io", 8, 4), ...}``.
+    The result is None if neither the class nor any base class is in the tables, or if the class computes otherwise than
+    that base class. The table function returns the :data:`Spec` of each array of a layer:
+    ``{"kernel": ("io", 8, 4), ...}``.
     """
     for base in cls.__mro__:
         layers = layers_of_library(base.__module__)
@@ -296,16 +306,16 @@ def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]
 def _axes_in_layer(
     base: type, name: str, arrays_of: Callable[[Any], Mapping[str, Spec]], module: Any, boxes: Mapping[int, Any]
 ) -> dict[int, KnownAxes]:
-    """Returns what a layer tells about its own arrays, by the numbers of the leaves.
+    """Returns what is known about the axes of a layer's own arrays, by the numbers of the leaves.
 
     Args:
       base: The class of the layer in the table.
       name: The name of that layer, such as ``"nnx.Linear"``.
       arrays_of: Returns the :data:`Spec` of each array, by the name of the attribute.
-      module: The layer, with the numbers of the leaves in place of its arrays. An attribute that is not a number is a
-        module or another node, which may compute the array from others, so nothing is known about it.
-      boxes: The flax boxes around leaves, by number. If a box has a hook, or a class defined by the user, reading it
-        may return an array other than the one in it.
+      module: The layer, with the numbers of the leaves in place of its arrays. If the attribute for an array is not a
+        number but a module or another node, the axes are unknown, because the node may compute the array from others.
+      boxes: The flax boxes around leaves, by number. If a box has a hook, or its class is defined by the user, reading
+        the box may return another array than the stored one.
     """
     known = dict[int, KnownAxes]()
     custom = _custom_function(base, module)
@@ -333,10 +343,10 @@ def _has_hook(box: Any) -> bool:
 
 
 def _overrides_reading(box: Any) -> bool:
-    """Returns whether the class of a box overrides how its array is read; for None, the result is False."""
+    """Returns whether the class of a box overrides how its array is read; False if there is no box."""
     if box is None:
         return False
-    base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)  # This is a flax class.
+    base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)  # a class of flax itself
     return (
         not _redefined(type(box), base)
         .keys()
@@ -345,14 +355,14 @@ def _overrides_reading(box: Any) -> bool:
 
 
 def _custom_function(base: type, module: Any) -> str:
-    """Returns the name of a function in the layer, such as ``dot_general``, that is not the default, or "".
+    """Returns the name of a function in the layer that is not the default, such as ``dot_general``, or "".
 
-    Such a function may use the arrays in any way. Attributes that hold types, such as ``dtype``, do not count.
+    Such a function may use the arrays in any way, so the axes are unknown. Types, such as a ``dtype``, do not count.
     """
     for name, default in _defaults_of(base).items():
         x = vars(module).get(name, default)
         is_type = isinstance(x, type) and name.endswith("type")
-        # The base module of a LoRA does not count, because the LoRA only adds its own result to that of the base.
+        # The base module of a LoRA does not count, because the LoRA only adds its own result to the base's result.
         if callable(x) and x is not default and not is_type and name != "base_module":
             return name
     return ""
@@ -360,9 +370,9 @@ def _custom_function(base: type, module: Any) -> str:
 
 @functools.cache
 def _defaults_of(base: type) -> dict[str, Any]:
-    """Returns the defaults of a layer's arguments by name, without initializers, which do not run in a call.
+    """Returns the defaults of a layer's arguments by name, without initializers, which are not used in a call.
 
-    An argument that a class repeats has the default of the derived class.
+    If a base class and a derived class have the same argument, the default of the derived class counts.
     """
     signatures = [inspect.signature(vars(c)["__init__"]) for c in reversed(base.__mro__[:-1]) if "__init__" in vars(c)]
     arguments = {x.name: x.default for signature in signatures for x in signature.parameters.values()}

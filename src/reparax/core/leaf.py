@@ -1,9 +1,9 @@
 """The base classes of stages with a formula on one array: ``Perturbation`` and ``Reparametrization``.
 
-A subclass writes formulas such as ``apply_leaf``, which know neither the rest of the tree nor stacked axes. The methods
-here whose names end in ``_at`` call them at a :class:`Site`, the place of one array in the raw tree, map them over
-stacked arrays, and check what they return. ``call_once_per_type`` traces a formula once for all arrays of the same
-shapes and dtypes, so that a model with a hundred equal layers does not trace it a hundred times.
+A subclass writes formulas such as ``apply_leaf``, which see neither the rest of the tree nor stacked axes. The methods
+here whose names end in ``_at`` call the formulas at a :class:`Site`, the place of one array in the raw tree, map them
+over stacked arrays, and check what the formulas return. ``call_once_per_type`` traces a formula once for all arrays of
+the same shape and dtype, so that a model with a hundred equal layers does not trace the formula a hundred times.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Perturbation(Leafwise):
     """A stage that returns changed copies of arrays and has no raw values.
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
-    itself. It may set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2`` to exclude
-    vectors, biases and scales by default, and ``straight_through = True`` if its gradient is not that of its formula.
-    Adding perturbations to a chain, or removing them, does not change the structure of the raw tree, so optimizer
-    states and checkpoints still fit.
+    itself. A subclass may also set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2``
+    to exclude vectors, biases and scales by default, and ``straight_through = True`` if its gradient is not the
+    gradient of its formula. Adding perturbations to a chain, or removing them, does not change the structure of the raw
+    tree, so optimizer states and checkpoints still fit.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate ``(path, array)
@@ -51,16 +51,16 @@ class Perturbation(Leafwise):
         array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the stage sets another
         number. If it is two or more, arrays with the usual names of biases and scales are excluded: ``bias`` (alone or
         as a part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``, ``gain``.
-      stacked: Axes along which independent arrays are stacked, such as the layers under a scan: the stage acts on each
-        index separately, with separate noise. Give an axis by number, counted from the front, or by name, and several
-        as a tuple. Other arguments do not count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)``
-        count as matrices whose ``axis=0`` is ``in``. Default: none.
+      stacked: Axes along which independent arrays are stacked, such as the layers under a scan. The stage acts on each
+        index separately, with separate noise. Give an axis by number, counted from the front, or by name. Give several
+        axes as a tuple. Other arguments do not count the stacked axes: with ``stacked=0``, kernels of shape
+        ``(layers, in, out)`` count as matrices whose ``axis=0`` is ``in``. Default: none.
 
-    A strength, such as a std, a rate, a factor, an alpha or a sparsity, can differ between arrays. Pass a dict of
-    regular expressions, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``: the first one that matches the whole path decides,
-    and the stage does not act on arrays that none of them matches. Or pass a function ``(path, array) -> number``,
-    which may look at the array's shape and dtype. A field of your own stage takes these if you declare it with
-    :func:`number_field`.
+    A strength, such as a std, a rate, a factor, an alpha or a sparsity, can differ between arrays. One way is a dict of
+    regular expressions, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``. The first expression that matches the whole path
+    determines the number, and the stage does not act on arrays that no expression matches. Another way is a function
+    ``(path, array) -> number``, which may look at the array's shape and dtype. A field of your own stage takes such
+    dicts and functions if you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -97,9 +97,9 @@ class Perturbation(Leafwise):
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each selected array, whose effective array is stored in place of the array itself.
+        """Returns a site for each selected array, whose effective array takes the place of the array itself.
 
-        ``tree`` is searched in the same way before and after ``init``, because this stage adds no markers.
+        Arrays are selected from ``tree`` in the same way before and after ``init``, because the stage adds no markers.
         """
         pairs = self._arrays_and_stages(method, tree)
         return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
@@ -119,9 +119,10 @@ class Perturbation(Leafwise):
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
-        """Adds noise that ``draw`` has drawn for the type of ``w`` to ``w``, for a stage with ``draws_by_type``.
+        """Adds to ``w`` the noise that ``draw`` has drawn for the type of ``w``; for a stage with ``draws_by_type``.
 
-        The plan of a chain draws the noise of many arrays at once, and adds it to each array only where that is read.
+        The plan of a chain draws the noise for many arrays at once, and adds it to each array only where the array is
+        read.
         """
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
@@ -137,22 +138,22 @@ class Perturbation(Leafwise):
 class Reparametrization(Leafwise):
     """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
 
-    It is what torch calls a parametrization: ``parametrize.register_parametrization`` of a module with
-    ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
+    PyTorch calls such a stage a parametrization: ``parametrize.register_parametrization`` takes a module whose
+    ``right_inverse`` corresponds to ``init_leaf``, and whose ``forward`` corresponds to ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the set of arrays that ``apply_leaf`` can return. If
     the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf``, a subclass may
-    define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also set ``raw_values``, which
-    declares what each raw value is:
+    define ``terms_leaf(values)``, which returns a list of :class:`Term` whose sum is the array. A subclass may also set
+    ``raw_values``, which declares what each raw value is:
     ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on main
-    values, under the parameter's own path. Auxiliary values are trainable too; fixed values are not. Default: all
+    values, under the parameter's own path. Main and auxiliary values are trainable; fixed values are not. Default: all
     values are main.
 
     With ``stochastic = True``, the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` inverts the mean.
-    The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``, and ``log_det_leaf(values)``, for a bijection, to
-    ``p.log_det(raw)``.
+    The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``. If the formula is a bijection, the stage also adds
+    ``log_det_leaf(values)`` to ``p.log_det(raw)``.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
@@ -174,8 +175,8 @@ class Reparametrization(Leafwise):
     """
 
     overcomplete: ClassVar[bool] = False
-    """Whether some entries of an effective array follow from the others, although it has as many raw values as entries:
-    the probabilities of ``Simplex``, for example, add up to 1."""
+    """Whether some entries of an effective array follow from the others, although the array has as many raw values as
+    entries. The probabilities of ``Simplex``, for example, add up to 1, so the last one follows from the others."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Checks the signatures of the formulas, and defines ``apply_leaf`` if the class has only ``terms_leaf``."""
@@ -196,7 +197,7 @@ class Reparametrization(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """Returns the effective array for the raw values (including fixed ones) and, if it is random, a key.
+        """Returns the effective array, given the raw values, including fixed ones, and for a random array a key.
 
         If a stage defines only ``terms_leaf``, this method returns the sum of the terms.
         """
@@ -204,9 +205,9 @@ class Reparametrization(Leafwise):
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
         """Returns the terms whose sum is the effective array; :func:`factored` uses them without forming that sum.
 
-        This method takes the same arguments as ``apply_leaf``: ``(values)`` or ``(values, key)``. You do not need it if
-        ``apply_leaf`` only multiplies and adds matrices, vectors and numbers, because reparax then finds the terms
-        itself.
+        ``terms_leaf`` takes the same arguments as ``apply_leaf``: ``(values)`` or ``(values, key)``. If ``apply_leaf``
+        only multiplies and adds matrices, vectors and numbers, you do not need ``terms_leaf``, because reparax then
+        finds the terms itself.
 
         Raises:
           TypeError: If the class does not define it.
@@ -222,20 +223,20 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """Returns the penalty for the raw values of one array, such as a KL divergence from a prior, as one number."""
+        """Returns the penalty for the raw values of one array as a number, such as a KL divergence from a prior."""
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         r"""Returns the logarithm of the absolute determinant of the derivative of a bijective ``apply_leaf``.
 
         The result is one number. A stage that defines this method supports :meth:`Parametrization.log_det`, which
-        samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave them out of
-        the derivative. No later stage of the chain can then have a log-determinant.
+        samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave the entries
+        that follow out of the derivative. In that case, no later stage of the chain can have a log-determinant.
 
         Example:
           This stage represents the Cholesky factor L of a correlation matrix. The rows of L have length 1, so only the
-          entries below its diagonal are free. Each of these is a share, from -1 to 1, of the length that the entries to
-          its left leave over:
+          entries below its diagonal are free. Each free entry is a share, from -1 to 1, of the length that remains
+          after the entries to its left:
 
           >>> import jax, jax.numpy as jnp, reparax as rpx
           >>> class CorrelationFactor(rpx.Reparametrization):
@@ -271,38 +272,38 @@ class Reparametrization(Leafwise):
         """Returns the fixed values that change in a training step, given the values that earlier stages compute.
 
         A value that does not change may be left out or returned as the same object. The new values must keep their
-        shapes and dtypes. Free values may be among them only if the class sets ``moves_weights = True``.
+        shapes and dtypes. The result may include free values only if the class sets ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
-        effective array, and ``key``: ``update_leaf(values, grad, key)``. The formula is then called only if the caller
-        passes these to ``update``.
+        effective array, and ``key``: ``update_leaf(values, grad, key)``. Such a formula is called only if the caller
+        passes the gradients or the key that it takes to ``update``.
         """
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Returns raw values for the same effective array, with the base moved to the current point.
+        """Returns raw values that give the same effective array, but whose base is the current point.
 
-        Here, the base is the point to which the free values are relative, as in :class:`Orthogonal`. The new values
+        The base is the point relative to which the free values are measured, as in :class:`Orthogonal`. The new values
         must keep their shapes and dtypes. Values that do not change may be left out.
         """
         return values
 
     @property
     def deterministic(self) -> Parametrization:
-        """The stage with ``mean_leaf`` in place of ``apply_leaf`` if the stage is random, or else the stage itself."""
+        """The stage with ``mean_leaf`` in place of ``apply_leaf``, or the stage itself if it is not random."""
         return Mean(self) if self.stochastic else self
 
     @property
     def _in_place(self) -> bool:
         """Whether the only raw value is the array itself, stored at its own path without a marker.
 
-        The structure of the tree is then the same with and without the stage.
+        If so, the structure of the tree is the same with and without the stage.
         """
         return False
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """Those of the names ``"grad"`` and ``"key"`` that ``update_leaf`` has as arguments."""
+        """The optional arguments that ``update_leaf`` takes: ``"grad"``, ``"key"``, both or none."""
         return tuple(name for name in inspect.signature(self.update_leaf).parameters if name in ("grad", "key"))
 
     @property
@@ -315,7 +316,10 @@ class Reparametrization(Leafwise):
         return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each selected array: at the array itself in ``init``, and at its raw values later."""
+        """Returns a site for each selected array.
+
+        In ``init``, the site holds the place of the array itself. In later calls, it holds the places of raw values.
+        """
         who, call = CallName(self, method), _formula_caller(self)
         if method == "init" or self._in_place:  # The leaves are arrays, not marker dicts.
             pairs = self._arrays_and_stages(method, tree)
@@ -328,9 +332,11 @@ class Reparametrization(Leafwise):
     def _require_readable_stack(self, stage: Self, leaf: Leaf) -> None:
         """Raises an error if later calls, which see only the raw values, could not infer the stacked axes from them.
 
-        In ``init``, the stacked axes came from the layer of the array, and ``stage``, the stage for that array, has
-        them by number. Reading the types of its initial values back must lead to the shape of the array. There is
-        nothing to check if the raw value is the array itself, if the user gave the stacked axes, or if no layer did.
+        In ``init``, the stacked axes come from the layer of the array, and ``stage``, the stage for that array, holds
+        them as numbers. Reading the types of the initial values back must lead to the shape of the array.
+
+        Nothing is checked if the raw value is the array itself, if the user gave the stacked axes, or if the axes of
+        the array do not come from a layer.
         """
         if self._in_place or stage.stacked == self.stacked or not leaf.axes.are_of_layer:
             return
@@ -369,8 +375,8 @@ class Reparametrization(Leafwise):
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         """Returns the initial raw values of the array, called ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
         w = arrays["w"]
-        # The stages of this package are pure, so one program serves all arrays of a type. Stages of other packages may
-        # look at the numbers in the array.
+        # The stages of this package are pure, so all arrays of a type share one program. A stage of another package may
+        # depend on the numbers in the array.
         is_of_package = config.is_of_package(type(self))
         call = partial(_call_jitted, _jitted) if is_of_package else site.call
         return {"w": call(_initial_values, self, w, key)}
@@ -396,8 +402,8 @@ class Reparametrization(Leafwise):
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """Returns the new values from ``update_leaf``: ``{"w": {"mask": ...}}``.
 
-        The formula gets the gradient and the key only if it has arguments for them; the caller makes sure that these
-        are given. The formula gets a copy of the dict of values, because it may modify its argument.
+        The formula gets the gradient or the key only if it has an argument for it, and the caller makes sure that such
+        an argument is given. The formula gets a copy of the dict of values, because a formula may modify its argument.
         """
         all_arguments = {"grad": grads.get("w"), "key": key}
         arguments = {name: all_arguments[name] for name in self.update_reads}
@@ -425,7 +431,7 @@ class Reparametrization(Leafwise):
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """Returns the site of a stage without markers, where the value with each of these names is the array itself."""
+    """Returns the site of a stage without markers, in which each of the named values is the array itself."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
@@ -444,8 +450,8 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
     """Returns the names of the required arguments that a method takes after ``self`` and the values.
 
-    For ``def apply_leaf(self, values, key)``, the result is ``["key"]``. A static or class method has no ``self`` in
-    the signature that is inspected.
+    For ``def apply_leaf(self, values, key)``, the result is ``["key"]``. The inspected signature of a static method or
+    a class method has no ``self``.
     """
     is_bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
     return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
@@ -457,9 +463,9 @@ def _init_leaf_takes_key(cls: type[Any]) -> bool:
 
 
 def _require_signatures(cls: type[Any]) -> None:
-    """Raises an error if a formula of a class requires an argument with which it would never be called.
+    """Raises an error if a formula of a class requires an argument that it would never get.
 
-    This is called when the class is defined, so that a mistake is reported there and not during tracing.
+    The check runs when the class is defined, so that a mistake is reported there and not during tracing.
     """
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
@@ -471,7 +477,7 @@ def _require_signatures(cls: type[Any]) -> None:
             f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
             f"`stochastic = True` in the class, and define mean_leaf(values)."
         )
-    init_leaf: Any = cls.__dict__.get("init_leaf")  # An inherited method has been checked already.
+    init_leaf: Any = cls.__dict__.get("init_leaf")  # An inherited method was checked when its own class was defined.
     if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):  # self, w
         raise TypeError(
             f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
@@ -480,11 +486,12 @@ def _require_signatures(cls: type[Any]) -> None:
 
 
 def _declares_terms(cls: type[Any]) -> bool:
-    """Returns whether a class defines ``terms_leaf`` next to, or below, a handwritten ``apply_leaf``.
+    """Returns whether a class has both a handwritten ``apply_leaf`` and a ``terms_leaf`` that belongs to it.
 
-    If so, the terms have to be recorded beside the result of ``apply_leaf``. If a subclass overrides only
-    ``apply_leaf``, the terms that it inherits no longer add up to the array. If ``apply_leaf`` is the sum of
-    ``terms_leaf``, there is nothing to record, because the terms can be read off its program.
+    If so, the terms have to be recorded together with the result of ``apply_leaf``. The result is False in two cases:
+
+    - A subclass overrides only ``apply_leaf``, so the inherited terms no longer add up to the array.
+    - ``apply_leaf`` is the sum of ``terms_leaf``, so the terms can be read off its program without a record.
     """
     class_of_terms = _defining_class(cls, "terms_leaf")
     class_of_formula = _defining_class(cls, "apply_leaf")
@@ -494,12 +501,12 @@ def _declares_terms(cls: type[Any]) -> bool:
 
 
 def _defining_class(cls: type[Any], method: str) -> type[Any]:
-    """Returns the class that defines a method of ``cls``: ``cls`` itself, or the base that it is inherited from."""
+    """Returns the class that defines a method of ``cls``: ``cls`` itself, or the base class with the definition."""
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
-    """Returns the sum of the terms; this is ``apply_leaf`` of a class that defines only ``terms_leaf``."""
+    """Returns the sum of the terms. A class that defines only ``terms_leaf`` gets this function as ``apply_leaf``."""
     return sum_terms(self.terms_leaf(*args, **kwargs))
 
 
@@ -509,10 +516,10 @@ def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
     """Returns ``function(stage, *arrays)``; under tracing, arrays of the same types share one jitted function.
 
-    A jitted function is also used for stacked arrays outside of tracing, because ``jax.vmap`` traces too, and functions
-    that are jitted inside of it would be compiled anew in each call. Formulas of other packages are called directly,
-    because they may depend on more than their arguments. With ``inline``, which is meant for a few operations on whole
-    arrays, the operations become part of the surrounding program instead of a jitted function in it.
+    Stacked arrays use the jitted function outside of tracing too, because ``jax.vmap`` itself traces the formula, and
+    functions that are jitted inside ``jax.vmap`` would be compiled again in each call. Formulas of other packages are
+    called directly, because they may depend on more than their arguments. With ``inline``, the operations become part
+    of the surrounding program instead of a jitted function. Set ``inline`` only for a few operations on whole arrays.
     """
     if config.is_of_package(type(stage)) and ((stage.stacked_axes and not inline) or _is_traced(arrays)):
         return _call_jitted(_inlined if inline else _jitted, function, stage, *arrays)
@@ -520,15 +527,15 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
 
 
 def _formula_caller(stage: Any) -> Callable[..., Any]:
-    """Returns the function with which one call of a chain calls the formulas of a stage.
+    """Returns the function through which a call of a chain calls the formulas of a stage.
 
-    Formulas of this package are traced once per type. Formulas of other packages are traced again in each call of the
-    chain, because they may read something that has changed since, such as a function that was redefined. Their
-    operations are inlined, because a jitted function would have to be compiled again in each eager call.
+    A formula of this package is traced once per type. A formula of another package is traced again in each call of the
+    chain, because something that the formula reads may have changed in the meantime, such as a redefined function. The
+    operations of such a formula are inlined, because a jitted function would be compiled again in each eager call.
     """
     if config.is_of_package(type(stage)):
         return call_once_per_type
-    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # The new function has a cache of its own.
+    jitted = inlined(partial(_call_marked), static_argnums=(0, 1, 2))  # The new `partial` object has its own cache.
 
     def call_once_per_call(function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
         """Returns ``function(stage, *arrays)``, where the function is traced once for all arrays of the same type."""
@@ -543,21 +550,21 @@ def _is_traced(arrays: Any) -> bool:
 
 
 def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays: Any) -> Any:
-    """Returns ``function(stage, *arrays)`` by way of ``jitted``, which is traced once for equal stages and types.
+    """Returns ``function(stage, *arrays)``, computed by ``jitted``, which is traced once for equal stages and types.
 
     ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
     object.
     """
-    if stage._exact_text is None:  # Equal stages may then have different formulas.
+    if stage._exact_text is None:  # Without this text, equal stages may have different formulas.
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
 
 def _call_marked(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
-    """Returns ``function(stage, *arrays)``, with arrays that it returns unchanged marked as such.
+    """Returns ``function(stage, *arrays)``, where arrays that ``function`` returns unchanged are marked.
 
-    It is jitted with ``text`` as a static argument, which distinguishes stages that compare equal but are not the same,
-    such as those with rates ``1`` and ``True``.
+    When ``_call_marked`` is jitted, ``text`` is a static argument. The text distinguishes stages that compare equal but
+    are not the same, such as stages with the rates ``1`` and ``True``.
     """
     return mark_same(partial(function, stage), *arrays)
 
@@ -573,7 +580,7 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 
 def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """Returns the initial raw values of an array by name; ``stage`` is resolved for it, so it has its stacked axes.
+    """Returns the initial raw values of an array by name; ``stage`` must be resolved for the array.
 
     If only the types of the values matter, ``key`` may be None even if the values are random.
     """
@@ -593,9 +600,9 @@ def _array_or_mean(stage: Any, values: Mapping[str, Array]) -> Array:
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
-    """Draws an effective array from raw values and a key, and requires that it has the type of the mean.
+    """Draws an effective array from raw values and a key, and raises an error unless it has the type of the mean.
 
-    Each of the stacked arrays gets a key of its own; the number of stacked arrays follows from the type of the mean.
+    Each of the stacked arrays gets its own key. The number of stacked arrays follows from the type of the mean.
     """
     like = jax.eval_shape(lambda values: _array_or_mean(stage, values), dict(values))
     keys = keys_of_stack(key, like, stage.stacked_axes)

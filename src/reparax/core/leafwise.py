@@ -1,13 +1,13 @@
 """The base class of stages that act on arrays: which arrays a stage selects, and its numbers and axes for each array.
 
-A user writes one stage for a whole model, but its fields may vary between arrays: numbers and axes can be given by
-path, numbers by a function of the array, axes by name, and axes can follow from the role of the array in the network.
-``Leafwise._for_leaf`` resolves them all and returns the stage for one array, whose fields are plain numbers.
+A user writes one stage for a whole model, but the fields of the stage may vary between arrays. Numbers can be given by
+path or by a function of the array. Axes can be given by path or by name, or they follow from the role of the array in
+the network. ``Leafwise._for_leaf`` resolves all fields, and returns a stage for one array with plain numbers.
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
-array is replaced by a marker dict that holds its raw values. :func:`reader` infers from the types of the raw values
-which array they represent; the result is a :class:`Reading`. Both arrays and marker dicts are described by a
-:class:`Leaf`; the content of the latter is a :class:`Node`.
+array is replaced by a marker dict that holds its raw values. :func:`reader` infers the array that the raw values
+represent from their types, and returns a :class:`Reading`. A :class:`Leaf` describes an array or a marker dict. The
+content of a leaf for a marker dict is a :class:`Node`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Leafwise(Parametrization):
     stacked: Axes = field(AxesByPath(check_front_axes), default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 0
-    """The smallest number of dimensions that an array needs to be selected by default. If this is two or more, the
-    default also excludes biases and scales, which are recognized by their layer or name, whatever their dimensions."""
+    """The smallest number of dimensions that an array needs to be selected by default. If ``min_ndim`` is two or more,
+    the default also excludes biases and scales of any shape, which are recognized by their layer or name."""
     acts_on_embeddings: ClassVar[Any] = True
     """Whether the default includes embedding tables, which are recognized by their layer or name."""
     dtypes: ClassVar[Any] = jnp.inexact
@@ -86,21 +86,22 @@ class Leafwise(Parametrization):
     """Whether the default may select none of the arrays of a tree, which is otherwise an error."""
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes, other than ``stacked``. Users may give axes by name or by path; a formula always finds
-    numbers there."""
+    """The fields that hold axes, other than ``stacked``. Users may give these axes by name or by path. When a formula
+    runs, the fields hold numbers."""
     by_roles: ClassVar[Any] = {}
-    """What the axes of a field mean in a network, such as ``{"axis": "outputs"}``. If the user does not set such a
-    field, its axes come from the role of the array."""
+    """Maps the name of a field to what its axes mean in a network: ``{"axis": "outputs"}``. If the user does not set
+    such a field, its axes come from the role of the array."""
     needs_axes: ClassVar[bool] = True
-    """Whether an array is refused if the axes of a field in ``by_roles`` are neither set nor known from its role."""
+    """Whether the stage refuses an array if the axes of a field in ``by_roles`` are neither set nor known from the
+    array's role."""
     outside_networks: ClassVar[str] = ""
-    """What the last axis holds in arrays outside of networks, if the stage is as common there. The axes of such an
-    array do not follow from its name, which determines only the axes of a matrix product."""
+    """What the last axis holds in an array outside of a network, if the stage is often used there too. The axes of such
+    an array cannot follow from its name, because names determine axes only for matrix products."""
     any_matrix: ClassVar[bool] = False
-    """Whether the stage takes a matrix whichever axis holds its inputs, because the formula does not distinguish inputs
-    from outputs."""
+    """Whether the stage accepts a matrix without knowing which axis holds the inputs, because the formula does not
+    distinguish inputs from outputs."""
     transposes: ClassVar[bool] = False
-    """Whether a matrix and its transpose mean the same to the stage."""
+    """Whether the stage treats a matrix and its transpose alike."""
     elementwise: ClassVar[Any] = False
     """Whether each entry of an array depends only on its own raw values, so that stacked axes do not matter."""
 
@@ -117,33 +118,37 @@ class Leafwise(Parametrization):
         cls._axis_fields = tuple(name for name in fields_with_axes if name != "stacked")
 
     def default(self, w: Array) -> bool:
-        """Returns whether the stage acts on ``w``, judged by its shape and dtype, if no ``where`` is given.
+        """Returns whether the stage acts on ``w`` by default, judged by the shape and dtype of ``w``.
 
-        If arrays are stacked, ``w`` is one of them. Biases, scales and embedding tables are excluded by their layer or
-        name before this is called.
+        The default applies if the user gives no ``where``. If arrays are stacked, ``w`` is one of the stacked arrays.
+        Biases, scales and embedding tables are excluded by their layer or name before this method is called.
         """
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
-        """Returns why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
+        """Returns why the formula cannot take ``w``, or None if it can.
+
+        The text says what the formula expects, what it got, and what to do.
+        """
         return None
 
     def _why_refused(self, w: Array) -> str | None:
         """Returns why the stage cannot act on ``w``, whose dtype is already known to fit, or None if it can.
 
-        Overrides add conditions to those of ``super()``. If arrays are stacked, this is called for each of them.
+        Overrides add conditions to those of ``super()``. If arrays are stacked, this method is called for each of the
+        stacked arrays.
         """
         return self._axes_error(w) or self._call_on(w, self.refuse_leaf)
 
     def _call_on(self, w: Any, method: Callable[[Any], T]) -> T:
         """Returns ``method(w)``, where ``method`` is ``default`` or ``refuse_leaf``, and ``w`` an array or its type.
 
-        A third-party method may compute with the array, so for a type it gets a traced array. The methods of this
-        package read only the shape and dtype, so they get ``w`` itself.
+        A third-party method may compute with the array. If ``w`` is a type, such a method therefore gets a traced
+        array. The methods of this package read only the shape and dtype, so they get ``w`` itself.
         """
         if is_of_package(type(self)) or not isinstance(w, jax.ShapeDtypeStruct):
             return method(w)
-        results = list[T]()  # A traced function cannot return a bool or a text.
+        results = list[T]()  # A traced function cannot return a Python bool or string.
         jax.eval_shape(lambda w: results.append(method(w)), w)
         return results[0]
 
@@ -164,8 +169,8 @@ class Leafwise(Parametrization):
         """Maps each field in ``by_roles`` to its axes in ``w``, counted from the front, and their meaning in a network.
 
         For a kernel of two axes and ``axis=-1``, the result is ``{"axis": ((1,), "outputs")}``. Fields whose value is
-        None or ``"each"`` are left out, because they fit any role. :func:`check_axes` compares the other axes with
-        those of the network.
+        None or ``"each"`` are left out, because these values fit any role. :func:`check_axes` compares the axes in the
+        result with the axes of the network.
         """
         axes_of_field = {name: getattr(self, name) for name in self.by_roles}
         given = {name: axes for name, axes in axes_of_field.items() if axes not in (None, EACH)}
@@ -174,7 +179,7 @@ class Leafwise(Parametrization):
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a version of ``formula`` for arrays of any shape.
 
-        By default, this is ``formula`` itself. A stage on matrices merges the axes of its arguments into two axes, and
+        The default returns ``formula`` itself. A stage on matrices merges the axes of the arguments into two axes, and
         splits the axes of the results again.
         """
         return formula
@@ -182,14 +187,14 @@ class Leafwise(Parametrization):
     def _map_stacked(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a version of ``formula`` that is applied separately to each of the arrays along the stacked axes.
 
-        The fields of ``self`` must be resolved for the array. The formula gets arrays without stacked axes, merged into
-        matrices if the stage acts on matrices.
+        The fields of ``self`` must be resolved for the array. The formula gets arrays without stacked axes. If the
+        stage acts on matrices, these arrays are merged into matrices.
         """
         return map_stacked(self.stacked_axes, self._on_merged(formula))
 
     @property
     def _for_merged(self) -> Self:
-        """The stage for the merged array that ``_on_merged`` passes on; its fields count the axes of that array."""
+        """The stage for the merged array that ``_on_merged`` passes to the formula, with axes of the merged array."""
         return self
 
     @cached_property
@@ -210,7 +215,7 @@ class Leafwise(Parametrization):
 
     @cached_property
     def _uses_axis_names(self) -> bool:
-        """Whether any axis in any field, and for any path, is given by name or by a word for its role."""
+        """Whether at least one axis, in any field and for any path, is given by name or by a word for its role."""
         axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
         return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
@@ -224,8 +229,8 @@ class Leafwise(Parametrization):
     def axes_from_role(self) -> dict[str, Any]:
         """The fields whose axes follow from the array's role, each with words for these axes, such as ``"outputs"``.
 
-        These are the fields in ``by_roles`` that are unset, and the fields for which the user gave words. ``stacked``
-        is not among them, because it has rules of its own; see :meth:`takes_stacked_from_role`.
+        The result has the fields in ``by_roles`` that are unset, and the fields for which the user gave words. The
+        field ``stacked`` is left out, because it has its own rules; see :meth:`takes_stacked_from_role`.
         """
         given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
@@ -234,23 +239,30 @@ class Leafwise(Parametrization):
     def takes_stacked_from_role(self) -> bool:
         """Whether the stacked axes come from the array's role, if the role is known.
 
-        True for ``stacked="stacked"``, and for a stage that leaves ``stacked`` and its other axes unset, such as
-        ``WeightNorm()``. False for ``stacked=0``; for ``WeightNorm(axis=-1)``, whose ``-1`` counts all axes of the
-        array and would mean another axis without the stacked ones; and for an elementwise stage, to which stacked axes
-        make no difference.
+        The value is True, for example, in these cases:
+
+        - ``stacked="stacked"``;
+        - ``stacked`` and all other axes are unset, as in ``WeightNorm()``.
+
+        The value is False, for example, in these cases:
+
+        - ``stacked=0``;
+        - ``WeightNorm(axis=-1)``, because its ``-1`` counts all axes of the array, and could mean another axis if
+          stacked axes were not counted;
+        - an elementwise stage, because stacked axes make no difference to it.
         """
         if self.stacked != ():
             return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
-        # While ``stacked`` is unset, axes that are given by number or as "stacked" count all axes of the array.
+        # While `stacked` is unset, axes that are given by number or as "stacked" count all axes of the array.
         other_axes = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
         counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in other_axes)
 
     @property
     def lacks_axes(self) -> bool:
-        """Whether the stage needs axes that the user left unset, so that the array's role has to determine them."""
+        """Whether the stage needs axes that the user left unset, so that they have to come from the array's role."""
         return self.needs_axes and bool(self.unset_axes)
 
     @cached_property
@@ -262,8 +274,8 @@ class Leafwise(Parametrization):
     def _with_placeholders(self) -> Self:
         """A copy of the stage that can be traced for any array, to infer shapes and dtypes only.
 
-        Numbers that vary between arrays are replaced by one number that every stage accepts. Axes that are given by
-        path are kept, because shapes depend on them.
+        Numbers that vary between arrays are replaced by a constant that every stage accepts. Axes that are given by
+        path are kept, because shapes depend on axes.
         """
         numbers = self._varying_fields.keys() - self._axes_by_path.keys()
         return replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self
@@ -272,8 +284,8 @@ class Leafwise(Parametrization):
         """Returns this stage with its numbers and axes for the array ``w`` at ``path``.
 
         ``VarNoise({"out/.*": 0.05, ".*": 0.1})`` becomes ``VarNoise(0.05)`` at ``out/kernel``. Axes that are given by
-        name stay names. Functions that return a number for each array get only the shape and dtype of ``w``. If no
-        field is such a function, ``w`` may be None.
+        name stay names. A function that returns a number for each array gets only the shape and dtype of ``w``. If no
+        field is a function, ``w`` may be None.
         """
         if not self._varying_fields:
             return self
@@ -285,7 +297,7 @@ class Leafwise(Parametrization):
 
         In the result, no field is given by path, and no axis is a name or a word for its role. Names of stacked axes
         that the array does not have are ignored. If ``w`` is one of :func:`candidate_types` for the array, ``stacked``
-        holds its stacked axes. Otherwise, leave ``stacked`` out: the stacked axes then follow from ``w``.
+        holds the stacked axes of ``w``. Otherwise, leave ``stacked`` out, because the stacked axes follow from ``w``.
         """
         stage = self.for_array(leaf.path, w)
         axes = axes_at(stage, leaf, w, stacked)
@@ -295,10 +307,11 @@ class Leafwise(Parametrization):
         return stage if is_same else replace(stage, **axes)
 
     def _axes_key(self, leaf: Leaf) -> tuple[Any, ...]:
-        """Returns a hashable key for what determines the axes of this stage at an array, besides the array's type.
+        """Returns a hashable key for everything besides the array's type that determines the axes of this stage.
 
-        Arrays with equal keys and types share one :class:`Reading`. An entry is None if the axes do not depend on it,
-        so that more arrays share one reading.
+        Arrays with equal keys and types share one :class:`Reading`. The key holds the path and the known axes of the
+        array. Either is replaced by None if the axes of the stage do not depend on it, so that more arrays share a
+        reading.
         """
         path = leaf.path if self._axes_by_path else None
         return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
@@ -320,7 +333,7 @@ class Leafwise(Parametrization):
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
         """Returns the marker dicts that the stage selects, each with the stage for the array that it represents.
 
-        This is for calls after ``init``. In each returned leaf, ``array`` is the type of the represented array.
+        Calls after ``init`` use this method. In each returned leaf, ``array`` is the type of the represented array.
         """
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
@@ -331,11 +344,11 @@ class Leafwise(Parametrization):
         return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
 
     def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
-        """Returns the leaves that the stage selects, and raises an error if one of them is not a marker dict.
+        """Returns the leaves that the stage selects, and raises an error if such a leaf is not a marker dict.
 
-        Another stage of the same kind may have created some of the marker dicts, on arrays that this one does not
-        select. If the selection depends on the arrays, and not only on their paths, all marker dicts are read first,
-        and leaves that cannot be read lose their content, so they are not selected.
+        Some of the marker dicts may belong to another stage of the same kind, and to arrays that this stage does not
+        select. If the selection depends on more than the paths of arrays, all marker dicts are read first. A leaf whose
+        marker dict cannot be read loses its content, so it is not selected.
         """
         if not reads_paths_only(self.where):
             _read_nodes(leaves, read)
@@ -353,7 +366,7 @@ class Leafwise(Parametrization):
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
-            # Several arrays may share the reading, so its stage has placeholders for numbers that vary between them.
+            # Several arrays may share a reading, so its stage has placeholders for numbers that vary between arrays.
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
@@ -379,9 +392,10 @@ class Leafwise(Parametrization):
         return stage
 
     def _require_taken(self, w: Any) -> None:
-        """Raises an error unless this stage, resolved for ``w``, can take it, or each of the arrays stacked in it.
+        """Raises an error unless this stage, which is resolved for ``w``, can take ``w``.
 
-        Stacked arrays whose numbers are known are checked one by one, because a stage may also refuse certain numbers.
+        If ``w`` has stacked axes, the stage must be able to take each of the stacked arrays. If their numbers are
+        known, the stacked arrays are checked one by one, because a stage may refuse certain numbers.
         """
         stacked = self.stacked_axes
         if why := stacked_axes_error(w, stacked):
@@ -395,8 +409,8 @@ class Leafwise(Parametrization):
     def _aligned_value(self, values: Mapping[str, Any]) -> Any:
         """Returns the main value that has the axes of the array itself, or None if ``values`` holds no such value.
 
-        Such a value, for example ``v`` of :class:`WeightNorm`, has the shape of the array, so nothing has to be traced
-        to find that shape. Its dtype may differ. The values may also be types.
+        Such a value, for example ``v`` of :class:`WeightNorm`, has the shape of the array, so the shape is known
+        without tracing. The dtypes of the value and the array may differ. ``values`` may hold types instead of arrays.
         """
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((values[name] for name in names if name in values), None)
@@ -405,16 +419,17 @@ class Leafwise(Parametrization):
         """Raises an error unless the raw values of one array include every value that the class declares as required.
 
         Raises:
-          KeyError: If a value is missing. The error has the name of the first one, as if a formula had looked it up.
+          KeyError: If a value is missing. The error names the first missing value, as if a formula had looked it up.
         """
         required = [name for name, declared in self.raw_values.items() if not declared.optional and name != OTHERS]
         if missing := sorted(set(required) - values.keys()):
             raise KeyError(missing[0])
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Hook: raises an error unless raw values have the types that ``init`` would give for ``effective``'s type.
+        """Raises an error unless raw values have the types that ``init`` would give for the type ``effective``.
 
-        This default checks only the names of the values. ``Reparametrization`` overrides it, and also compares shapes.
+        The default checks only the names of the values. ``Reparametrization`` overrides this method to compare shapes
+        too.
         """
         self._require_all(types)
 
@@ -425,9 +440,9 @@ class Leafwise(Parametrization):
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns the leaves that the stage acts on.
 
-        These are the leaves that ``where`` selects, or without ``where`` the default selection. A field that is given
-        by path limits them to the paths for which it has a value: ``VarNoise({"out/.*": 0.1})`` does not act on other
-        arrays. ``method`` is the method of the chain, such as ``"init"``.
+        ``where`` selects these leaves. Without ``where``, the default selection applies. A field that is given by path
+        also limits the selection to paths for which it has a value: ``VarNoise({"out/.*": 0.1})`` acts only on arrays
+        below ``out``. ``method`` is the method of the chain, such as ``"init"``.
 
         Raises:
           ValueError: If no leaf is selected. A class with ``_may_select_nothing`` allows this for its default
@@ -440,7 +455,8 @@ class Leafwise(Parametrization):
         if not chosen:
             raise none_selected_error(who, self.where, leaves, self.stacked)
         chosen = without_unmatched(who, self._varying_fields, chosen)
-        # Later calls may run inside the body of a scan over the layers, where the arrays no longer have the layer axis.
+        # Only `init` requires these axes, because later calls may run inside a scan over the layers, whose body gets
+        # arrays without the layer axis.
         if method == "init" and not isinstance(self.stacked, ByPath):
             require_axes(who, "stacked", self.stacked, chosen)
         return chosen
@@ -448,17 +464,21 @@ class Leafwise(Parametrization):
     def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
         """Returns whether the stage selects a leaf, which is a main value, if the user gives no ``where``.
 
-        The default selection excludes model state; biases, scales and tables, if the class excludes these; arrays that
-        no path in a field of axes matches; and arrays for which :meth:`default` returns False.
+        The default selection excludes:
+
+        - model state;
+        - biases, scales and tables, if the class excludes these;
+        - arrays whose path no expression matches in a field that gives axes by path;
+        - arrays for which :meth:`default` returns False.
         """
         excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
-            return True  # The default is about the model's array, and the effective one may have another type.
+            return True  # The default applies to the model's array, and the effective array may have another type.
         if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
-        w = leaf.array  # For a marker dict, already read, this is the type of the array it represents.
+        w = leaf.array  # A marker dict has been read by now, so `w` is the type of the array that it represents.
         with locate_errors(who.at(leaf.path)):
             stacked = stacked_at(self._with_placeholders.for_array(leaf.path, None), leaf, w)
         return stacked_axes_error(w, stacked) is None and self._call_on(one_stacked(w, stacked), self.default)
@@ -466,8 +486,8 @@ class Leafwise(Parametrization):
     def _checked_number(self, method: str, values: Mapping[str, Any]) -> Array:
         """Returns the number that a formula such as ``penalty_leaf`` computes from raw values in float32 or wider.
 
-        ``method`` is the name of the formula. A result that is not a single real number is an error. If arrays are
-        stacked, the formula is called for each of them, and the result has the shape of the stack.
+        ``method`` is the name of the formula. An error is raised unless the formula returns a single real number. If
+        arrays are stacked, the formula is called for each stacked array, and the result has the shape of the stack.
         """
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, dict(values))
 
@@ -493,7 +513,7 @@ class Reading(NamedTuple):
     Attributes:
       stage: The stage with the axes for that array. Numbers that vary between arrays are placeholders.
       effective: The type of the effective array.
-      error: What is wrong with the raw values, if ``init`` would not give such values for such an array.
+      error: The error to raise if ``init`` would not give such raw values for such an array, and otherwise None.
     """
 
     stage: Any
@@ -502,14 +522,14 @@ class Reading(NamedTuple):
 
 
 Read = Callable[[Leaf], Reading]
-"""A function that reads the marker dict of a leaf. It raises an error of any kind if the formula rejects the values."""
+"""A function that reads the marker dict of a leaf. If the formula rejects the values, any kind of error is raised."""
 
 
 def reader(stage: Any, who: CallName) -> Read:
     """Returns a function that reads a marker dict of the stage's kind, and stores the reading in its leaf.
 
-    Marker dicts whose raw values have the same types, and for which the stage has the same axes, share one reading, so
-    a model with a hundred equal layers traces the formula once.
+    Marker dicts share one reading if their raw values have the same types and the stage has the same axes for them. So
+    a model with a hundred equal layers traces the formula only once.
     """
     readings = dict[Any, Reading]()
 
@@ -527,10 +547,10 @@ def reader(stage: Any, who: CallName) -> Read:
 
 
 def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
-    """Reads all marker dicts among the leaves, and sets ``reading`` of each leaf, or else its ``content`` to None.
+    """Reads all marker dicts among the leaves, and stores each reading in its leaf.
 
-    Marker dicts that cannot be read belong to another stage of the same kind; without content, their leaves are never
-    selected. If none can be read, the first error is raised.
+    A marker dict that cannot be read belongs to another stage of the same kind. The ``content`` of its leaf is set to
+    None, so that the leaf is never selected. If no marker dict can be read, the first error is raised.
     """
     leaves_with_nodes, errors = [leaf for leaf in leaves if isinstance(leaf.content, Node)], list[Exception]()
     for leaf in leaves_with_nodes:
@@ -547,22 +567,22 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     """Infers the type of the array that raw values of these types represent, and the stage for it.
 
     If the stage declares an aligned main value, this value has the shape of the array. Otherwise, the formula is traced
-    on the raw values, for which the stage needs axes. If these come from the layer of the array, and its stacked axes
-    are not known, each of :func:`candidate_types` is tried: the right one leads to an effective array in which exactly
-    the stacked axes of the candidate are possible.
+    on the raw values, and the stage needs its axes for that. If the axes come from the layer of the array, and the
+    stacked axes are unknown, each of :func:`candidate_types` is tried. The right candidate leads to an effective array
+    whose only possible stacked axes are those of the candidate.
 
     Raises:
       ValueError: If raw values of these types fit several arrays that are stacked along different axes.
-      Exception: Whatever the formula raises for raw values that it cannot take. This does not happen if the stage
-        declares an aligned main value, because then no formula is traced.
+      Exception: Whatever the formula raises for raw values that it cannot take. If the stage declares an aligned main
+        value, no formula is traced, so no such error occurs.
     """
     aligned = stage._aligned_value(types)
     if aligned is not None:
         return Reading(stage._with_placeholders._for_leaf(leaf, aligned), aligned)
     candidates, found = candidate_types(stage, leaf), dict[Any, Reading]()
     for w, stacked in candidates if len(candidates) > 1 else ():
-        # Candidates with fewer stacked axes come first. The raw values determine how many there are, so once a
-        # candidate fits, only those with as many are tried.
+        # Candidates with fewer stacked axes come first. The raw values determine the number of stacked axes, so once a
+        # candidate fits, only candidates with the same number of stacked axes are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break
         with suppress(Exception):  # A formula may fail in any way with wrong stacked axes.
@@ -575,16 +595,17 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
             f"expected raw values that determine the stacked axes, but they fit arrays of shapes "
             f"{' and '.join(map(str, found))}. Write {codes}."
         )
-    # A single candidate needs no comparison. If none of several fits, the one without stacked axes gives the error.
+    # A single candidate needs no comparison. If no candidate fits, the candidate without stacked axes raises the error.
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
 
 
 def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
     """Returns the types to try for an array if only its raw values are known, each with its stacked axes.
 
-    These types serve only to find the axes of the stage, so unknown sizes are 2. For a layer of shape ``(3, 4)``, the
-    types have the shapes ``(3, 4)``, then ``(2, 3, 4)``, ``(3, 2, 4)`` and ``(3, 4, 2)`` with one stacked axis, and so
-    on, up to three stacked axes. If the axes of the stage do not depend on the array, the only type is None.
+    The types are used only to find the axes of the stage, so each unknown size is set to 2. For a layer of shape
+    ``(3, 4)``, the first type has the shape ``(3, 4)``. The types with one stacked axis follow, ``(2, 3, 4)``,
+    ``(3, 2, 4)`` and ``(3, 4, 2)``, and then the types with two and three stacked axes. If the axes of the stage do not
+    depend on the array, the only type is None.
     """
     if not stage.lacks_axes:
         return [(None, ())]
@@ -604,7 +625,8 @@ def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
 def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
     """Returns the reading with an ``error`` if raw values of these types are wrong, and otherwise with the right dtype.
 
-    An aligned value has the shape of the effective array, but its dtype may be another, so the formula is traced.
+    An aligned value has the shape of the effective array, but may have another dtype. The formula is traced to find the
+    dtype of the effective array.
     """
     stage, effective = reading.stage, reading.effective
     try:

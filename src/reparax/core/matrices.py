@@ -1,9 +1,9 @@
 """Stages that treat arrays as matrices: some axes are rows, all others are columns.
 
 Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
-attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula
+attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. The axes are merged before a formula
 runs, ``(8, 3, 4) -> (8, 12)``, and split again afterwards. Raw values are treated in the same way: their rows and
-columns have the same sizes as those of the array. A :class:`Layout` holds these axes and sizes for one array.
+columns have the same sizes as in the array. A :class:`Layout` holds these axes and sizes for one array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS, Numbers
 from reparax.core.values import value_of
 
-AxisGroups = tuple[Numbers, Numbers]  # These are the row axes and the column axes.
+AxisGroups = tuple[Numbers, Numbers]  # the row axes and the column axes
 ValueAxes = tuple[str, ...] | None  # declared names such as "rows"; None means the axes of the array itself
 ARRAY = ""
 """The key of the array itself in dicts whose other keys are the names of its raw values."""
@@ -32,13 +32,13 @@ ARRAY = ""
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes of an array and of its raw values are merged into the axes of matrices, and split again.
+    """A description of how the axes of an array and of its raw values are merged into matrix axes, and split again.
 
     Attributes:
       rows: The row axes of the array, in the order in which they are merged.
       columns: The column axes.
-      sizes: For each axis of the merged matrices, the sizes of the axes that were merged into it. The keys are
-        ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
+      sizes: Maps each axis of the merged matrices to the sizes of the axes that were merged into this axis. The keys
+        are ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
     """
 
     rows: Numbers
@@ -46,10 +46,11 @@ class Layout:
     sizes: Mapping[str, tuple[int, ...]]
 
     def merge(self, axes: ValueAxes, x: Array) -> Array:
-        """Merges the axes of the array (``axes`` is None) or of a raw value into those of a matrix for a formula.
+        """Merges the axes of the array (``axes`` is None) or of a raw value into matrix axes for a formula.
 
-        With ``rows=0, columns=(1, 2)``, the array goes ``(8, 3, 4) -> (8, 12)``, and a raw value with the axes
-        ``("rank", "columns")`` goes ``(2, 3, 4) -> (2, 12)``. A raw value without declared axes is returned unchanged.
+        With ``rows=0, columns=(1, 2)``, an array of shape ``(8, 3, 4)`` becomes ``(8, 12)``, and a raw value of shape
+        ``(2, 3, 4)`` with the axes ``("rank", "columns")`` becomes ``(2, 12)``. A raw value without declared axes is
+        returned unchanged.
         """
         if axes is None:
             return merge_axes(x, self.rows, self.columns)
@@ -61,30 +62,30 @@ class Layout:
         A number or a raw value without declared axes is returned unchanged.
         """
         merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
-        # This is not strict because a formula may have returned a wrong number of axes, which callers report.
+        # `zip` is not strict, because a formula may return a wrong number of axes. Callers report that as an error.
         shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in merged.get(axis, (size,))]
         return x.reshape(shape) if shape else x
 
     def split_array(self, x: Array) -> Array:
         """Undoes :meth:`merge` for the array itself, such as ``(8, 12) -> (8, 3, 4)``.
 
-        If no raw value has columns, the matrix is square, so its columns are split like its rows. An argument that is
-        not a matrix is returned unchanged.
+        If no raw value has columns, the matrix is square, so its columns are split like its rows. If ``x`` is not a
+        matrix, ``x`` is returned unchanged.
         """
         if x.ndim != 2:
             return x
         order = (*self.rows, *self.columns)
         if len(order) > 2:
             x = x.reshape(*self.sizes["rows"], *self.sizes.get("columns", self.sizes["rows"]))
-        # The axes of ``x`` are in the order in which they were merged. This is the inverse permutation.
+        # The axes of `x` are in the order in which they were merged, so apply the inverse permutation.
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
     def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
         """Returns whether values with these declared axes are the same array if they merge into the same matrix.
 
-        If so, and a formula returns one operand unchanged as another value, the result can be the unmerged operand
-        itself. The array (None) and a raw value with ``("rows", "columns")`` merge alike only if merging does not
-        transpose the array, because the axes of a raw value always have rows first.
+        If the result is True, and a formula returns one operand unchanged as another value, that value can be the
+        unmerged operand itself. The array (None) and a raw value with ``("rows", "columns")`` merge alike only if
+        merging does not transpose the array, because a raw value always has its rows first.
         """
         if axes == other_axes:
             return True
@@ -93,11 +94,11 @@ class Layout:
         return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
-        """Returns the number of axes that are merged into one axis of a matrix; it is 1 except for rows and columns."""
+        """Returns how many axes are merged into this axis of a matrix; the result is 1 except for rows and columns."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
     def with_sizes_of(self, value_name: str, axes: tuple[str, ...], x: Array) -> Layout:
-        """Returns this layout with the sizes of the declared axes of one more raw value, ``x``, added.
+        """Returns a copy of this layout to which the sizes of the declared axes of a raw value ``x`` are added.
 
         Raises:
           ValueError: If the sizes contradict known sizes, or ``x`` does not have the expected number of axes.
@@ -114,14 +115,18 @@ class Layout:
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
         """Returns, for each declared axis of a raw value, the sizes of the axes of ``x`` that are merged into it.
 
-        With two column axes, ``("rank", "columns")`` and the shape ``(2, 3, 4)`` give ``[(2,), (3, 4)]``.
+        If the array has two column axes, a value of shape ``(2, 3, 4)`` with the axes ``("rank", "columns")`` gives
+        ``[(2,), (3, 4)]``.
         """
         ends = [*accumulate(map(self.count, axes), initial=0)]
         return [x.shape[start:end] for start, end in pairwise(ends)]
 
 
 class MatrixAxes(Reparametrization):
-    """A stage that treats an array as a matrix. If it has more axes, the user gives ``rows``, ``columns`` or both."""
+    """A stage that treats an array as a matrix.
+
+    If the array has more than two axes, the user gives ``rows``, ``columns`` or both.
+    """
 
     rows: Axes | None = field(check_optional_axes, default=None, kw_only=True)
     columns: Axes | None = field(check_optional_axes, default=None, kw_only=True)
@@ -129,11 +134,11 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
-    """If the user sets neither field, the columns are the outputs. If ``rows`` is set, the columns are all other
-    axes."""
+    """If the user sets neither field, the columns are the outputs of the array. If the user sets ``rows``, the columns
+    are all other axes."""
 
     def _axes_error(self, w: Array) -> str | None:
-        """Returns an error text also if the rows and columns do not turn ``w`` into a matrix."""
+        """Returns an error text if axes do not fit ``w``, or if rows and columns do not turn ``w`` into a matrix."""
         return super()._axes_error(w) or self._matrix_error(w)
 
     def _matrix_error(self, w: Array) -> str | None:
@@ -156,8 +161,8 @@ class MatrixAxes(Reparametrization):
     def _covers_axes(self, ndim: int) -> bool:
         """Returns whether each axis of an array is either a row or a column axis, with at least one of each.
 
-        If ``rows`` or ``columns`` is None, it stands for all axes that are not in the other field; there must be at
-        least one such axis.
+        If ``rows`` or ``columns`` is None, that field stands for all axes that are not in the other field. There must
+        be at least one such axis.
         """
         groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
         axes = [axis + ndim if axis < 0 else axis for group in groups for axis in group]
@@ -167,7 +172,7 @@ class MatrixAxes(Reparametrization):
         return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[Numbers, str]]:
-        """Returns the columns, which should be a network's outputs, even if the user gave only ``rows``."""
+        """Returns the columns, even if the user gave only ``rows``, because they should be the network's outputs."""
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
@@ -189,8 +194,8 @@ class RowsAndColumns(MatrixAxes):
 
     A subclass writes its formulas for arrays of two axes. ``raw_values`` declares the axes of each raw value that has
     rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``. A base has the axes of
-    the array itself. If there are several row or column axes, their sizes are taken from the raw values, so there must
-    be a raw value with rows and one with columns.
+    the array itself. If an array has several row or column axes, their sizes come from its raw values. So at least one
+    raw value must have rows, and at least one must have columns.
     """
 
     square: ClassVar[bool] = False
@@ -198,21 +203,22 @@ class RowsAndColumns(MatrixAxes):
 
     @property
     def _for_merged(self) -> Self:
-        """The stage without ``rows`` and ``columns``, which refer to axes that a merged array no longer has."""
+        """The stage without ``rows`` and ``columns``, because a merged array no longer has the axes in these fields."""
         has_axes = self.rows is not None or self.columns is not None
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
-        """Checks the axes of ``w`` itself, and then everything else on the merged matrix that formulas get."""
+        """Checks the axes of ``w``, and then checks everything else on the merged matrix that formulas get."""
         if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
-        """Returns why ``w`` is not a matrix, or why raw values would not determine its shape, or None if neither holds.
+        """Returns why ``w`` is not a matrix, or why raw values would not determine its shape, or None if both are fine.
 
-        If several axes are merged, later calls take their sizes from the raw values. So there must be a base, which has
-        the axes of the array, or one raw value with rows and one with columns.
+        If several axes are merged, later calls take their sizes from the raw values. So the stage must declare a base,
+        which has the axes of the array, or declare raw values with rows and with columns. If the stage is ``square``,
+        rows suffice.
         """
         if why := super()._matrix_error(w):
             return why
@@ -229,23 +235,23 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a version of ``formula`` that merges the axes of its first argument and splits those of its results.
+        """Returns a version of ``formula`` that merges axes of its first argument and splits the axes of its results.
 
         The first argument is an array, or a dict of raw values.
         """
 
         def on_arrays(x: Any, *arguments: Any) -> Any:
-            """Merges axes, calls the formula, and splits its result, which is an array, raw values, or one number."""
+            """Merges axes, calls the formula, and splits the axes of its result: an array, raw values, or a number."""
             is_raw = isinstance(x, Mapping)
             arrays = x if is_raw else {ARRAY: x}
             layout = self._layout(arrays)
             matrices = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
             result = formula(matrices if is_raw else matrices[ARRAY], *arguments)
-            if isinstance(result, Mapping):  # These are raw values, from `init_leaf` or an update.
+            if isinstance(result, Mapping):  # The result holds raw values, from `init_leaf` or an update.
                 return {name: self._split(layout, name, matrix, arrays, matrices) for name, matrix in result.items()}
             shape = getattr(result, "shape", ())
             if not shape:
-                return result  # This is a number, such as a penalty.
+                return result  # The result is a single number, such as a penalty.
             if is_raw and len(shape) != 2:
                 raise ValueError(f"expected raw values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
@@ -257,9 +263,9 @@ class RowsAndColumns(MatrixAxes):
     ) -> Array:
         """Splits the axes of ``matrix``, which a formula returned as the raw value ``value_name`` or as the array.
 
-        ``matrices`` are the operands of the formula, and ``arrays`` are the same operands before they were merged. If
-        the formula returned one of its operands unchanged, the result is the corresponding one of ``arrays`` itself, so
-        that callers can tell with ``is`` that nothing has changed.
+        ``matrices`` holds the operands of the formula, and ``arrays`` holds the same operands before they were merged.
+        If the formula returned an operand unchanged, the result is the unmerged operand from ``arrays``, so that
+        callers can tell with ``is`` that the array has not changed.
         """
         axes = self._axes_of_value(value_name)
         for operand, merged_operand in matrices.items():
@@ -268,15 +274,15 @@ class RowsAndColumns(MatrixAxes):
         return layout.split_array(matrix) if axes is None else layout.split_value(axes, matrix)
 
     def _axes_of_value(self, value_name: str) -> ValueAxes:
-        """Returns a raw value's declared axes (none for a number), or None for a base and for the array itself."""
+        """Returns a raw value's declared axes (``()`` for a number), or None for a base and for the array itself."""
         value = value_of(self.raw_values, value_name)
         return None if value_name == ARRAY or value.base else value.axes
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
-        """Returns the layout of an array, given the array itself under the name ``ARRAY``, or its raw values.
+        """Returns the layout of an array, given either the array itself under the name ``ARRAY``, or its raw values.
 
-        A base has the shape of the array, so it determines rows and columns like the array itself. Without a base, the
-        numbers of row and column axes, and their sizes, come from the raw values.
+        A base determines rows and columns like the array itself, because it has the same shape. Without a base, the
+        numbers of row and column axes, and their sizes, come from the other raw values.
         """
         aligned: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
         rows, columns = self.axes_of(self._count_axes(arrays) if aligned is None else aligned.ndim)
@@ -292,15 +298,15 @@ class RowsAndColumns(MatrixAxes):
     def _count_axes(self, values: Mapping[str, Array]) -> int:
         """Counts the axes of an array, which has as many row axes and as many column axes as its raw values.
 
-        For ``rows=0``, and a value with ``("rank", "columns")`` of shape ``(2, 3, 4)``, there are two column axes, so
-        the array has three axes.
+        For example, take ``rows=0`` and a raw value of shape ``(2, 3, 4)`` with the axes ``("rank", "columns")``. This
+        value has two column axes, so the array has three axes.
         """
         given_axes = {"rows": self.rows, "columns": self.columns}
         counts = {group: len(list_axes(axes)) for group, axes in given_axes.items() if axes is not None}
         declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
         for name, axes in declared_axes.items():
             unknown = [axis for axis in axes if axis in given_axes and axis not in counts]
-            if counts and len(unknown) == 1:  # Only then do all remaining axes belong to one group.
+            if counts and len(unknown) == 1:  # All axes of the value that are not yet counted belong to this group.
                 n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
                 counts[unknown[0]] = values[name].ndim - n_known
         default = next(iter(counts.values()), 1)  # A square matrix has as many row axes as column axes.
@@ -308,10 +314,10 @@ class RowsAndColumns(MatrixAxes):
 
 
 def merge_axes(w: Any, rows: Numbers, columns: Numbers) -> Any:
-    """Converts an array to a matrix: its row axes are merged into one axis, and its column axes into the other.
+    """Merges the row axes of an array into the first axis of a matrix, and its column axes into the second.
 
-    With rows ``(0, 2)`` and columns ``(1,)``, ``(8, 3, 4) -> (32, 3)``. If ``w`` is the type of an array, the result is
-    the type of the matrix.
+    With rows ``(0, 2)`` and columns ``(1,)``, the shape ``(8, 3, 4)`` becomes ``(32, 3)``. If ``w`` is the type of an
+    array, the result is the type of the matrix.
     """
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):

@@ -1,8 +1,8 @@
 """Static tables of the public names, so that a module is imported only when it is used, and advice for wrong names.
 
-A public name belongs to a family, a public module such as ``rpx.norms``. Some names are also at the top level, such as
-``rpx.WeightNorm``. A test compares these tables with what the families define. The tables also lead to the class of a
-kind that occurs in a raw tree or in JSON.
+Each public name belongs to a family, a public module such as ``rpx.norms``. Some names are also available at the top
+level, such as ``rpx.WeightNorm``. A test compares these tables with what the families define. The tables are also used
+to find the stage class for a kind that occurs in a raw tree or in JSON.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
-"""The oldest and the newest version of JAX with which this package was tested."""
+"""The oldest and the newest version of JAX that this package was tested with."""
 
 
 class Family(NamedTuple):
@@ -53,18 +53,18 @@ _NAMES = {
     "models.haiku": "parametrized",
 }
 FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split())) for path, names in _NAMES.items()}
-"""The module and the public names of each family."""
+"""Maps the name of each family to its module and public names."""
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
     "optimizer partition combine is_parametrized decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
-"""The names that are also at the top level."""
+"""The names that are also available at the top level."""
 LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
-"""The families that need a library, with its name. ``dir(rpx)`` leaves a family out if its library is not installed."""
+"""Maps each family that needs a library to this library. ``dir(rpx)`` omits a family if its library is missing."""
 LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
-"""The module with a table of the axes in layers, for each library whose models are trees of modules."""
+"""Maps each library whose models are trees of modules to the module with a table of the axes in its layers."""
 NOT_FAMILIES = ("testing", "demo")
 """The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
 
@@ -74,7 +74,7 @@ METHODS = (
     *(*FORMULA_METHODS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
 )
-"""The methods and properties of a chain for users. All others are for authors of stages."""
+"""The methods and properties of a chain that are meant for users. All others are meant for authors of stages."""
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
@@ -95,13 +95,14 @@ NAMES_OF_OTHERS = {
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }
-"""What to write in reparax in place of a name from torch, optax, flax, paramax or PEFT."""
+"""Maps names from torch, optax, flax, paramax and PEFT to what to write in reparax instead."""
 
 
 def family_by_name() -> dict[str, str]:
     """Maps each public name to its family: ``{"Sphere": "norms", ...}``.
 
-    Families that need a library are left out, because they share names, such as ``Parametrized``.
+    Families that need a library are left out, because several of these families define the same name, such as
+    ``Parametrized``.
     """
     return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
@@ -112,7 +113,7 @@ def load(name: str) -> Any:
     This function is the ``__getattr__`` of the package.
 
     Raises:
-      AttributeError: If there is no such name. The error says what to write instead.
+      AttributeError: If the name does not exist. The error says what to write instead.
     """
     if name in FAMILIES:
         return _import_module(FAMILIES[name].module)
@@ -135,7 +136,7 @@ def dir_of(family: str) -> Callable[[], list[str]]:
 def import_stage(name: str) -> None:
     """Imports the family that defines a stage, given its class name or kind: ``WeightNorm`` or ``weight_norm``.
 
-    The class registers itself when it is imported. Nothing happens if the name is not a stage of this package.
+    The class is registered when the family is imported. If the name is not a stage of this package, nothing happens.
     """
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
@@ -143,11 +144,14 @@ def import_stage(name: str) -> None:
 
 
 def _import_module(module: str) -> Any:
-    """Imports a module of this package; if JAX lacks something that it needs, the error names the tested versions."""
+    """Imports a module of this package.
+
+    If JAX lacks something that the module needs, the error names the versions of JAX that were tested.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if not str(error.name).startswith("jax."):  # The error already names the other package that is missing.
+        if not str(error.name).startswith("jax."):  # Another package is missing, and the error already names it.
             raise
         version, lack = importlib.metadata.version("jax"), str(error).partition(" (")[0]
         raise ImportError(
@@ -160,7 +164,8 @@ def _import_module(module: str) -> Any:
 def layers_of_library(module: str) -> Any:
     """Returns the module with the table of layers of a library, given the name of any module in the library.
 
-    ``"flax.nnx.nn.linear"`` gives ``models/_nnx_layers.py``. The result is None for a library without a table.
+    For ``"flax.nnx.nn.linear"``, the result is the module ``models/_nnx_layers.py``. For a library without a table, the
+    result is None.
     """
     table = LAYERS.get(module.partition(".")[0])
     return None if table is None else importlib.import_module(table)
@@ -174,10 +179,10 @@ def how_to_write() -> dict[str, str]:
 def _suggest(name: str) -> str:
     """Returns the end of the error text for an unknown name, such as ". Write `rpx.WeightNorm`.".
 
-    Exact names, in a family, in another library or among the methods, take precedence over similar names.
+    An exact match in a family, in another library or among the methods takes precedence over a similar name.
     """
     codes = how_to_write()
-    if name in codes:  # It is in a family; names at the top never get here.
+    if name in codes:  # The name is in a family. Names at the top level never get here.
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
@@ -185,7 +190,7 @@ def _suggest(name: str) -> str:
         return f". It is a method of a chain: `p.{name}`."
     if name in NOT_FAMILIES:
         return f". It is a module: `import reparax.{name}`."
-    squashed_names = {_squash(public): public for public in codes}  # This finds `weight_norm`.
+    squashed_names = {_squash(public): public for public in codes}  # With these, `weight_norm` leads to `WeightNorm`.
     similar_names = difflib.get_close_matches(name, codes, n=1, cutoff=0.7)
     if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
         return f". Write `{codes[nearest]}`."
@@ -218,7 +223,7 @@ WORDS_OF_OTHERS = {
     "stddev": ("std",),
     "target_modules": ("where",),
 }
-"""The possible names in reparax for an argument name of other libraries. A stage takes at most one of them."""
+"""Maps an argument name of other libraries to the possible names in reparax. A stage takes at most one of these."""
 NOTES = {
     "dim": " torch's weights are (out, in), so its dim=0 is axis -1 of a kernel (in, out).",
     "target_modules": " It matches whole paths: `where='.*(query|value)/kernel'`.",
@@ -227,14 +232,14 @@ NOTES = {
 
 
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
-    """Returns the advice for an argument ``name`` that a stage does not take; it takes ``argument_names``.
+    """Returns the advice for an argument ``name`` that a stage with the arguments ``argument_names`` does not take.
 
-    For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by how axes are numbered in reparax. A word from
-    another library takes precedence over a name that is merely similar.
+    For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by a note on how torch numbers axes. A known
+    argument name of another library takes precedence over a similar name.
     """
     if not argument_names:
         return "It takes none."
-    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # There is at most one.
+    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]  # at most one word
     if words := known_words or difflib.get_close_matches(name, argument_names, n=1):
         return f"Write `{words[0]}=`.{NOTES.get(name, '')}"
     return f"It takes {', '.join(argument_names)}."

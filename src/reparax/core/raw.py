@@ -2,18 +2,20 @@
 
 A stage replaces each array by a marker dict that holds its raw values, ``{"@weight_norm": {"g": ..., "v": ...}}``.
 Fixed values are under ``"@fixed"``. For a chain, marker dicts are nested: the marker dicts of the first stage are
-inside those of the last stage. So the key path of a raw value contains everything about it: the parameter that it
-belongs to, whether it is main or auxiliary, free or fixed, and under which path a stage can select it.
+inside the marker dicts of the last stage. So the key path of a raw value determines everything about the value: the
+parameter that it belongs to, whether it is main or auxiliary, free or fixed, and the path under which a stage can
+select it.
 
 Terms of this module:
 
-- A *place* is a key path, a tuple of names: ``("dense", "kernel", "@weight_norm", "g")``. A *path* is text, under which
+- A *place* is a key path, a tuple of names: ``("dense", "kernel", "@weight_norm", "g")``. A *path* is the text by which
   users select an array: ``"dense/kernel"``.
 - A *marker* is a name such as ``"@weight_norm"``. Its *kind* is ``weight_norm``, the name of a class of stages.
-- :class:`Flat` is a tree as a dict from places to arrays, and :class:`Frame` is the model's own tree around them.
-  :func:`flatten` separates the two, and :func:`nest` puts them together again.
-- :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces one; the latter is a :class:`Node`.
-- A *box* is an object of flax around an array, such as an nnx variable. It may hold the names of the array's axes.
+- A :class:`Flat` is a tree as a dict from places to arrays. A :class:`Frame` is the model's own tree around the arrays.
+  :func:`flatten` separates arrays and frame, and :func:`nest` puts them together again.
+- A :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces an array. A :class:`Node` holds the
+  contents of such a marker dict.
+- A *box* is a flax object around an array, such as an nnx variable. A box may hold the names of the array's axes.
 """
 
 import itertools
@@ -54,11 +56,11 @@ OTHER_CHAIN = (
 )
 
 _ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
-"""The role of an array whose axes do not correspond to those of any parameter of the network."""
+"""The role of an array whose axes do not correspond to the axes of any parameter of the network."""
 
 
 STAGES: dict[str, Any] = {}
-"""The stage class of each kind. If two classes have the same kind, the one that was defined later counts."""
+"""Maps each kind to its stage class. If two classes have the same kind, the class that was defined later counts."""
 
 
 def registered_kind(kind: str) -> Any:
@@ -70,19 +72,19 @@ def registered_kind(kind: str) -> Any:
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a raw tree, or a marker dict that replaces one.
+    """One array of a raw tree, or a marker dict that replaces an array.
 
     Attributes:
       place: The key path of the array in the raw tree.
-      path: The path under which stages select the array: for a main value, the parameter's own path; for an auxiliary
-        value, or a value that is declared as a part of the array, the parameter's path and the value's name.
-      draw_path: A path that no other array of the tree shares. Random numbers for the array depend on it.
+      path: The path under which stages select the array. For a main value, it is the parameter's own path. For an
+        auxiliary value, or a value that is declared as a part of the array, the value's name is appended.
+      draw_path: A path that no other array of the tree shares. Random numbers for the array depend on ``draw_path``.
       main: Whether the array is a plain array, or a main value of each stage whose marker is in its key path.
       visible: Whether an earlier stage may select the array. Fixed values that are not main are hidden.
-      added: Whether an adapter adds this value to a base, and the base is what represents the array. Only an expression
-        for the value's place in the raw tree selects it.
-      decays: Whether smaller numbers here make the effective array smaller, for each stage whose marker is in the key
-        path.
+      added: Whether an adapter adds this value to a base, and the base represents the array. Only an expression for its
+        place in the raw tree selects such a value.
+      decays: Whether smaller numbers here make the effective array smaller, as each stage whose marker is in the key
+        path declares.
       content: The array, its type, or a :class:`Node`.
       reading: For a marker dict that has been read, the array that its values represent; see ``core/leafwise.py``.
       tree: The tree that contains the array, or None if only its place is known.
@@ -106,14 +108,14 @@ class Leaf:
 
     @cached_property
     def axes(self) -> KnownAxes:
-        """What is known about the axes from the layer, name and box of the parameter; nothing without a tree."""
+        """What is known about the axes from the layer, name and box of the parameter; without a tree, nothing."""
         return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
     def network_role(self) -> Role | None:
         """The role of the array in a network whose program was analyzed, or None if the tree has no such roles.
 
-        If the tree has roles, but none for this array, the role is empty, and its ``why`` says so.
+        If the tree has roles, but no role for this array, the result is an empty role, whose ``why`` says so.
         """
         roles = None if self.tree is None else self.tree.roles
         return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
@@ -129,7 +131,7 @@ class Leaf:
         return self.content.values if isinstance(self.content, Node) else {}
 
     def node_of(self, kind: str) -> Names:
-        """Returns the key path of the marker dict, or of the one by which a stage of this kind would replace the array.
+        """Returns the key path of the marker dict, or for an array, of the dict that a stage of ``kind`` would add.
 
         For an array at ``("w",)`` and the kind ``scale``, the result is ``("w", "@scale")``.
         """
@@ -139,7 +141,7 @@ class Leaf:
 
     @property
     def raw_path(self) -> str:
-        """The key path as text, including markers. Unlike ``path``, it differs between the main values of one array."""
+        """The key path as text, with markers. Unlike ``path``, it distinguishes the main values of one array."""
         return path_text(self.place)
 
     @property
@@ -149,7 +151,7 @@ class Leaf:
 
     @property
     def fixed(self) -> bool:
-        """Whether the array is, or belongs to, a fixed value, which optimizers must leave alone."""
+        """Whether the array is a fixed value, or a raw value of one, so that optimizers must leave it alone."""
         return FIXED in self.place
 
     @property
@@ -165,8 +167,8 @@ class Node:
     Attributes:
       place: The key path of the array that it replaces.
       mark: The marker.
-      below: Everything below this place, by key path and in the order of the tree. In a damaged tree, it may contain
-        more than what is under the marker.
+      below: Everything below this place, by key path and in the order of the tree. In a damaged tree, this may include
+        entries that are not under the marker.
     """
 
     place: Names
@@ -175,27 +177,26 @@ class Node:
 
     @cached_property
     def inside(self) -> list[Names]:
-        """The key paths of everything under the marker, or that of the marker itself if nothing is under it."""
+        """The key paths of everything under the marker, or the marker's own key path if the marker dict is empty."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value by name; empty for an empty marker dict, whose only key path is the marker's."""
+        """The key path of each value by name; empty for an empty marker dict, which is itself a leaf of the tree."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """Returns the values by name: for ``{"@scale": {"@fixed": {"n": 1}, "x": 2}}``, ``{"n": 1, "x": 2}``.
+        """Returns the values by name: ``{"@scale": {"@fixed": {"n": n}, "x": x}}`` gives ``{"n": n, "x": x}``.
 
-        The result is empty for the empty marker dict of an array without values of its own, such as a tied array. With
-        ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
+        The marker dict of an array without its own values, such as a tied array, is empty, and so is the result.
+        With ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
 
         Raises:
-          ValueError: If there is anything else under the marker, such as a dict or None, or anything next to the
-            marker.
+          ValueError: If a value is not an array, such as a dict or None, or if the marker has siblings.
         """
         depth = len(self.place)
-        is_alone = len(self.below) == len(self.inside)  # Nothing is next to the marker.
-        if self.inside == [(*self.place, self.mark)]:  # The marker is a leaf: an empty dict, None or an object.
+        is_alone = len(self.below) == len(self.inside)  # The marker has no siblings.
+        if self.inside == [(*self.place, self.mark)]:  # The marker is itself a leaf: an empty dict, None or an object.
             content = self.below[self.inside[0]]
             if (is_empty(content) and is_alone) or (content is None and may_be_none):
                 return {}
@@ -211,7 +212,7 @@ class Node:
         return arrays
 
     def _describe_damage(self) -> str:
-        """Returns the error text for a damaged marker dict: what is next to the marker or wrong under it."""
+        """Returns the error text for a damaged marker dict, which names a sibling of the marker or a wrong value."""
         nested = dict[Any, Any]()
         for place, x in self.below.items():
             _insert(nested, place[len(self.place) :], x)
@@ -226,21 +227,21 @@ def is_mark(name: object) -> bool:
 
 
 def holds_markers(x: object) -> bool:
-    """Returns whether ``x`` is a marker dict, even a damaged one: a dict with any name that begins with ``@``."""
+    """Returns whether ``x`` is a dict in which any name begins with ``@``, and so a marker dict, possibly damaged."""
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
 def is_fixed_value(place: Names) -> bool:
     """Returns whether the innermost stage in a key path declares the value there as fixed.
 
-    The result is False for the raw values by which an earlier stage replaces a fixed value. Optimizers must leave these
-    alone too.
+    If an earlier stage replaces a fixed value by raw values, the result is False for those raw values, although
+    optimizers must leave them alone too.
     """
     return place[-2:-1] == (FIXED,)
 
 
 def kind_of(mark: str) -> str:
-    """Returns the kind in a marker: ``kind`` for ``@kind`` and for ``@kind@2``."""
+    """Returns the kind that a marker names: ``scale`` for ``@scale`` and for ``@scale@2``."""
     return mark.split("@")[1]
 
 
@@ -255,9 +256,9 @@ def parameter_path(place: Names) -> str:
 
 
 def next_number(place: Names, kind: str) -> int:
-    """Returns the number that a further stage of ``kind`` gets in its marker at an array with this key path.
+    """Returns the number in the marker that another stage of ``kind`` would add at an array with this key path.
 
-    Markers of the same kind in a key path are counted from 1, which is the outermost one.
+    In a key path, markers of the same kind are numbered from 1, starting with the outermost marker.
     """
     return 1 + sum(is_mark(name) and kind_of(name) == kind for name in place)
 
@@ -283,9 +284,9 @@ class MarkedValue(NamedTuple):
     Attributes:
       node: The key path up to and including the marker.
       name: The name of the value.
-      declared: What the stage declares about the value. Its ``fixed`` says whether the value is under ``"@fixed"`` in
-        the key path.
-      has_base: Whether a base counts as the main value of the array, instead of the values that are added to it.
+      declared: What the stage declares about the value. ``declared.fixed`` says whether the value is under ``"@fixed"``
+        in the key path.
+      has_base: Whether a base counts as the main value of the array, instead of the values that an adapter adds to it.
     """
 
     node: Names
@@ -297,9 +298,9 @@ class MarkedValue(NamedTuple):
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
     """Yields the raw value under each marker of a key path, from the outermost marker to the innermost.
 
-    For ``("w", "@weight_norm", "v", "@scale", "x")``, the values are named ``v`` and ``x``. The key path of a plain
-    array has none. With ``bases``, a base counts as the main value of its array, in place of the values that are added
-    to it.
+    For ``("w", "@weight_norm", "v", "@scale", "x")``, the values are named ``v`` and ``x``. For the key path of a plain
+    array, nothing is yielded. With ``bases``, a base counts as the main value of its array, in place of the values that
+    an adapter adds to the base.
 
     Raises:
       ValueError: If no class of stages has the kind of a marker, or nothing is under the marker.
@@ -309,7 +310,7 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
             continue
         values_of_stage = _class_of_marker(mark, place).raw_values
         is_fixed = place[i + 1 : i + 2] == (FIXED,)
-        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]  # The first name is that of the value.
+        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]  # The first of these names is the value's name.
         if not names_below:
             raise ValueError(f"The raw tree holds no values under {mark!r} at {parameter_path(place)!r}: {OTHER_CHAIN}")
         declared = replace(value_of(values_of_stage, names_below[0]), fixed=is_fixed)
@@ -320,16 +321,16 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Returns whether each stage in a key path declares that its value there has the axes of the parameter.
+    """Returns whether the value at a place has the axes of its parameter, as each stage in the key path declares.
 
-    The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. It is False for
-    the factors of the ``LoRA``.
+    The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. The result is
+    False for the factors of the ``LoRA``.
     """
     return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
 
 
 def _has_axes_of_array(declared: Value) -> bool:
-    """Returns whether a value has the axes of its array, because it is the base or an aligned main value."""
+    """Returns whether a value has the axes of its array, because the value is the base or an aligned main value."""
     return declared.base or (declared.main and declared.aligned)
 
 
@@ -356,9 +357,10 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
     """Returns the leaf at a place, without content.
 
-    ``values`` is the result of :func:`_marked_values`, and ``main_names`` that of :func:`_names_of_main_values`. Below
-    a kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, because ``v`` stands for the array, and the path of
-    ``g`` is ``w/g``. Each of several main values, such as two factors, has the path ``w``, but a draw path of its own.
+    ``values`` comes from :func:`_marked_values`, and ``main_names`` comes from :func:`_names_of_main_values`. Below a
+    kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, because ``v`` represents the array. The path of ``g``
+    is ``w/g``. If an array has several main values, such as two factors, all have the path ``w``, but different draw
+    paths.
     """
     path = draw_path = parameter_path(place)
     for value in values:
@@ -391,7 +393,7 @@ def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]
 
 
 def same_path_error(path: str) -> ValueError:
-    """Returns the error for a tree in which two leaves have the same path, so that no stage could tell them apart."""
+    """Returns the error for a tree in which two leaves have the same path, so that no stage can tell them apart."""
     return ValueError(
         f"Two leaves of the tree have the path {path!r}. "
         f"Rename one of them. The usual cause is a key that contains '/', or a pair of keys such as 0 and '0'."
@@ -399,20 +401,20 @@ def same_path_error(path: str) -> ValueError:
 
 
 def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
-    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of them, and the treedef."""
+    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of these leaves, and the treedef."""
     paths, contents, treedef = flatten_with_names(tree)
     return contents, describe_places(paths), treedef
 
 
 def places_of(tree: PyTree) -> list[Names]:
-    """Returns the place of each leaf, and of each empty node, which stands for an array without values of its own."""
+    """Returns the place of each leaf and each empty node; an empty node represents an array without its own values."""
     return flatten_with_names(tree, is_empty)[0]
 
 
 def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
     """Returns the path and the outermost marker of the first parameter with a marker dict: ``("a/w", "@scale")``.
 
-    The result is None for a plain tree, so this function also serves to recognize a raw tree.
+    The result is None for a plain tree, so this function also tells raw trees from plain trees.
     """
     marked = ((place, len(parameter_place(place))) for place in places)
     return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
@@ -426,7 +428,7 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     """
     if found := first_marker(places_of(params)):
         path, mark = found
-        _class_of_marker(mark, (path,))  # This raises a better error if no stage of that kind is defined.
+        _class_of_marker(mark, (path,))  # If no stage of that kind is defined, this call raises a clearer error.
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )
@@ -443,8 +445,8 @@ def state_flags(tree: PyTree) -> list[bool]:
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
     """Returns for each leaf whether it is model state; the leaves of an nnx variable get the same answer.
 
-    ``count`` takes a variable, or a leaf outside of variables, and returns how many flags it gets in the result: one
-    for each leaf that it holds.
+    ``count`` takes a variable, or a leaf outside of variables, and returns its number of leaves. The result has one
+    flag for each of these leaves.
     """
     paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
@@ -455,8 +457,8 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
     """Returns for each place whether it holds model state, judged by nnx variables and by linen's collections.
 
     The collections of linen are ``{"params": ..., "batch_stats": ..., ...}``. Everything in ``batch_stats`` is state,
-    wherever ``batch_stats`` is; other names count as collections only if there is a ``params`` next to them. An array
-    directly next to ``params``, such as a temperature, is a parameter.
+    wherever in the tree ``batch_stats`` is. Other names count as collections only if ``params`` is next to them. An
+    array directly next to ``params``, such as a temperature, is a parameter.
     """
     has_params = any(path[:1] == ("params",) for path in paths)
 
@@ -466,15 +468,15 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
         is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
         if is_flax_instance(box, "Variable") and not is_parameter:
             return True
-        # A path with "/" has two or more names, so its first name is a collection.
+        # The path of a parameter in a collection has two or more names, separated by "/".
         return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
 
     return list(map(is_state, paths, boxes))
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
-"""The places to remove, in the order of the tree, and the arrays that replace them, by place. The new arrays take the
-position of the first place that is removed."""
+"""The places to remove, in the order of the tree, and the new arrays by place. The new arrays go where the first of the
+removed places was."""
 
 
 @dataclass(frozen=True)
@@ -485,7 +487,7 @@ class Frame:
       treedef: The structure.
       places: The place of each parameter, in the order of the tree.
       boxes: The flax box around each parameter that has one; see ``core/boxes.py``.
-      first_places: If a model holds a parameter at several places, the first place for each of the others.
+      first_places: If a model holds a parameter at several places, this maps each further place to the first place.
     """
 
     treedef: Any
@@ -502,11 +504,11 @@ class Frame:
     def state(self) -> frozenset[Names]:
         """The places that hold model state instead of a parameter."""
         variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
-        # This is the model's own tree with its variables, because their types matter, and with 0 in place of all other
+        # Restore the model's own tree with its variables, because their types matter. Put 0 in place of all other
         # arrays.
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
-        # Each of these variables is at one place. Other variables, which remain in the tree, contain their leaves as
-        # usual.
+        # Each of the restored variables is at a single place, so it gets one flag. A variable that is part of the
+        # structure gets one flag for each of its leaves.
         ids = set(map(id, variables.values()))
         flags = _flags_of_leaves(around, lambda node: 1 if id(node) in ids else len(jax.tree.leaves(node)))
         return frozenset(place for place, flag in zip(self.places, flags, strict=True) if flag)
@@ -515,8 +517,9 @@ class Frame:
     def axes(self) -> Mapping[Names, KnownAxes]:
         """What is known about the axes of each parameter, from its module or else its name, and from its box.
 
-        Only the class of a module matters, which the structure contains. If a model holds a parameter at several
-        places, the modules at all of these must agree on its axes. Otherwise, the axes at the first place are unknown.
+        Only the class of a module matters, and the structure contains this class. If a model holds a parameter at
+        several places, the modules at all of these places must agree on its axes. Otherwise, the axes at the first
+        place are unknown.
         """
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
@@ -537,8 +540,8 @@ class Flat:
       frame: The model's own tree around the arrays.
       arrays: The array at each place, or its type. Leaves that are not arrays, and empty nodes, are kept as they are.
       boxes: The flax box around each raw value that has one.
-      later: The stages that come after a stage in the chain, while that stage is asked for its sites in this tree.
-      roles: The role of each array in a network whose program was analyzed. None if there was no such analysis.
+      later: The later stages of the chain, while a stage looks for its sites in this tree.
+      roles: The role of each array in a network whose program was analyzed, or None if no program was analyzed.
     """
 
     frame: Frame
@@ -553,7 +556,7 @@ class Flat:
         Raises:
           KeyError: If ``place`` does not belong to any parameter.
         """
-        for n in range(len(place), -1, -1):  # The empty place is that of a model that is a single array.
+        for n in range(len(place), -1, -1):  # If the model is a single array, the place of the parameter is empty.
             if place[:n] in self.frame.parameters:
                 return place[:n]
         raise KeyError(place)
@@ -575,17 +578,17 @@ class Flat:
         """Derives what is known about the axes of the array at a place from the axes of its parameter.
 
         An aligned value has the axes of the parameter. A factor with the axes ``("rows", "rank")``, such as ``u`` of a
-        ``LowRank``, has the inputs of the parameter, and its output is an axis of its own. Nothing is known about other
-        values.
+        ``LowRank``, has the inputs of the parameter, and the rank as its output. For other values, the axes are
+        unknown.
         """
         axes = self.frame.axes[self.parameter_of(place)]
         for value in _marked_values(place):
             if _has_axes_of_array(value.declared):
                 continue
             mark, declared = value.node[-1], value.declared.axes
-            # One of the later stages of this kind has created the marker dict.
+            # One of the later stages of this kind created the marker dict.
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
-            # If the user gave ``rows`` or ``columns``, the rows need not be the inputs.
+            # If the user gave `rows` or `columns`, the rows need not be the inputs.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
             fields = vars(makers[0]) if len(makers) == 1 else {}  # The field ``rank``, for example, is an axis size.
@@ -606,7 +609,7 @@ class Flat:
     def nodes(self, kind: str) -> dict[Names, Node]:
         """Returns the marker dicts of a kind in which no other marker is nested, by the place of the array.
 
-        A stage replaces these marker dicts in ``apply``; the marker dicts around them follow after that.
+        ``apply`` of a stage replaces these marker dicts first. Only then can the marker dicts around them be replaced.
         """
         marks = {place[:-1]: place[-1] for place in self._places_of_innermost_markers() if kind_of(place[-1]) == kind}
         nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
@@ -620,13 +623,13 @@ class Flat:
         """Returns the result of :meth:`nodes` for a stage of this kind, and raises an error if it is empty.
 
         Raises:
-          ValueError: If there are no such marker dicts. The error begins with ``who``, the stage and its method.
+          ValueError: If the tree has no such marker dicts. The error begins with ``who``, the stage and its method.
         """
         if nodes := self.nodes(kind):
             return nodes
         if found := first_marker(self.arrays):
             path, mark = found
-            if kind_of(mark) == kind:  # Other markers are nested in it.
+            if kind_of(mark) == kind:  # The marker has the right kind, but other markers are nested in it.
                 raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
             raise ValueError(
                 f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
@@ -644,7 +647,8 @@ class Flat:
             markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
             innermost |= dict.fromkeys(markers[-1:])
             outer.update(markers[:-1])
-        return [place for place in innermost if place not in outer]  # One value may be plain, another replaced.
+        # If one value is plain and another is replaced, a marker is the last in one key path, but not in the other.
+        return [place for place in innermost if place not in outer]
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
         """Returns the tree where each of these marker dicts is one leaf, a :class:`Node` at the place of the array."""
@@ -653,8 +657,8 @@ class Flat:
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """Returns the tree with some arrays replaced by others, and all other arrays in the same order as before.
 
-        ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap
-        removes at least one place, where its new arrays go. The old tree is not changed.
+        ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap must
+        remove at least one place, because the new arrays go where the first removed place was. ``self`` is not changed.
         """
         if not swaps:
             return self
@@ -673,29 +677,29 @@ def flatten(tree: PyTree) -> Flat:
     """Separates the arrays of a raw (or plain) tree from its structure and its boxes. Inverse: :func:`nest`.
 
     ``{"w": {"@scale": {"x": x}}, "b": b}`` has the places ``("b",)`` and ``("w", "@scale", "x")`` in ``arrays``, and a
-    frame with the parameters ``b`` and ``w``. A box may be around a marker dict, or inside the marker dict around a
-    value.
+    frame with the parameters ``b`` and ``w``. A box may be around a marker dict, or around a single value inside the
+    marker dict.
 
     Raises:
       ValueError: If two leaves have the same place, or one box is at two places.
     """
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
-    # An `Elsewhere` stands at each further place of a parameter that a model holds several times.
+    # If a model holds a parameter at several places, each place but the first holds an `Elsewhere`.
     first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
         content = node
         if is_box(node):
             boxes[path], content = node, value_in(node)
-        # These are all contents of a marker dict with their key paths in it. An array of the model is at the place
-        # itself.
+        # The entries of a marker dict are all its contents, with their key paths inside it. An array of the model is a
+        # single entry with an empty key path.
         entries = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
         for below, x in entries:
             place = (*path, *below)
             if place in arrays:
                 raise same_path_error(path_text(place))
             arrays[place] = x
-            if below and is_box(x):  # This is the box of a raw value or of an empty marker dict.
+            if below and is_box(x):  # The box belongs to a raw value or to an empty marker dict.
                 boxes_of_values[place], value = x, value_in(x)
                 arrays[place] = {} if is_empty(value) else value
     require_one_place({**boxes, **boxes_of_values})
@@ -704,7 +708,7 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
-    """Creates a box for each parameter whose raw values have boxes, and leaves out parameters that get none."""
+    """Creates a box for each parameter whose raw values have boxes; parameters that get no box are left out."""
     boxes_by_parameter = dict[Names, list[Any]]()
     for place, box in boxes_of_values.items():
         boxes_by_parameter.setdefault(parameter_place(place), []).append(box)
@@ -715,10 +719,10 @@ def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, An
 def nest(tree: Flat) -> PyTree:
     """Restores the model's own structure and the boxes. Inverse: :func:`flatten`.
 
-    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because it was
-    created from the boxes of the raw values.
+    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because that box
+    was created from the boxes of the raw values.
     """
-    nested: dict[Any, Any] = {}  # The keys are the whole places of parameters, then the names below.
+    nested: dict[Any, Any] = {}  # The outer keys are the whole places of parameters, the inner keys single names.
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
         box = tree.boxes.get(place)
@@ -732,14 +736,17 @@ def nest(tree: Flat) -> PyTree:
 
 
 def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Stores ``x`` in ``nested`` in place: keys ``["a", "b"]`` give ``{"a": {"b": x}}``. Missing dicts are added."""
+    """Stores ``x`` in ``nested`` under a sequence of keys, and adds missing dicts in between.
+
+    For the keys ``["a", "b"]``, an empty ``nested`` becomes ``{"a": {"b": x}}``.
+    """
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
 
 
 def _describe_wrong_values(mark: str, content: Any) -> str:
-    """Returns the error text for the ``content`` of a marker that is not a dict of arrays: its first fault."""
+    """Returns the error text for the first fault in the ``content`` of a marker that is not a dict of arrays."""
     fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
     for name, values in ((mark, content), (FIXED, fixed_values)):
         if not isinstance(values, Mapping):
@@ -753,7 +760,7 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
 
 
 def _explain_other(value: Any) -> str:
-    """Returns the end of an error text: where a value that is not an array may come from, and what to do."""
+    """Returns the end of an error text that says where a value that is not an array may come from, and what to do."""
     if value is None:
         return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
     if isinstance(value, Mapping) and set(value) == {"value"}:

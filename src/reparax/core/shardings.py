@@ -1,7 +1,7 @@
 """Shardings of raw trees, derived from the specs of the model's parameters.
 
-A spec is a ``PartitionSpec`` of JAX: it has an entry for each axis of an array, which names the mesh axes that shard
-that axis. Each axis of a raw value gets the entry of the parameter axis that it follows (``core/origins.py``).
+A spec is a JAX ``PartitionSpec``. It has an entry for each axis of an array, and the entry names the mesh axes that
+shard this axis. Each axis of a raw value gets the entry of the parameter axis that it follows (``core/origins.py``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def shardings_of_raw(
 
     Args:
       who: The name of the call in errors.
-      init: A function that returns the raw tree of parameters. Only the structure of this tree, including boxes, and
-        its shapes are used.
+      init: A function that returns the raw tree of parameters. Only the structure of the raw tree, including boxes, and
+        the shapes in it are used.
       follow: A function that returns the origins of the raw values of parameters.
-      specs: The spec of each parameter, or the parameters themselves if they are placed on a mesh. Errors are raised
-        for specs that do not fit the parameters or the mesh.
+      specs: The spec of each parameter, or the parameters themselves if they are placed on a mesh. An error is raised
+        if a spec does not fit its parameter or the mesh.
       mesh: The mesh of the shardings.
       like: The parameters, or their shapes and dtypes. None if ``specs`` are the parameters.
       memory_kind: The kind of memory for fixed values, or None for the default.
@@ -55,8 +55,8 @@ def shardings_of_raw(
     def sharding_of(path: Names, x: Any) -> NamedSharding:
         """Returns the sharding of the raw value ``x`` at ``path``.
 
-        An axis that follows a sharded axis is sharded in the same way, unless its length does not split evenly. An axis
-        that follows no other axis is replicated.
+        An axis that follows a sharded axis is sharded in the same way if its length splits evenly, and is otherwise
+        replicated. An axis that follows no parameter axis is replicated too.
         """
         source, axes = origins[path]
         entries = [None if axis is None else entries_of_params[path_text(source)][axis] for axis in axes]
@@ -68,22 +68,22 @@ def shardings_of_raw(
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps the path of each of ``arrays`` to its leaf in ``specs``, which is a spec or an array on a mesh.
+    """Maps the path of each array in ``arrays`` to its leaf in ``specs``, which is a spec or an array on a mesh.
 
     Raises:
-      ValueError: If the paths of the two differ, or if there are no arrays at all, so that the shapes are unknown.
+      ValueError: If ``arrays`` and ``specs`` have different paths, or if only specs are given, which have no shapes.
     """
     spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if spec_of and not arrays:
         raise ValueError(
             f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
         )
-    if "" in spec_of and "" not in arrays:  # This is the path of a tree that is a single leaf.
+    if "" in spec_of and "" not in arrays:  # A tree that is a single leaf has the empty path.
         raise ValueError(
             f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
             f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
         )
-    for path in sorted(arrays.keys() ^ spec_of.keys()):  # Name the first path that only one of them has.
+    for path in sorted(arrays.keys() ^ spec_of.keys()):  # The error names the first path that is missing in either.
         with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
             f"{who}: the {with_path} hold {path!r}, the {without_path} do not. Give one PartitionSpec for each array; "
@@ -93,18 +93,20 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
 
 
 def _spec_of(x: Any) -> PartitionSpec | None:
-    """Returns the spec of ``x``, which may be a spec, a sharding or an array on a mesh, and otherwise None."""
+    """Returns the spec of ``x`` if it is a spec, a sharding or an array on a mesh, and otherwise None."""
     if isinstance(x, PartitionSpec):
         return x
-    sharding = getattr(x, "sharding", x)  # A sharding itself has no such attribute.
+    sharding = getattr(x, "sharding", x)  # A sharding itself has no attribute `sharding`, so use `x`.
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
     """Returns a spec's entry for each axis of the parameter ``x``: ``("data", None)`` for ``P("data")`` of a matrix.
 
-    ``leaf`` is the spec, or an array placed on a mesh. An error is raised if there is no spec, or if the spec does not
-    fit ``x`` or the mesh.
+    ``leaf`` is the spec, or an array placed on a mesh.
+
+    Raises:
+      ValueError: If ``leaf`` has no spec, or if the spec does not fit ``x`` or the mesh.
     """
     spec = _spec_of(leaf)
     if spec is None:
@@ -125,7 +127,7 @@ def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any
 
 
 def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
-    """Raises an error unless a spec names only axes of the mesh, and each axis at most once."""
+    """Raises an error unless a spec names only axes of the mesh, and names each of these axes at most once."""
     mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
     for name in mesh_axes:
         if name not in mesh.shape:
@@ -137,12 +139,15 @@ def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the names of the mesh axes in one entry of a spec, which may be a tuple of names, one name, or None."""
+    """Returns the names of the mesh axes in one entry of a spec: a tuple of names, a single name, or None."""
     if isinstance(entry, str):
         return (entry,)
     return entry if isinstance(entry, tuple) else ()
 
 
 def _count_parts(entry: Any, mesh: AnyMesh) -> int:
-    """Returns how many parts an entry of a spec splits an axis into: 8 for ``("x", "y")`` on a mesh of 4 by 2."""
+    """Returns the number of parts into which an entry of a spec splits an axis.
+
+    On a mesh of 4 by 2 with the axes ``x`` and ``y``, the entry ``("x", "y")`` splits an axis into 8 parts.
+    """
     return math.prod(mesh.shape[name] for name in _mesh_axes(entry))
