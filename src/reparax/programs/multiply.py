@@ -360,10 +360,10 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
-    """Brings the axes of ``x`` into the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
+    """Puts the axes of ``x`` in the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
 
-    An array of shape (4, 3) with the labels (i, o) becomes one of (3, 1, 4) for (o, n, i). ``new_labels`` must contain
-    all of ``labels``.
+    For example, an array of shape (4, 3) with the labels (i, o) gets the shape (3, 1, 4) for the labels (o, n, i).
+    ``new_labels`` must contain all of ``labels``.
     """
     order = [labels.index(label) for label in new_labels if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
