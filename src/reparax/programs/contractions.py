@@ -40,7 +40,7 @@ class Contraction:
         return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
     def kept(self, operand: int) -> list[int]:
-        """Returns the axes of an operand that the output keeps, except batch: [0] of x and [1] of w for ``x @ w``."""
+        """Returns the axes of an operand that the output has, without batch: [0] of x and [1] of w for ``x @ w``."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.batch_indices]
 
     def batch(self, operand: int) -> list[int]:

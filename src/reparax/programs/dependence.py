@@ -144,7 +144,7 @@ class Analysis(ABC, Generic[T]):
 
     @abstractmethod
     def join(self, values: Sequence[T]) -> T:
-        """Combines the facts about several values into that about a value computed from them, or chosen by a cond."""
+        """Combines the facts about values into the fact about a value computed from them, or selected by a cond."""
 
     @abstractmethod
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
@@ -361,12 +361,12 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 
 
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """Splits a program into an early one, which reads known inputs only, and a late one, which reads its outputs.
+    """Splits a program into an early program of known values, and a late program that computes the outputs from them.
 
-    An equation is late if it reads other inputs or the output of a late equation, or must run exactly once. For
-    ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one is ``y = x @ e``.
-    The late program computes the outputs of ``jaxpr``. Its inputs are the values that it needs, in the order in which
-    it reads them.
+    An equation is late if it must run exactly once, or if it reads an input that is not known or the output of a late
+    equation. For ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late program
+    is ``y = x @ e``. The inputs of the late program are the values that it needs, in the order in which they are first
+    read.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()

@@ -23,7 +23,7 @@ from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.contractions import contraction_of
 
 LARGE = 2**16
-"""Values of more than this many bytes are not computed again at each step, because this would take too long."""
+"""The largest size in bytes of a value that is computed again at each step. Larger values would take too long."""
 
 Axis = int | None
 """The axis along which a part is taken. None stands for the whole value."""
