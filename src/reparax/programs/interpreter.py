@@ -25,7 +25,7 @@ from reparax.programs.rules import map_factors
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
-"""The outputs of an equation, arrays or sums; None if the equation must be evaluated as it is, on arrays."""
+"""The outputs of an equation, as arrays or sums; None if the equation must be evaluated unchanged, on arrays."""
 
 # This operation can be traced because its output type is known, but it cannot run.
 _stand_in = Primitive("reparax_stand_in")
@@ -64,7 +64,7 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """Identifies a sum made by this equation: the equation, and all equations whose bodies contain it."""
+        """The identity of a sum made by this equation: the ids of the equation and of all equations around it."""
         return (*self.interpreter.path, id(self.eqn))
 
 
@@ -458,7 +458,7 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """Runs an equation with another body on the given operands; returns None if its kind cannot run another body."""
+    """Runs an equation with another body on the given operands; returns None if the equation does not support it."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 
