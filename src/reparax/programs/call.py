@@ -186,7 +186,7 @@ def _parameters_of(fun: Callable[..., Any]) -> list[str]:
 
 
 def given_options(**options: Any) -> list[str]:
-    """Returns the names of the options that the user passed. An option was passed if it is neither None nor False."""
+    """Returns the names of the options that the user passed. None and False count as not passed."""
     return [name for name, value in options.items() if value is not None and value is not False]
 
 

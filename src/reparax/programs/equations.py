@@ -277,9 +277,9 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
     @property
     def keeps_axis(self) -> Sequence[bool]:
-        """For each axis, whether it stays as it is, because windows have one entry along it and the stride is 1.
+        """Whether each axis is unchanged, because windows have size 1 and stride 1 along it.
 
-        In pooling, these are the axes of the batch and of channels.
+        The axis must also have no dilation or padding. In pooling, the batch axis and the channel axis are unchanged.
         """
         params = self.eqn.params
         pads = params["padding"]

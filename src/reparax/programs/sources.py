@@ -97,7 +97,7 @@ def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
     result is "of several parameters" or "closed over".
     """
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in split_paths}) > 1:  # Skip the different argument names.
+    if len({names[0] for names in split_paths}) > 1:  # Several arguments hold parts of one tree, so skip names.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
     for names in zip(*split_paths, strict=False):
