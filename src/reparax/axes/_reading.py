@@ -34,7 +34,7 @@ class Reading:
         self._read_program(traced.program, _values_of_inputs(arguments, traced.inputs))
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the values of a program's outputs, given those of its inputs, and records its uses of weights."""
+        """Returns the values of a program's outputs, given the values of its inputs, and records uses of weights."""
         env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Value:
@@ -46,10 +46,9 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """Returns the values of an equation's outputs, given those of its operands, and records its uses of weights.
+        """Returns the values of an equation's outputs, given the values of its operands, and records uses of weights.
 
-        For loops, conds and calls, the bodies are read instead of the equation itself. ``Uses`` reads all other
-        equations.
+        For loops, conds and calls, the bodies are read instead of the equation. ``Uses`` reads all other equations.
         """
         view = view_of(eqn)
         match view:

@@ -68,10 +68,11 @@ def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Divides a sequence of parts into axes of these sizes, as a reshape does. The number of entries is the same.
+    """Divides a sequence of parts into axes of the given sizes, as a reshape does.
 
-    Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
-    first two parts become one part of size 6, and the axes are (3,) and (2, 4).
+    The number of entries must be the same. For example, parts of sizes 2, 3 and 4 become the axes (2, 3) and (4,) for
+    the sizes 6 and 4. For the sizes 3 and 8, the first two parts are merged into one part of size 6, and the axes are
+    (3,) and (2, 4).
     """
     remaining: Sequence[Part] = tuple(parts)
     if any(n == 0 for n in sizes):  # Sizes of empty arrays need not divide each other.
