@@ -128,7 +128,7 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
-    """Returns the use of one parameter in a product: the axes of this parameter alone, as numbers like ``(0, 1)``."""
+    """Returns the use of one parameter in a product, with the axes of this parameter as numbers like ``(0, 1)``."""
 
     def axes_in(origins: Origins) -> Numbers:
         """Returns the numbers of the axes that belong to the parameter."""

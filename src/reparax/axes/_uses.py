@@ -267,7 +267,7 @@ def _takes_whole_array(view: DynamicSlice) -> bool:
 
 
 def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
-    """Returns whether an equation may take one index of an axis, as ``w[0]`` does. The axis is then a stacked axis."""
+    """Returns whether an equation may take a single index of an axis, as ``w[0]`` does, so that it becomes stacked."""
     if isinstance(view, Gather):
         return not selects_entries(view, operands[1])
     return isinstance(view, equations.Slice | equations.SplitAxis | equations.Unstack | DynamicSlice)

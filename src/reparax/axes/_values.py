@@ -36,7 +36,7 @@ class Part(NamedTuple):
     varies: bool = True
 
     def combined_with(self, other: "Part") -> "Part":
-        """Returns the part of ``x + y`` if ``x`` has this part and ``y`` the other. It keeps the size of this part."""
+        """Returns the part of ``x + y``, where ``x`` has this part and ``y`` has ``other``. The size stays the same."""
         return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
 
 

@@ -429,7 +429,7 @@ class Stack(View, names=("stack",)):
 
 
 class Unstack(View, names=("unstack",)):
-    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iterating over an array is this."""
+    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iteration unstacks an array."""
 
     axis = Param[int]()
     """The axis that is removed."""
