@@ -167,7 +167,7 @@ class _Evaluation:
         # ``_reads`` counts the remaining equations that read each variable. The outputs of deferred equations are kept
         # only if they will be read.
         self._reads = jaxprs.count_reads(jaxpr)
-        # Deferred equations need no rules. They are evaluated together, before the rules need any values.
+        # Deferred equations keep no sum in factors. They are evaluated together, before the rules need any values.
         self._deferred: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:
@@ -189,7 +189,7 @@ class _Evaluation:
         return self._env[v]
 
     def _evaluate_or_defer(self, eqn: JaxprEqn) -> None:
-        """Adds the outputs of an equation to ``_env``, or defers the equation if its factors cannot be kept."""
+        """Adds the outputs of an equation to ``_env``, or defers the equation if :meth:`_keep_factors` returns None."""
         facts = [FACTS_OF_CONSTANT if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
         outs = self._keep_factors(eqn, facts)
         if outs is None:

@@ -90,7 +90,8 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
       jaxpr: The program.
       outputs: The parts to compute, of any values of the program.
       differentiable: Whether the result may be differentiated. If true, a ``jax.custom_jvp`` is computed by parts only
-        if its derivative can be computed by parts too. If false, it is computed as a plain call of its function.
+        if its derivative can be computed by parts too. If false, a ``jax.custom_jvp`` is computed as a plain call of
+        its function.
     """
     needed_axes: dict[Var, list[Axis]] = {}
     computations: list[Computation] = []
@@ -284,7 +285,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     The custom derivative of the new function computes the original derivative by parts. The result is None if the
     function or its derivative cannot be computed by parts, or if the two need parts along different axes. The result is
     also None if the equation reads a literal, reads a value twice, or has an operand or output without a tangent,
-    because the derivative would then lack a tangent for some operand or output.
+    because the derivative would then not have exactly one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
     # ``part`` builds a program of this single equation. It replaces all equations of the given jaxpr, so any jaxpr is
@@ -348,7 +349,7 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in parts_inside):
         return None
     whole_values = [v for v, _ in parts_inside]
-    # ``prefix`` computes these whole values. It has only the inputs that this needs.
+    # ``prefix`` is the program that computes these whole values. It has only the inputs that it needs.
     prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]

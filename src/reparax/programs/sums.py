@@ -54,8 +54,7 @@ AxisLabels = tuple[Label, ...]
 
 
 def axis_labels(label: Label) -> AxisLabels:
-    """Returns the labels of an axis that has only this label: ``(label,)``, or () if the size of the label is 1.
-    """
+    """Returns the labels of an axis that has only this label: ``(label,)``, or () if the size is 1."""
     return () if label.size == 1 else (label,)
 
 
@@ -280,8 +279,7 @@ class Sum:
         return len(self.shape)
 
     def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """Applies ``change`` to each product, which gives it a new shape; returns None if ``change`` ever does.
-        """
+        """Changes each product by ``change``, which gives it a new shape; returns None if ``change`` ever does."""
         products = all_or_none(map(change, self.products))
         return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
 
