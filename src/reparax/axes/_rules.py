@@ -172,9 +172,9 @@ def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
 
 
 def in_blocks(view: Conv, features: Axis) -> list[Axis]:
-    """Divides a feature axis into two: the groups, which the convolution keeps apart, and the features inside a group.
+    """Divides a feature axis into two axes: the groups of a convolution, and the features inside a group.
 
-    For 12 features in 3 groups, the axes have the sizes 3 and 4.
+    For 12 features in 3 groups, the two axes have the sizes 3 and 4.
     """
     count = view.feature_group_count
     return split(features, (count, size_of(features) // count))

@@ -157,7 +157,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         earlier = union(value.products_if_rows for value in operands)
         multiplied = list[int]()  # Operands that are weights in either case.
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
-            if len(view.partial_axes) > 1:  # It is unknown along which axes they select.
+            if len(view.partial_axes) > 1:  # It is unknown along which axis each index selects.
                 self._add_other_read(operands[0], line)
             multiplied = [0] if _takes_vectors(view) else []
         elif earlier:
@@ -267,7 +267,7 @@ def _takes_whole_array(view: DynamicSlice) -> bool:
 
 
 def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
-    """Returns whether an equation may take a single index of an axis, as ``w[0]`` does, so that it becomes stacked."""
+    """Returns whether an equation may take one index of an axis, as ``w[0]`` does, which makes the axis stacked."""
     if isinstance(view, Gather):
         return not selects_entries(view, operands[1])
     return isinstance(view, equations.Slice | equations.SplitAxis | equations.Unstack | DynamicSlice)
