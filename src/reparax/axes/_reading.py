@@ -1,7 +1,7 @@
 """Reads a program equation by equation, and follows the axes of its values.
 
 ``Reading`` computes a ``Value`` for each variable (``_values``). Bodies of loops, conds and calls are read like the
-program itself; all other equations go to ``Uses``, which records how they use weights.
+program itself. All other equations are passed to ``Uses``, which records how they use weights.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Reading:
     """Reads a program from its inputs to its outputs, without computing anything.
 
     Attributes:
-      uses: The uses of weights that were found.
+      uses: The uses of weights found in the program.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -34,7 +34,7 @@ class Reading:
         self._read_program(traced.program, _values_of_inputs(arguments, traced.inputs))
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the values of a program's outputs, given those of its inputs, and records its uses of weights."""
+        """Returns the values of a program's outputs, given the values of its inputs, and records uses of weights."""
         env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Value:
@@ -46,10 +46,9 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """Returns the values of an equation's outputs, given those of its operands, and records its uses of weights.
+        """Returns the values of an equation's outputs, given the values of its operands, and records uses of weights.
 
-        For loops, conds and calls, the bodies are read instead of the equation itself. ``Uses`` reads all other
-        equations.
+        For loops, conds and calls, the bodies are read instead of the equation. ``Uses`` reads all other equations.
         """
         view = view_of(eqn)
         match view:
@@ -69,21 +68,21 @@ class Reading:
                 return self.uses.read_equation(view, operands, describe_read(eqn, "reads it", self._lines))
 
     def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Value]) -> list[Value]:
-        """Returns the values of the outputs of an equation's body, a program whose constants are its first inputs."""
+        """Returns the values of the outputs of an equation's body, given the values of its inputs without constants."""
         program, consts = body
         return self._read_program(program, [*(_value_of(x, Source.CONSTANT) for x in consts), *operands])
 
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Value]) -> Sequence[Value]:
         """Returns the values of the outputs of a ``shard_map``.
 
-        Inside the body, arrays are the shards of one device, so an axis that is split over devices is shorter. Such an
-        axis becomes a single part with all of its origins, both where it enters the body and where it leaves it.
+        Inside the body, each array is the shard on one device, so an axis that is split over devices is shorter. Such
+        an axis becomes a single part with all origins of the axis, both for inputs and for outputs of the body.
         """
         eqn = view.eqn
         program, consts = jaxprs.body(eqn)
 
         def with_shape(value: Value, old: Any, new: Any) -> Value:
-            """Gives the value of ``old`` the shape of ``new``; one of these variables may be a shard of the other."""
+            """Gives the value of ``old`` the shape of ``new``. Either variable may be a shard of the other."""
             sizes = zip(value.axes, jaxprs.type_of(old).shape, jaxprs.type_of(new).shape, strict=True)
             return replace(value, axes=tuple(axis if n == m else one_part(m, [axis]) for axis, n, m in sizes))
 
@@ -95,9 +94,9 @@ class Reading:
     ) -> tuple[list[Value], list[Value]]:
         """Returns the values of a loop's final carry and of the other outputs that its body computes in each step.
 
-        ``steps`` holds the values of the slices that a step reads. A step may start from the initial carry or from the
-        carry of an earlier step, so the body is read again with the combination of both until this adds nothing new.
-        Uses from earlier readings are deleted, so that ``uses`` lists each of them once.
+        ``steps`` holds the values of the slices that a step reads. Because a step may start from the initial carry or
+        from the carry of an earlier step, the body is read again with a combination of both until no fact changes. The
+        uses found in all but the last reading are deleted, so that ``uses`` lists each use once.
         """
         n_uses = len(self.uses)
         while True:
@@ -123,7 +122,7 @@ class Reading:
     def _read_while(self, view: While, operands: Sequence[Value]) -> list[Value]:
         """Returns the values of a while loop's final carry. The condition is read too, because it may use weights.
 
-        The operands are the constants of the condition, then those of the body, then the carry.
+        The operands are the constants of the condition, the constants of the body and the carry, in this order.
         """
         n_condition, n_body = view.counts
         consts, carry = operands[n_condition : n_condition + n_body], operands[n_condition + n_body :]
@@ -134,12 +133,12 @@ class Reading:
 
 
 def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value]:
-    """Returns the values of a program's inputs: the constants that its function closes over, then the arguments.
+    """Returns the values of a program's inputs: the constants that the function closes over, followed by the arguments.
 
-    ``inputs`` holds the arrays of both, and ``arguments`` says which of the arguments hold parameters.
+    ``inputs`` holds the arrays of all inputs, and ``arguments`` marks the arguments that hold parameters.
     """
     pairs = list(zip(arguments.arrays, arguments.is_chosen, strict=True))
-    # If no argument holds data, the function must close over its data, so its constants count as data.
+    # If no argument holds data, the function must close over its data, so the constants count as data.
     has_no_data = all(is_keys(x) for x, is_parameter in pairs if not is_parameter)
     source_of_constants = Source.DATA if has_no_data else Source.CONSTANT
     values = [_value_of(x, source_of_constants) for x in inputs[: len(inputs) - len(pairs)]]
@@ -153,7 +152,7 @@ def _value_of_argument(number: int, x: Any, *, is_parameter: bool) -> Value:
     """
     if is_parameter and is_floating(x):
         return Value(tuple((Part(n, Origins([(number, k)])),) for k, n in enumerate(x.shape)), Source.WEIGHT)
-    # Keys are not data, because noise that is added to a weight leaves it a weight.
+    # Keys are not data, because a weight with added noise is still a weight.
     return _value_of(x, Source.CONSTANT if is_parameter or is_keys(x) else Source.DATA)
 
 
@@ -163,15 +162,16 @@ def is_floating(x: Any) -> bool:
 
 
 def _value_of(x: Any, source: Source) -> Value:
-    """Returns the value of an array that is not a weight, so that its axes come from no axes of parameters."""
+    """Returns the value of an array that is not a weight. Its axes have no origins."""
     return Value(tuple((Part(n),) for n in x.shape), source)
 
 
 def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CONSTANT) -> Value:
-    """Returns the value of an array that may be any one of several, such as the branch outputs of a cond.
+    """Returns the value of an array that may be any of several alternatives, such as the branch outputs of a cond.
 
-    Its source is the largest among the alternatives and ``selector``, the source of the value that selects one of them.
-    An alternative with a smaller source contributes only its axes: a branch that returns zeros adds nothing else.
+    The source of the result is the largest source among the alternatives and ``selector``, the source of the value that
+    selects an alternative. An alternative with a smaller source, such as a branch that returns zeros, contributes only
+    its axes.
     """
     source = max(selector, *(value.source for value in values))
     of_this_source = [value for value in values if value.source is source]
@@ -186,11 +186,11 @@ def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CON
 
 
 def _slice_of_step(value: Value) -> Value:
-    """Returns the slice that a scan reads in each step: one index of the first axis, which becomes a stacked axis."""
+    """Returns the slice that a scan reads in each step. The sliced first axis becomes a stacked axis."""
     return replace(value, axes=value.axes[1:], stacked=value.stacked | value.origins_of([0]))
 
 
 def _known_facts(value: Value) -> tuple[object, ...]:
-    """Returns all facts about a value, except how its axes divide into parts, to decide if a loop is read again."""
+    """Returns the facts that decide whether a loop is read again: all except how the axes divide into parts."""
     axes = [(origins([axis]), any(part.varies for part in axis)) for axis in value.axes]
     return value.source, value.stacked, value.unread_outputs, value.mixed_outputs, value.products_if_rows, axes

@@ -1,8 +1,8 @@
-"""Finds the roles of the axes of parameters in a program (``roles``), and checks the axes of a chain (``check_axes``).
+"""Finds the roles of the axes of parameters (``roles``), and checks the axes of a chain (``check_axes``).
 
-``Reading`` finds the products of a program with data, each described by the axes of all parameters that take part in
-it. This module orients the products of two weights by these, moves the axes that index the members of ensembles to the
-stacked axes, and turns the products of each parameter into its :class:`Role`.
+``Reading`` finds the products with data in a program, and describes each product by the axes of all parameters that
+take part in it. From these products, this module derives the orientation of products of two weights. It then marks the
+axes that index the members of ensembles as stacked, and turns the products of each parameter into its :class:`Role`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from reparax.core.roles import WORDS, Misfit, Misfits, Numbers, Role, Use
 from reparax.programs.call import Arguments, check_call, given_options
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
-"""The role of an argument that no product can multiply, such as integers. It is unknown."""
+"""The unknown role of an argument that is not a floating-point array, such as an integer array."""
 
 
 def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
     """Finds the role of each axis of each parameter in ``fun(*args, **kwargs)``.
 
-    The result has the structure of the parameters, with a :class:`Role` in place of each array. The roles are read from
-    the jaxpr of ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be
-    ``jax.ShapeDtypeStruct``. Weights are followed through transposes, reshapes, slices, casts, scales, norms and
-    products with other weights, and through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint``
-    and ``vmap``, up to matrix products, convolutions and table lookups. Indexing with constants counts as a slice, or
-    as a lookup if the result is added to data, as position embeddings are. If the program does not determine a role,
-    the role is ambiguous, or it is unknown and states the reason.
+    The result has the tree structure of the parameters, with a :class:`Role` in place of each array. The roles are read
+    from the jaxpr of ``fun``, so parameter names and neural network libraries do not matter. No array is computed, and
+    arguments may be ``jax.ShapeDtypeStruct``. Weights are followed through transposes, reshapes, slices, casts, scales,
+    norms and products with other weights, and through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``,
+    ``jax.checkpoint`` and ``vmap``, up to matrix products, convolutions and table lookups. Indexing with constants
+    counts as a slice, or as a lookup if the result is added to data, as position embeddings are. If the program does
+    not determine a role, the role is either ambiguous or unknown. An unknown role states the reason.
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
@@ -82,14 +82,14 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
         return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
 
     roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
-    # Put a role in place of each array of the arguments, and return the argument that holds the parameters.
+    # Replace each array of the arguments by its role, and return the argument that holds the parameters.
     return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
 
 
 def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
     """Groups products by the parameters that take part in them, which are numbered as in the arguments.
 
-    A product whose weight was computed from several parameters, as in ``x @ (w * g)``, is listed for each of them.
+    A product whose weight depends on several parameters, as in ``x @ (w * g)``, is listed for each of these parameters.
     """
     products_by_parameter = dict[int, list[DataProduct]]()
     for product in products:
@@ -101,10 +101,10 @@ def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct
 def _stack_ensembles(products: Sequence[DataProduct], members: Origins) -> list[DataProduct]:
     """Moves the axes ``members``, which index the networks of an ensemble, from ``outputs`` to ``stacked``.
 
-    For weights of the shape (5, 3, 4), those of five members that read the same data, the first product has the outputs
-    (0, 2). If axis 0 is among the ``members``, only axis 2 remains an output.
+    For example, weights of shape (5, 3, 4) belong to five members that read the same data. The product with the data
+    has the outputs (0, 2). If axis 0 is among the ``members``, only axis 2 remains an output.
     """
-    members -= union(product.inputs for product in products)  # A product that contracts an axis mixes its entries.
+    members -= union(product.inputs for product in products)  # Contracted axes index no members.
     return [
         replace(product, outputs=product.outputs - members, stacked=product.stacked | (product.outputs & members))
         for product in products
@@ -112,10 +112,10 @@ def _stack_ensembles(products: Sequence[DataProduct], members: Origins) -> list[
 
 
 def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
-    """Returns the role of a parameter, given the products that it takes part in.
+    """Returns the role of a parameter, given the products that contain the parameter.
 
-    Without any product, the role is unknown and says what else reads the parameter. If the uses disagree, an axis is
-    among both the inputs and the outputs, and the role is ambiguous.
+    Without products, the role is unknown and states what else reads the parameter. If the uses disagree, an axis is
+    both an input and an output, and the role is ambiguous.
     """
     uses = list[Use]()
     for product in products:
@@ -128,7 +128,7 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
 
 
 def _use_of(product: DataProduct, parameter: int) -> Use:
-    """Returns the use of one parameter in a product: the axes of this parameter alone, as numbers like ``(0, 1)``."""
+    """Returns the use of one parameter in a product, with the axes of this parameter as numbers like ``(0, 1)``."""
 
     def axes_in(origins: Origins) -> Numbers:
         """Returns the numbers of the axes that belong to the parameter."""
@@ -141,10 +141,10 @@ def _use_of(product: DataProduct, parameter: int) -> Use:
 def _with_use(uses: list[Use], new: Use) -> list[Use]:
     """Returns the uses of a parameter together with a new one, which is merged into an earlier use if possible.
 
-    A use that differs from an earlier one only in its line is not listed again, and a use without axes is not listed at
-    all. If the new use has no axis that is an input or output of an earlier one, the two describe a single use: in
-    ``x @ (W1 @ W2)``, the product with data gives the input of ``W1``, and the product of the two weights gives its
-    output.
+    A use without axes is not listed, and neither is a use that differs from an earlier use only in its line. If no axis
+    of the new use is an input or output of an earlier use, both describe a single use and are merged. For example, in
+    ``x @ (W1 @ W2)``, the product with data gives the input of ``W1``, and the product of the two weights gives the
+    output of ``W1``.
     """
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, use in enumerate(uses):
@@ -166,22 +166,22 @@ def _orient_weight_products(
 ) -> list[DataProduct]:
     """Orients products of two weights by the products with data, and returns each as another product with data.
 
-    In ``x @ (W1 @ W2)``, the one product with data says that axis 0 of ``W1`` is an input and axis 1 of ``W2`` is an
-    output. So data could be multiplied by ``W1`` first, as in ``(x @ W1) @ W2``: axis 1 of ``W1`` is then an output,
-    and axis 0 of ``W2`` is an input.
+    In ``x @ (W1 @ W2)``, the product with data shows that axis 0 of ``W1`` is an input and axis 1 of ``W2`` is an
+    output. The same result could be computed as ``(x @ W1) @ W2``, where axis 1 of ``W1`` is an output and axis 0 of
+    ``W2`` is an input.
 
-    A weight product is left out if neither orientation agrees with the products with data, as in a penalty. If the
-    evidence supports both orientations, as for the weights of queries and keys, both are returned.
+    If neither orientation agrees with the products with data, as in a penalty, the weight product is left out. If both
+    orientations agree, as for the weights of queries and keys, both are returned.
     """
     inputs = union(product.inputs for product in data_products)
     outputs = union(product.outputs for product in data_products)
     pairs = [(product, product.transposed()) for product in weight_products]
-    # Rule out an orientation that calls an axis an output although data are contracted with it, or vice versa.
+    # Rule out an orientation in which an axis is an output although data are contracted with this axis, or vice versa.
     candidates = [[x for x in pair if not (x.middle.outputs & inputs or x.middle.inputs & outputs)] for pair in pairs]
     oriented = _orient_by_known_axes(candidates, inputs, outputs)
     inputs = inputs.union(*(product.middle.inputs for product in oriented))
     outputs = outputs.union(*(product.middle.outputs for product in oriented))
-    # The other orientation is supported too if an axis that this one calls an input is an output elsewhere.
+    # The other orientation agrees too if an input of this orientation is an output elsewhere, or an output is an input.
     conflicting = [product for product in oriented if product.inputs & outputs or product.outputs & inputs]
     return [product.middle for product in (*oriented, *(product.transposed() for product in conflicting))]
 
@@ -192,12 +192,12 @@ def _orient_by_known_axes(
     """Orients each weight product by the first of its candidates that agrees with the known axes, if there is one.
 
     ``candidates`` holds the possible orientations of each weight product, and ``inputs`` and ``outputs`` are the known
-    axes. An orientation agrees if it shares an input or an output with them. The axes of an oriented product are then
-    known too and may orient others, as in ``x @ (W1 @ W2 @ W3)``, so this repeats until no more products are oriented.
-    Products that could not be oriented are left out.
+    axes. An orientation agrees if it shares an input or an output with the known axes. The axes of an oriented product
+    become known and may orient other products, as in ``x @ (W1 @ W2 @ W3)``. The search therefore repeats until no more
+    products are oriented. Products that cannot be oriented are left out.
     """
-    oriented = dict[int, WeightProduct]()  # The keys are the numbers of the weight products.
-    n_before = -1  # This is fewer than none, so that the loop runs once.
+    oriented = dict[int, WeightProduct]()  # Keys are numbers of weight products.
+    n_before = -1  # Less than 0, so that the loop runs at least once.
     while len(oriented) > n_before:
         n_before = len(oriented)
         for i, orientations in enumerate(candidates):
@@ -216,13 +216,14 @@ def check_axes(
 ) -> Misfits:
     """Finds the axes of ``p`` that do not fit the products of ``fun(*args, **kwargs)``.
 
-    A chain with such axes still runs, but its stages do not do what they are meant for. Examples are one norm for all
-    attention heads, blocks along outputs, an adapter that treats all layers of a scan as one matrix, or norms of inputs
-    instead of outputs in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to
-    write instead.
+    A chain with such axes still runs, but its stages do not have the intended effect. Examples are a single norm for
+    all attention heads, blocks along outputs, an adapter that treats all layers of a scan as one matrix, or norms of
+    inputs instead of outputs in a library whose weights have the shape ``(out, in)``. Each line of the result shows
+    what to write instead.
 
-    Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are skipped. So are
-    arrays that the network uses in several ways, such as tied tables, because no axes fit all of their uses.
+    No array is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are skipped.
+    Arrays that the network uses in several ways, such as tied tables, are also skipped, because no axes fit all of
+    their uses.
 
     Args:
       p: The chain.
@@ -234,7 +235,7 @@ def check_axes(
     Returns:
       A tuple with an entry for each setting that does not fit: its ``stage``, ``path`` and ``field`` (such as
       ``"axis"``), the axes ``got`` and ``expected``, and the ``role`` of the array. Axes are counted from the back,
-      without the stacked ones; only those of the field ``stacked`` are counted from the front.
+      without stacked axes. Only axes of the field ``stacked`` are counted from the front.
 
     Raises:
       TypeError: If ``p`` is not a chain, ``fun`` is not a function, or ``argnums`` is not the position of one of the
@@ -261,5 +262,5 @@ def check_axes(
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
-    # The last stage was visited first, so the order is reversed.
+    # The order is reversed because the last stage was visited first.
     return Misfits(misfit for misfits in reversed(misfits_by_stage) for misfit in misfits)

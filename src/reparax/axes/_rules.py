@@ -1,9 +1,10 @@
 """Finds the axes of the outputs of an equation, by a rule for each kind of equation.
 
 A rule takes the view of the equation (:mod:`reparax.programs.equations`), which has its parameters as attributes, and
-the ``Value`` of each operand. It returns the axes that all outputs have, a list with the axes of each output, or None
-if nothing is known of them. An axis is a tuple of ``Part``, each with the axes of parameters that it comes from
-(``_values``). A rule moves the axes of its operands, or divides and merges them, as the equation does with the array.
+the ``Value`` of each operand. It returns one tuple of axes for all outputs, a list with the axes of each output, or
+None if nothing is known about the axes. An axis is a tuple of ``Part``, each of which has the axes of parameters that
+it comes from (``_values``). A rule moves, divides and merges the axes of the operands as the equation does with the
+arrays.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,7 +19,7 @@ from reparax.programs.jaxprs import type_of
 
 
 def axes_of(view: View, values: Sequence[Value]) -> list[Axes]:
-    """Returns the axes of each output of an equation, by the rule for its kind or for the closest base class of it.
+    """Returns the axes of each output of an equation, using the rule for its view class or for the closest base class.
 
     If there is no rule, or the rule returns None, the outputs get new axes without origins.
     """
@@ -30,7 +31,7 @@ def axes_of(view: View, values: Sequence[Value]) -> list[Axes]:
 
 
 def _elementwise(view: View, values: Sequence[Value]) -> Axes | None:
-    """Combines the axes of all operands but scalars; returns None if an array has another rank than the output.
+    """Combines the axes of all operands except scalars; returns None if an array has another rank than the output.
 
     For ``x + b`` of the shapes (8, 3) and (1, 3), the axis of size 3 has the origins of both operands.
     """
@@ -46,7 +47,8 @@ def _combined_axes(values: Iterable[Value]) -> Axes:
 def changed_axes(view: View) -> Collection[int]:
     """Returns the axes of the first operand along which an equation changes entries, if the output has these axes.
 
-    Along these axes, entries were combined, sorted, selected or added: a ``cumsum`` along axis 1 gives ``[1]``.
+    An equation changes entries along an axis if it combines, sorts, selects or adds entries: for a ``cumsum`` along
+    axis 1, the result is ``[1]``.
     """
     match view:
         case equations.Cumulative() | equations.Sort() | equations.TopK():
@@ -62,42 +64,42 @@ def changed_axes(view: View) -> Collection[int]:
 
 
 def _with_changed_axes(view: View, values: Sequence[Value]) -> Axes:
-    """Combines the axes of all operands; each axis along which the equation changes entries becomes a single part."""
+    """Combines the axes of all operands. An axis along which the equation changes entries becomes a single part."""
     axes, changed = zip(_combined_axes(values), view.type.shape, strict=True), changed_axes(view)
     return tuple(one_part(n, [axis]) if i in changed else axis for i, (axis, n) in enumerate(axes))
 
 
 def _remove_axes(axes: Axes, removed: Collection[int]) -> Axes:
-    """Returns the axes except those with the numbers ``removed``."""
+    """Returns all axes except the axes with the numbers ``removed``."""
     return tuple(axis for i, axis in enumerate(axes) if i not in removed)
 
 
 def _slice_axis(axis: Axis, start: int, stop: int, stride: int = 1) -> Axis:
-    """Returns the axis of ``x[start:stop:stride]``. A slice of one index has no origins, as it no longer runs along it.
+    """Returns the axis of ``x[start:stop:stride]``. A slice with a single index has no origins.
 
-    If the slice is one of several equal blocks, such as the first half, the parts inside a block are kept. Otherwise,
-    it is not known which parts the slice cuts, and the result is a single part.
+    If the slice is one of several equal blocks, such as the first half, the result has the parts inside a block.
+    Otherwise, it is unknown which parts the slice cuts, and the result is a single part.
     """
-    n, size = size_of(axis), (stop - start + stride - 1) // stride  # Round the size up, as NumPy does.
+    n, size = size_of(axis), (stop - start + stride - 1) // stride  # Rounded up, as in NumPy.
     if size == n:
         return axis
     if size == 1:
         return (Part(1, varies=False),)
-    if stride != 1 or size == 0 or n % size or start % size:  # The slice is not one of several equal blocks.
+    if stride != 1 or size == 0 or n % size or start % size:  # The slice is not a block.
         return one_part(size, [axis])
-    _, inside = split(axis, (n // size, size))  # The first axis counts blocks, the second is one block.
+    _, inside = split(axis, (n // size, size))  # The first axis counts blocks, and the second is a block.
     return tuple(part._replace(origins=origins([axis])) for part in inside)
 
 
 def _slice(view: Slice, values: Sequence[Value]) -> Axes:
-    """Slices every axis; ``view.bounds`` holds the start, stop and stride for each."""
+    """Slices every axis. ``view.bounds`` holds the start, stop and stride for each axis."""
     return tuple(_slice_axis(axis, *bounds) for axis, bounds in zip(values[0].axes, view.bounds, strict=True))
 
 
 def _split(view: SplitAxis, values: Sequence[Value]) -> list[Axes]:
-    """Returns the axes of each output of a split: one of the consecutive slices of the split axis, and all others.
+    """Returns the axes of each output of a split, which takes consecutive slices of one axis.
 
-    Splitting (6, 4) along axis 0 into the sizes 2 and 4 gives the axes of ``x[0:2]`` and ``x[2:6]``.
+    For the shape (6, 4), axis 0 and the sizes 2 and 4, the outputs have the axes of ``x[0:2]`` and ``x[2:6]``.
     """
     axes, stops = values[0].axes, accumulate(view.sizes)
     parts = [_slice_axis(axes[view.axis], stop - n, stop) for stop, n in zip(stops, view.sizes, strict=True)]
@@ -105,7 +107,7 @@ def _split(view: SplitAxis, values: Sequence[Value]) -> list[Axes]:
 
 
 def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
-    """Returns the axes of a slice with unknown start. An axis cut to more than one index becomes a single part."""
+    """Returns the axes of a slice with unknown start. An axis cut to several indices becomes a single part."""
     sizes = zip(values[0].axes, view.slice_sizes, strict=True)
     return tuple(_slice_axis(axis, 0, n) if n in (1, size_of(axis)) else one_part(n, [axis]) for axis, n in sizes)
 
@@ -113,8 +115,8 @@ def _dynamic_slice(view: DynamicSlice, values: Sequence[Value]) -> Axes:
 def _dynamic_update_slice(_: View, values: Sequence[Value]) -> Axes:
     """Combines the axes of an array with those of its update.
 
-    If the update covers only a part of an axis, the axis becomes a single part, because it is not known which entries
-    are replaced.
+    If the update covers only some entries of an axis, the axis becomes a single part, because it is unknown which
+    entries are replaced.
     """
     pairs = zip(values[0].axes, values[1].axes, strict=True)
     return tuple(combined((a, b)) if size_of(a) == size_of(b) else one_part(size_of(a), (a, b)) for a, b in pairs)
@@ -123,11 +125,11 @@ def _dynamic_update_slice(_: View, values: Sequence[Value]) -> Axes:
 def _product(view: Dot | RaggedDot, values: Sequence[Value]) -> Axes:
     """Returns the axes that a matrix product keeps. A batch axis combines the axes of both operands.
 
-    If a weight is multiplied by a constant, the axes of the constant that are kept replace the contracted axes of the
-    weight, and get their origins: after ``w @ constant``, axis 1 still comes from axis 1 of ``w``.
+    In a product of a weight and a constant, the kept axes of the constant get the origins of the contracted axes of the
+    weight. For example, axis 1 of ``w @ constant`` still comes from axis 1 of ``w``.
     """
     contraction = contraction_of(view)
-    assert contraction is not None  # Both kinds have one.
+    assert contraction is not None  # All matrix products have one.
     axes_of_index = dict[int, list[Axis]]()  # As in einsum, paired axes have the same index.
     for indices, value in zip(contraction.operands, values, strict=False):  # The group offset has no indices.
         for index, axis in zip(indices, value.axes, strict=True):
@@ -141,9 +143,9 @@ def _product(view: Dot | RaggedDot, values: Sequence[Value]) -> Axes:
 
 
 def _broadcast(view: equations.Broadcast, values: Sequence[Value]) -> Axes:
-    """Returns the axes of the operand and the new ones, in the shape of the output.
+    """Returns the axes of the operand and the new axes, in the shape of the output.
 
-    Entries are equal along new axes and along repeated axes of size 1. The latter keep their origins.
+    Entries are equal along new axes and along repeated axes of size 1. Repeated axes keep their origins.
     """
     axes: list[Axis] = [(Part(n, varies=False),) for n in view.shape]
     for k, axis in zip(view.broadcast_dimensions, values[0].axes, strict=True):
@@ -153,14 +155,15 @@ def _broadcast(view: equations.Broadcast, values: Sequence[Value]) -> Axes:
 
 
 def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
-    """Returns the batch axis of the data, windows as single parts, and the output features of the kernel.
+    """Returns the batch axis of the data, the window axes as single parts, and the output features of the kernel.
 
-    With several feature groups, the output features are divided into one block per group, as the features of the data
-    are. Returns None for a convolution that divides its examples into groups.
+    With several feature groups, the features of the data and the output features are divided into one block per group.
+    The result is None for a convolution that divides its examples into groups.
     """
     if view.batch_group_count != 1:
         return None
-    # Each of these lists the batch axis (in the kernel: output features), the feature axis, and those of the window.
+    # Each of ``lhs``, ``rhs`` and ``out`` lists the batch axis (in the kernel: the output features), the feature axis,
+    # and the axes of the window.
     (data, kernel), (lhs, rhs, out) = (value.axes for value in values), view.dimension_numbers
     (blocks, _), (blocks_of_outputs, outputs) = (in_blocks(view, axis) for axis in (data[lhs[1]], kernel[rhs[0]]))
     windows = {k: one_part(view.type.shape[k], [data[i]]) for i, k in zip(lhs[2:], out[2:], strict=True)}
@@ -169,30 +172,30 @@ def _convolution(view: Conv, values: Sequence[Value]) -> Axes | None:
 
 
 def in_blocks(view: Conv, features: Axis) -> list[Axis]:
-    """Divides a feature axis into two: the groups, which the convolution keeps apart, and the features inside a group.
+    """Divides a feature axis into two axes: the groups of a convolution, and the features inside a group.
 
-    For 12 features in 3 groups, the axes have the sizes 3 and 4.
+    For 12 features in 3 groups, the two axes have the sizes 3 and 4.
     """
     count = view.feature_group_count
     return split(features, (count, size_of(features) // count))
 
 
 def _gather(view: Gather, values: Sequence[Value]) -> Axes:
-    """Returns the axes of the table that are taken whole, and the axes of the indices.
+    """Returns the axes of the table that slices take whole, and the axes of the indices.
 
-    If constant indices select entries, the axes of the indices get the origins of the axis that they select from, just
-    as the axis of a slice would.
+    If constant indices select entries, the axes of the indices get the origins of the axis that is indexed, as the axis
+    of a slice would.
     """
     contraction = contraction_of(view)
     assert contraction is not None  # All look-ups have one.
     table, indices = values
     whole = dict(zip(contraction.operands[0], table.axes, strict=True))
     rows = dict(zip(contraction.operands[1], indices.axes, strict=True))
-    # If entries are selected from several axes at once, it is not known which of these an axis of the indices follows.
+    # If the indices select along several axes, it is unknown to which of them an axis of the indices belongs.
     origins_of_selected = table.origins_of(view.partial_axes) if len(view.partial_axes) == 1 else Origins()
 
     def axis(index: int, size: int) -> Axis:
-        """Returns the axis of the output that has this index in the contraction, and this size."""
+        """Returns the axis of the output with the given index in the contraction and the given size."""
         if index in rows and selects_entries(view, indices):
             row_origins = origins([whole[index]]) if index in whole else origins_of_selected
             return tuple(Part(part.size, row_origins) for part in rows[index])
@@ -200,30 +203,30 @@ def _gather(view: Gather, values: Sequence[Value]) -> Axes:
             return rows[index]
         if index in whole:
             return whole[index]
-        # An axis that is cut by the slices has the index -1 minus its number. Where its slice starts is not known.
+        # An axis that slices take in part has the index -1 minus its number. The start of each slice is unknown.
         return _slice_axis(table.axes[-1 - index], 0, 1) if size == 1 else one_part(size, [table.axes[-1 - index]])
 
     return tuple(map(axis, contraction.output, view.type.shape))
 
 
 def selects_entries(view: Gather, indices: Value) -> bool:
-    """Returns whether an array of indices that does not depend on data selects entries of a table, as a slice does.
+    """Returns whether indices that do not depend on data select entries of a table, as a slice does.
 
-    This holds for ``table[jnp.arange(8)]``. A single index, such as the number of a layer, selects one array instead;
-    its array of indices has only the axis of the coordinates.
+    The result is True for ``table[jnp.arange(8)]``. A single index, such as the number of a layer, selects a whole
+    array instead. Its array of indices has only the axis of the coordinates.
     """
     return indices.source is not Source.DATA and len(view.operands[1].aval.shape) > 1
 
 
 def _reshape(view: equations.Reshape, values: Sequence[Value]) -> Axes:
-    """Divides the parts of all axes into the new axes: (2, 3) becomes one axis with the parts 2 and 3 for (6,)."""
+    """Divides the parts of all axes into the new axes: from (2, 3) to (6,), the axis has parts of sizes 2 and 3."""
     axes = values[0].axes
-    order = view.dimensions or range(len(axes))  # Convolutions under vmap read axes in another order.
+    order = view.dimensions or range(len(axes))  # Under vmap, convolutions may read axes in another order.
     return tuple(split((part for k in order for part in axes[k]), view.new_sizes))
 
 
 def _concatenate(view: equations.Concatenate, values: Sequence[Value]) -> Axes:
-    """Merges the axes along which the operands are joined into one with all origins, and combines their other axes."""
+    """Merges the concatenated axes into a single part with all origins, and combines all other axes of the operands."""
     along = [value.axes[view.dimension] for value in values]
     others = _combined_axes(Value(_remove_axes(value.axes, [view.dimension]), value.source) for value in values)
     joined = along[0] if len(along) == 1 else one_part(view.type.shape[view.dimension], along)
@@ -259,4 +262,4 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Value]], Axes | list[Axes] | No
     equations.Concatenate: _concatenate,
     equations.Stack: _stack,
 }
-"""Maps each kind of equation to its rule. A kind without a rule uses that of its closest base class."""
+"""Maps each view class to its rule. A class that is not listed uses the rule of its closest base class."""

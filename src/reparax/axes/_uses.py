@@ -1,8 +1,8 @@
-"""Finds how a program uses weights: which axes of parameters its products contract with data, and which they keep.
+"""Finds how a program uses weights: which axes of parameters its products with data contract, and which they keep.
 
-``Uses`` takes the equations of a program one by one. It returns the values of their outputs, and records what each
-equation does with weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or any
-other read together with data (``OtherRead``).
+``Uses`` reads the equations of a program one by one. It returns the values of their outputs, and records how each
+equation uses weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or any other
+read together with data (``OtherRead``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from reparax.programs.equations import Conv, Dot, DynamicSlice, Gather, RaggedDo
 class WeightProduct:
     """A product of two weights, ``W1 @ W2``, in one orientation: as if data were multiplied by ``W1`` first.
 
-    For shapes (3, 4) and (4, 2), the axis of size 3 is in ``inputs``, that of size 2 is in ``outputs``, and both axes
-    of size 4 are in ``middle``.
+    For the shapes (3, 4) and (4, 2), the axis of size 3 is in ``inputs``, the axis of size 2 is in ``outputs``, and
+    both axes of size 4 are in ``middle``.
 
     Attributes:
-      middle: The contraction of the two as a product with data, ``(x @ W1) @ W2``: its outputs are the contracted axes
-        of ``W1``, and its inputs those of ``W2``.
+      middle: The contraction of the two weights, described as a product with data as in ``(x @ W1) @ W2``. The outputs
+        are the contracted axes of ``W1``, and the inputs are the contracted axes of ``W2``.
       inputs: The axes of ``W1`` that the product keeps, which are inputs in this orientation.
       outputs: The axes of ``W2`` that the product keeps, which are outputs in this orientation.
     """
@@ -40,7 +40,8 @@ class WeightProduct:
     def of(cls, dot: Contraction, first: Value, last: Value, line: str) -> WeightProduct:
         """Creates the product of two weights, oriented as if data were multiplied by ``first`` first.
 
-        ``dot`` says which of their axes are contracted, kept or batch axes, and ``line`` is the text shown in reports.
+        ``dot`` describes which axes of the weights are contracted, kept or batch axes, and ``line`` is the text for
+        reports.
         """
         contracted, kept, batch = (
             (first.origins_of(axes(0)), last.origins_of(axes(1))) for axes in (dot.contracted, dot.kept, dot.batch)
@@ -55,11 +56,11 @@ class WeightProduct:
 
 @dataclass(frozen=True)
 class OtherRead:
-    """An equation that reads a parameter in some other way than in a product with data.
+    """An equation that reads a parameter other than in a product with data.
 
     Attributes:
       parameter: The number of the parameter among the arguments.
-      line: The equation and the line of source that wrote it.
+      line: The equation and its source line.
     """
 
     parameter: int
@@ -69,18 +70,18 @@ class OtherRead:
 class Uses(list[DataProduct | WeightProduct | OtherRead]):
     """The uses of weights in all equations read so far.
 
-    This class also finds the axes of ensembles. An ensemble consists of independent networks that read the same data,
-    so in the first layer, the axis that indexes its members looks like an output. Later products show that it is not:
-    their weights have this axis as a batch axis, which keeps the members ``apart``. It indexes members only if nothing
-    has ``mixed`` entries along it before, as the softmax of a router's scores does, and if no product has
-    ``contracted`` it.
+    This class also finds the axes that index the members of ensembles. An ensemble consists of independent networks
+    that read the same data. In the first layer, the axis of members looks like an output. In later products, this axis
+    is a batch axis of the weights, which keeps the members ``apart``. An axis that is kept apart indexes members only
+    if no product has ``contracted`` it, and no earlier equation has ``mixed`` entries along it, as the softmax of a
+    router's scores does.
     """
 
     def __init__(self) -> None:
         """Starts without any equations.
 
-        The three sets collect axes of parameters: those that a product keeps apart, those along which entries of data
-        were mixed before such a product, and those that a product contracts.
+        Three sets collect axes of parameters: axes that a product keeps apart, axes along which entries of data were
+        mixed before such a product, and axes that a product contracts.
         """
         super().__init__()
         self._apart, self._mixed, self._contracted = Origins(), Origins(), Origins()
@@ -93,7 +94,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     def read_equation(self, view: View, operands: Sequence[Value], line: str) -> list[Value]:
         """Records how an equation uses weights, and returns the values of its outputs.
 
-        If ``x @ w`` multiplies data by a weight, the product is recorded, and the output is data whose
+        If ``x @ w`` multiplies data by a weight, the product is recorded. The output is data, and its
         ``unread_outputs`` are the outputs of ``w``. ``line`` is the text for reports.
         """
         source, axes = _source_of_outputs(view, operands), axes_of(view, operands)
@@ -103,7 +104,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         outputs = union(product.outputs for product in products)
         outs = [Value(axes_of_out, source, unread_outputs=outputs) for axes_of_out in axes]
         data = [value for value in operands if value.source is Source.DATA]
-        # A product with a weight reads the outputs of earlier products. Any other equation passes them on.
+        # A product with a weight reads the outputs of earlier products. All other equations pass these outputs on.
         if not data or (products and contraction_of(view) is not None):
             return outs
         return [self._pass_on_outputs(view, operands, data, out) for out in outs]
@@ -111,9 +112,9 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     def _pass_on_outputs(self, view: View, operands: Sequence[Value], data: Sequence[Value], out: Value) -> Value:
         """Adds the unread outputs of an equation's data to ``out``, an output of this equation.
 
-        The equation multiplies by no weight. Its output gets the ``unread_outputs`` and ``mixed_outputs`` of the
-        operands ``data``. If the equation sums over one of their axes, or changes entries along it as a sort does, the
-        unread outputs on this axis are mixed from here on.
+        The equation is not a product with a weight. Its output gets the ``unread_outputs`` and ``mixed_outputs`` of the
+        operands ``data``. If the equation sums over an axis of the data, or changes entries along the axis as a sort
+        does, the unread outputs on this axis become mixed outputs.
         """
         unread = union(value.unread_outputs for value in data)
         kept = out.origins - operands[0].origins_of(changed_axes(view))
@@ -124,12 +125,12 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         return replace(out, unread_outputs=out.unread_outputs | unread, mixed_outputs=mixed | mixed_before)
 
     def _read_weights(self, view: View, operands: Sequence[Value], axes: Sequence[Axes], line: str) -> list[Value]:
-        """Records an equation that computes weights from weights and perhaps constants, and returns its outputs.
+        """Records an equation that computes weights from weights and possibly constants, and returns its outputs.
 
-        ``axes`` holds the axes of each output. An output keeps only the origins that the weights have too, and gets the
-        stacked axes of the weights.
+        ``axes`` holds the axes of each output. An output keeps only origins that the weights have, and gets the stacked
+        axes of the weights.
         """
-        if type(view) is View:  # The kind of the equation is unknown, so its outputs have no origins.
+        if type(view) is View:  # Outputs of unknown equations have no origins.
             for value in operands:
                 self._add_other_read(value, line)
         weights = [value for value in operands if value.source is Source.WEIGHT]
@@ -154,9 +155,9 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         result is empty if constants chose no entries.
         """
         earlier = union(value.products_if_rows for value in operands)
-        multiplied = list[int]()  # Operands that are weights even if the chosen entries are data.
+        multiplied = list[int]()  # Operands that are weights in either case.
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
-            if len(view.partial_axes) > 1:  # Only the indices themselves say along which axes they select.
+            if len(view.partial_axes) > 1:  # It is unknown along which axis each index selects.
                 self._add_other_read(operands[0], line)
             multiplied = [0] if _takes_vectors(view) else []
         elif earlier:
@@ -176,23 +177,24 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             product = _product_with_data(view, value, i, line)
             if product is not None:
                 self._add_product(product, view, operands, i)
-                # Entries that constants chose are rows, and so data, if another weight has multiplied them. If they
-                # were only looked up, this operand is a slice of a weight.
+                # Entries that constants selected are rows, and thus data, if another weight has multiplied them. If the
+                # entries were only looked up, this operand is a slice of a weight.
                 are_rows = any(use.how != LOOKUP for use in value.products_if_rows)
             else:
                 self._add_other_read(value, line)
                 long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
-                # Whole rows are combined with data here, so they were looked up. A penalty would read a sum of squares.
+                # This equation combines whole rows with data, so the rows were looked up. A penalty would read a sum of
+                # squares.
                 are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
             if are_rows:
                 self.extend(value.products_if_rows)
         return [use for use in self[n_before:] if isinstance(use, DataProduct)]
 
     def _add_product(self, product: DataProduct, view: View, operands: Sequence[Value], i: int) -> None:
-        """Records a product of data with the operand ``i``, which is a weight.
+        """Records a product of data with operand ``i``, which is a weight.
 
-        It also records which axes of earlier layers the product contracts, and which of them it keeps apart by batch
-        axes. These show which axes index the members of an ensemble.
+        Also records which axes of earlier layers the product contracts, and which axes it keeps apart as batch axes.
+        These axes show which axes index the members of an ensemble.
         """
         self.append(product)
         if isinstance(view, Conv):
@@ -203,7 +205,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             batch = contraction.batch(1 - i)
             other_axes = [k for k in range(len(data.axes)) if k not in batch]
             self._contracted |= data.origins_of(contraction.contracted(1 - i))
-            # An output of an earlier layer is kept apart only if it is on batch axes alone.
+            # An output of an earlier layer is kept apart only if it is on no axis except batch axes.
             self._add_apart(data, data.origins_of(batch) - data.origins_of(other_axes))
 
     def _read_convolution(self, view: Conv, data: Value, kernel: Value) -> None:
@@ -222,15 +224,15 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._apart |= origins([blocks]) - origins([inside])
 
     def _add_apart(self, data: Value, axes: Origins) -> None:
-        """Records that a product keeps these axes of its data apart, or as mixed if their entries were mixed before.
+        """Records axes of data that a product keeps apart, or as mixed if their entries were mixed before.
 
-        Only axes that are ``unread_outputs`` of the data count, because this product is the first to read them.
+        Only axes that are ``unread_outputs`` of the data count, because no earlier product has read these outputs.
         """
         self._apart |= (axes & data.unread_outputs) - data.mixed_outputs
         self._mixed |= axes & data.unread_outputs & data.mixed_outputs
 
     def _add_other_read(self, value: Value, line: str) -> None:
-        """Records that an equation reads a weight other than in a product, once for each parameter behind it."""
+        """Records that an equation reads a weight other than in a product, once for each parameter of the weight."""
         parameters = {parameter for parameter, _ in value.origins | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
@@ -238,59 +240,62 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
 def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
     """Returns whether the outputs of an equation are data, weights or constants.
 
-    Usually, the largest source among the operands counts: data before weights, and weights before constants. But a
-    weight remains a weight if data only scale it by a number, or choose one whole array of a stack.
+    Usually, the result is the largest source among the operands: data before weights, and weights before constants.
+    However, a weight remains a weight if data only scale the weight by a number or select one whole array of a stack.
     """
     is_of_weight = bool(operands) and operands[0].source is Source.WEIGHT
-    # Vectors that data look up are data. Whole arrays that data choose, such as those of an expert, are still weights.
+    # Vectors that data look up are data. Whole arrays that data select, such as the weights of an expert, are still
+    # weights.
     if is_of_weight and isinstance(view, Gather):
         return Source.DATA if operands[1].source is Source.DATA and _takes_vectors(view) else Source.WEIGHT
     if is_of_weight and isinstance(view, DynamicSlice) and _takes_whole_array(view):
         return Source.WEIGHT
     if isinstance(view, equations.Multiply | equations.Divide):
-        # A weight times a scalar computed from data is still a weight, so scalars count only if there is nothing else.
+        # A weight times a scalar that depends on data is still a weight, so scalars count only if all operands are
+        # scalars.
         operands = [value for value in operands if value.varies] or operands
     return max((value.source for value in operands), default=Source.CONSTANT)
 
 
 def _takes_whole_array(view: DynamicSlice) -> bool:
-    """Returns whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3), not a vector or a part.
+    """Returns whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3).
 
-    It must be whole along each axis of which it has more than one index, and there must be several such axes.
+    The slice must have size 1 or be whole along each axis, and have at least two axes of a larger size.
     """
     are_whole = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
     return len(are_whole) > 1 and all(are_whole)
 
 
 def _takes_one_index(view: View, operands: Sequence[Value]) -> bool:
-    """Returns whether an equation may take one index of an axis, as ``w[0]`` does. The axis is then a stacked axis."""
+    """Returns whether an equation may take one index of an axis, as ``w[0]`` does, which makes the axis stacked."""
     if isinstance(view, Gather):
         return not selects_entries(view, operands[1])
     return isinstance(view, equations.Slice | equations.SplitAxis | equations.Unstack | DynamicSlice)
 
 
 def _takes_vectors(view: Gather) -> bool:
-    """Returns whether a look-up takes vectors, or parts of an axis, from a table, and not whole arrays, as of experts.
+    """Returns whether a look-up takes vectors or parts of axes from a table, rather than whole arrays.
 
-    It takes vectors (3,) from a table (8, 3), and arrays (8, 3) from the stacked weights (5, 8, 3) of experts.
+    For example, a look-up takes vectors (3,) from a table (8, 3), but arrays (8, 3) from the weights (5, 8, 3) of
+    experts.
     """
     kept = [i for i in range(len(view.slice_sizes)) if i not in view.removed_axes]
-    # Under vmap, slices keep the axis that they cut, with size 1.
+    # Under vmap, slices keep an axis that they cut, with size 1.
     long = {i for i in kept if i not in view.partial_axes or view.slice_sizes[i] != 1}
     return len(long) < 2 or bool(long.intersection(view.partial_axes))
 
 
 def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProduct | None:
-    """Returns the product of data with ``value``, the weight at operand ``i``; None if it is not multiplied.
+    """Returns the product of data with the weight ``value``, which is operand ``i``; None if there is no product.
 
-    In ``x @ w``, axis 0 of ``w`` is an input and axis 1 is an output. A look-up counts as a product too: it contracts
-    the rows of a table, as a product with one-hot vectors would.
+    In ``x @ w``, axis 0 of ``w`` is an input and axis 1 is an output. A look-up also counts as a product, because it
+    contracts the rows of a table, as a product with one-hot vectors would.
     """
     contraction = contraction_of(view)
     if contraction is None or not _is_multiplied(view, contraction, i):
         return None
     inputs, outputs = value.origins_of(contraction.contracted(i)), value.origins_of(contraction.kept(i))
-    # If slices of an axis were joined again, one of them may have been a single index, which made the axis stacked.
+    # An axis whose slices were joined again may be stacked, because one of the slices may have had a single index.
     stacked = value.origins_of(contraction.batch(i)) | (value.stacked - inputs - outputs)
     windows = value.origins_of(view.dimension_numbers.rhs_spec[2:]) if isinstance(view, Conv) else Origins()
     return DataProduct(inputs, outputs, stacked, line, _how_multiplied(view), windows)
@@ -298,7 +303,7 @@ def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProdu
 
 def _how_multiplied(view: View) -> str:
     """Returns the word for how a contraction multiplies a weight, as in :class:`reparax.core.roles.Use`."""
-    if isinstance(view, Conv):  # A transposed convolution dilates its data.
+    if isinstance(view, Conv):  # Transposed convolutions dilate their data.
         return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
     return PRODUCT if isinstance(view, Dot | RaggedDot) else LOOKUP
 
@@ -306,14 +311,14 @@ def _how_multiplied(view: View) -> str:
 def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
     """Returns whether a contraction multiplies data by its operand ``i``.
 
-    This is not the case if the operand holds the data of a convolution or the indices of a look-up.
+    The result is False if the operand holds the data of a convolution or the indices of a look-up.
     """
     match view:
         case Conv():
             return i == 1
         case Gather():
             return i == 0 and bool(view.partial_axes)
-        case DynamicSlice():  # The one axis that it cuts holds the rows.
+        case DynamicSlice():  # The only axis that it cuts holds the rows.
             return i == 0 and len(contraction.contracted(0)) == 1
         case _:
             return True

@@ -1,9 +1,9 @@
 """Describes each value of a program: which axes of parameters its axes come from.
 
-A :class:`Value` describes one array. A reshape may merge axes and divide them again later, so each axis is a tuple of
-:class:`Part`: reshaping (2, 3) to (6,) gives one axis with the parts 2 and 3. Each part has :data:`Origins`, the axes
-of parameters that it comes from. The analysis results in :class:`DataProduct` objects, each of which describes one
-product of a weight with data by the axes of parameters that take part in it.
+A :class:`Value` describes one array. Because reshapes may merge axes and divide them again, each axis is a tuple of
+:class:`Part`: reshaping (2, 3) to (6,) gives an axis with parts of sizes 2 and 3. Each part has :data:`Origins`, which
+are the axes of parameters that the part comes from. The result of the analysis is a list of :class:`DataProduct`
+objects. Each object describes a product of a weight with data by the axes of parameters that take part in the product.
 """
 
 import enum
@@ -18,17 +18,17 @@ from reparax.core.roles import PRODUCT
 T = TypeVar("T")
 
 Origins = frozenset[tuple[int, int]]
-"""Axes of parameters, each as the number of the parameter and the number of its axis."""
+"""Axes of parameters, as pairs of the number of a parameter and the number of an axis."""
 
 
 class Part(NamedTuple):
-    """One factor of the size of an axis. An axis of size 6 that was merged from (2, 3) has the parts 2 and 3.
+    """One factor of an axis: an axis of size 6 that was merged from (2, 3) has parts of sizes 2 and 3.
 
     Attributes:
-      size: The number of indices.
-      origins: In a weight, the axes of parameters that it comes from. In data, the axes of parameters along which it
-        was computed, such as the outputs of a product.
-      varies: Whether entries may differ along it. This is False after a broadcast.
+      size: The number of indices along the part.
+      origins: In a weight, the axes of parameters that the part comes from. In data, the axes of parameters along which
+        the data were computed, such as the outputs of a product.
+      varies: Whether entries may differ along the part. False after a broadcast.
     """
 
     size: Any
@@ -36,12 +36,12 @@ class Part(NamedTuple):
     varies: bool = True
 
     def combined_with(self, other: "Part") -> "Part":
-        """Returns the part of ``x + y`` if ``x`` has this part and ``y`` the other. It keeps the size of this part."""
+        """Returns the part of ``x + y``, where ``x`` has this part and ``y`` has ``other``. The size stays the same."""
         return self._replace(origins=self.origins | other.origins, varies=self.varies or other.varies)
 
 
 Axis = tuple[Part, ...]
-"""The parts of one axis, the outermost first. There are several if axes were merged."""
+"""The parts of one axis, the outermost first. A merged axis has several parts."""
 
 Axes = tuple[Axis, ...]
 """All axes of an array."""
@@ -53,7 +53,7 @@ def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
-    """Returns the axes of parameters that any of these axes of an array comes from."""
+    """Returns all axes of parameters that the given axes of an array come from."""
     return union(part.origins for axis in axes for part in axis)
 
 
@@ -63,18 +63,19 @@ def size_of(axis: Axis) -> Any:
 
 
 def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
-    """Returns an axis of one part with all origins of ``axes``, for when it is not known where each of them lies."""
+    """Returns an axis with a single part that has all origins of ``axes``, for use when their positions are unknown."""
     return (Part(size, origins(axes)),)
 
 
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
-    """Divides a sequence of parts into axes of these sizes, as a reshape does. The number of entries is the same.
+    """Divides a sequence of parts into axes of the given sizes, as a reshape does.
 
-    Parts of the sizes 2, 3 and 4 become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the
-    first two parts become one part of size 6, and the axes are (3,) and (2, 4).
+    The number of entries must be the same. For example, parts of sizes 2, 3 and 4 become the axes (2, 3) and (4,) for
+    the sizes 6 and 4. For the sizes 3 and 8, the first two parts are merged into one part of size 6, and the axes are
+    (3,) and (2, 4).
     """
     remaining: Sequence[Part] = tuple(parts)
-    if any(n == 0 for n in sizes):  # The array is empty, so the sizes need not divide each other.
+    if any(n == 0 for n in sizes):  # Sizes of empty arrays need not divide each other.
         return [one_part(n, [tuple(remaining)]) for n in sizes]
     axes = list[Axis]()
     for n in sizes:
@@ -84,12 +85,12 @@ def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
 
 
 def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
-    """Takes an axis of this size from the front of a sequence of parts; returns the axis and the remaining parts.
+    """Takes an axis of the given size from the front of a sequence of parts; returns the axis and the remaining parts.
 
     Parts of the sizes 2, 3 and 4 and the size 6 give the axis (2, 3) and leave (4,). A part that is too large is
     divided: the size 4 gives (2, 2) from the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
-    neighboring parts are merged: (6, 4) become (24,), from which the size 8 leaves (3,). The size 1 takes a part only
-    if that part has size 1 too; otherwise, it gives a new axis, like that of ``x[None]``.
+    neighboring parts are merged: (6, 4) become (24,), from which the size 8 leaves (3,). The size 1 takes the first
+    part if this part has size 1; otherwise, it gives a new axis, as in ``x[None]``.
     """
     if size == 1:
         has_part = bool(parts) and parts[0].size == 1
@@ -108,15 +109,16 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
 
 
 def combined(axes: Iterable[Axis]) -> Axis:
-    """Returns the axis of an elementwise result that takes the place of these axes of the operands.
+    """Returns the axis of an elementwise result, given the matching axes of the operands.
 
-    It is divided wherever one of them is, and has the origins of all of them. Axes of size 1 are broadcast.
+    The result is divided into parts wherever any of ``axes`` is, and has the origins of all of them. Axes of size 1 are
+    broadcast.
     """
     return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # Axes of size 1 come last.
 
 
 def _combined_pair(a: Axis, b: Axis) -> Axis:
-    """Combines two axes, as an elementwise equation does: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
+    """Combines two axes as an elementwise equation does: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
     if size_of(b) == 1:
         return tuple(part.combined_with(b[0]) for part in a)
     pairs = zip(split(a, [part.size for part in b]), b, strict=True)
@@ -129,7 +131,7 @@ def restrict_origins(axes: Axes, allowed: Origins) -> Axes:
 
 
 class Source(enum.IntEnum):
-    """What a value is computed from. A value that is computed from several of these usually counts as the largest."""
+    """What a value is computed from. A value computed from several sources usually counts as the largest source."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -143,8 +145,8 @@ class DataProduct:
     Attributes:
       inputs: The axes of parameters that are contracted with data.
       outputs: The axes of parameters that the result has.
-      stacked: The axes of parameters along which independent weights are multiplied, each with data of its own.
-      line: The equation and the line of source that wrote it.
+      stacked: The axes of parameters that index independent weights, each of which is multiplied with separate data.
+      line: The equation and its source line.
       how: How the weight is multiplied, as in :class:`reparax.core.roles.Use`.
       windows: The inputs along which the window of a convolution moves.
     """
@@ -157,7 +159,7 @@ class DataProduct:
     windows: Origins = frozenset()
 
     def transposed(self) -> "DataProduct":
-        """Returns the product with the transposed weight, which contracts the axes that this one keeps."""
+        """Returns the product with the transposed weight, which contracts the axes that this product keeps."""
         return replace(self, inputs=self.outputs, outputs=self.inputs)
 
 
@@ -166,13 +168,15 @@ class Value:
     """What is known about one array of a program.
 
     Attributes:
-      axes: Its axes.
-      source: Whether it is data, a weight or a constant.
-      stacked: The axes of parameters of which it has a single index, such as the layer axis inside a scan over layers.
-      unread_outputs: In data, the outputs of products with weights that no other product with a weight has read since.
+      axes: The axes of the array.
+      source: Whether the array is data, a weight or a constant.
+      stacked: The axes of parameters at which the array has a single index, such as the layer axis inside a scan over
+        layers.
+      unread_outputs: In data, the outputs of products with weights that no later product with a weight has read.
       mixed_outputs: In data, the ``unread_outputs`` along which entries were mixed, for example by a softmax.
-      products_if_rows: In a weight whose entries were chosen by constants, as in ``table[jnp.arange(8)]``: the look-ups
-        and products that computed it if these entries turn out to be rows of a table, and thus data.
+      products_if_rows: In a weight whose entries were selected by constants, as in ``table[jnp.arange(8)]``, the
+        look-ups and products that computed the weight. They count only if later equations show that the entries are
+        rows of a table, and thus data.
     """
 
     axes: Axes
@@ -184,12 +188,12 @@ class Value:
 
     @property
     def varies(self) -> bool:
-        """Whether its entries may differ. The entries of a scalar, or of a broadcast scalar, do not."""
+        """Whether entries of the array may differ. The entries of a scalar or a broadcast scalar do not differ."""
         return any(part.varies for axis in self.axes for part in axis)
 
     @property
     def origins(self) -> Origins:
-        """The axes of parameters that any of its axes comes from."""
+        """All axes of parameters that the axes of the array come from."""
         return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:

@@ -1,6 +1,6 @@
-"""The arguments of the user's function as flat arrays, and the program that JAX traces for them.
+"""Flattens the arguments of the user's function to arrays, and traces the program of the function.
 
-The user chooses arguments by ``argnums``: those from which weights are computed, such as parameters and keys. All other
+By ``argnums``, the user chooses the arguments from which weights are computed, such as parameters and keys. All other
 arguments are data.
 """
 
@@ -22,19 +22,19 @@ from reparax.programs import jaxprs
 Argnums = int | Sequence[int] | None
 
 REPORTED = "__reparax_reported__"
-"""The attribute of a transformed function that holds a function for ``explain``, of the same arguments."""
+"""The attribute of a transformed function that holds a function for ``explain``, which takes the same arguments."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, are never changed.
+    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, never change.
 
     Attributes:
       fun: The function.
       leaves: The leaves of the positional and keyword arguments.
-      treedef: The structure of these leaves: that of ``(args, kwargs)``.
+      treedef: The tree structure of ``(args, kwargs)``.
       positions: The positions of the leaves that are arrays.
-      is_chosen: For each array, whether the user chose its argument.
+      is_chosen: Whether the user chose the argument of each array.
     """
 
     fun: Callable[..., Any]
@@ -45,7 +45,7 @@ class Arguments:
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """Flattens the arguments of ``fun(*args, **kwargs)`` and marks those that the user chose by ``argnums``.
+        """Flattens the arguments of ``fun(*args, **kwargs)``, and marks the arguments that ``argnums`` chooses.
 
         ``who`` names the call in errors. Keyword arguments are never chosen, and their leaves come last.
         """
@@ -63,14 +63,14 @@ class Arguments:
 
     @property
     def paths(self) -> list[str]:
-        """For each array, the name of its argument and its path in that argument, such as ``raw/layer/kernel``."""
+        """The path of each array, which begins with the name of its argument, such as ``raw/layer/kernel``."""
         all_names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
         parameters = _parameters_of(self.fun)
 
         def path(names: tuple[str, ...]) -> str:
             """Converts the keys of a leaf in ``(args, kwargs)`` to its path: ("0", "0", "w") becomes ``raw/w``.
 
-            A positional argument is named after its parameter, if the function has one at this position.
+            A positional argument gets the name of the function's parameter at this position, if there is one.
             """
             group, name, *path_in_argument = names
             has_name = group == "0" and int(name) < len(parameters)
@@ -90,10 +90,11 @@ class Arguments:
     def trace(self) -> "Traced":
         """Traces the function once, and returns its program.
 
-        The outputs of the program are the traced leaves of the result. ``Traced.restore`` keeps all other leaves, such
-        as texts or arrays that do not depend on the arguments.
+        The outputs of the program are the traced leaves of the function's result. ``Traced.restore`` holds all other
+        leaves, such as strings or arrays that do not depend on the arguments.
         """
-        # JAX returns only a program, so ``traced_leaves`` records here how to restore the result of the function.
+        # Because JAX returns only a program, ``traced_leaves`` appends a function that restores the result to this
+        # list.
         restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
@@ -111,7 +112,7 @@ class Arguments:
 def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
     """Rebuilds the result of a function from its structure, its untraced leaves by position, and its traced leaves.
 
-    With the untraced leaf {1: "a"} and the outputs [x, y], the leaves are x, "a" and y.
+    For the untraced leaf {1: "a"} and the outputs [x, y], the leaves of the result are x, "a" and y.
     """
     traced_leaves = iter(outputs)
     leaves = [untraced[i] if i in untraced else next(traced_leaves) for i in range(treedef.num_leaves)]
@@ -125,7 +126,7 @@ class Traced:
     Attributes:
       program: The program, with its constants as first inputs.
       inputs: The value of each input.
-      is_chosen: For each input, whether the user chose it.
+      is_chosen: Whether the user chose each input.
       restore: Rebuilds the result of the function from the outputs of the program.
     """
 
@@ -144,17 +145,17 @@ def check_call(
       method: The name of the transform.
       fun: The function that was passed to it.
       argnums: The ``argnums`` that were passed to it.
-      follows_weights: Whether the transform follows weights through the program. If so, it refuses a function that
-        was returned by ``remat``, which hides the weights.
-      own_options: The names of the keyword arguments that the transform took as its own options. The function must
-        not have parameters with these names.
+      follows_weights: Whether the transform follows weights through the program. Such a transform rejects a function
+        that ``remat`` returned, because ``remat`` hides the weights.
+      own_options: The names of the keyword arguments that the transform used as options. The function must not have
+        parameters with these names.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass a "
             f"function, such as the loss."
         )
-    function = fun  # Unwrapped from ``functools.partial``, which hides its attributes.
+    function = fun  # A ``functools.partial`` hides the attributes of its function.
     while isinstance(function, functools.partial):
         function = function.func
     if follows_weights and getattr(function, "hides_weights", False):
@@ -162,7 +163,7 @@ def check_call(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
         )
-    # The name does not use the repr of the function, which may print whole arrays.
+    # The repr of the function is not used as a name because it may print whole arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(
@@ -185,14 +186,14 @@ def _parameters_of(fun: Callable[..., Any]) -> list[str]:
 
 
 def given_options(**options: Any) -> list[str]:
-    """Returns the names of the options that the user passed, that is, whose value is not None or False."""
+    """Returns the names of the options that the user passed. None and False count as not passed."""
     return [name for name, value in options.items() if value is not None and value is not False]
 
 
 def _require_positions(who: str, argnums: Any) -> None:
     """Raises an error unless ``argnums`` is None, the position of an argument, or a tuple or list of positions.
 
-    Negative positions are refused, because the argument that they refer to would depend on the call.
+    Negative positions are rejected because their meaning would depend on the number of arguments in the call.
     """
     positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
@@ -208,8 +209,8 @@ _CONTAINERS = (dict, list, tuple)
 def _describe_arrays(x: Any) -> Any:
     """Prepares ``x`` for an error message: each array is replaced by its dtype and shape.
 
-    Only dicts, lists and tuples are searched for arrays, because errors should show other objects, such as modules, as
-    they are.
+    Only dicts, lists and tuples are searched for arrays, because error messages should show other objects, such as
+    modules, unchanged.
     """
     return jax.tree.map(
         lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
@@ -219,8 +220,8 @@ def _describe_arrays(x: Any) -> Any:
 def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     """Returns the positions of the arguments that the user chose by ``argnums``.
 
-    By default, these are the first argument and all arguments that are keys. Raises an error that names the call
-    ``who`` if ``argnums`` has a position without a positional argument.
+    By default, the user chooses the first argument and all arguments that are keys. Raises an error, which names the
+    call ``who``, if ``argnums`` has a position without a positional argument.
     """
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
@@ -234,12 +235,12 @@ def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[in
 
 
 def is_keys(arg: Any) -> bool:
-    """Returns whether an argument consists only of PRNG keys: typed ones, or arrays that look like legacy keys."""
+    """Returns whether all leaves of an argument are PRNG keys, either typed keys or possible legacy keys."""
 
     def is_key(x: Any) -> bool:
         """Returns whether a leaf is an array of keys.
 
-        Legacy keys are uint32 arrays whose last axis has 2 or 4 entries.
+        A legacy key is a uint32 array whose last axis has 2 or 4 entries.
         """
         if not is_traceable(x):
             return False

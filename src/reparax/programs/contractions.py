@@ -1,8 +1,8 @@
-"""What contractions do with axes: products of matrices, also for groups of rows, convolutions, and look-ups.
+"""Describes the axes of contractions: matrix products, also for groups of rows, convolutions and look-ups.
 
-As in einsum, each axis of an operand and of the output has an index, and axes with the same index are one axis. The
-operands of ``x @ w`` have the indices (0, 1) and (1, 3), and its output (0, 3). All readers of programs use this table.
-An index is a number and has no other meaning. Those that only the output has are negative.
+As in einsum, each axis of an operand and of the output has an index, and axes with the same index are paired. The
+operands of ``x @ w`` have the indices (0, 1) and (1, 3), and the output has the indices (0, 3). An index is a number
+without further meaning. An index that only the output has is negative.
 """
 
 import itertools
@@ -18,14 +18,14 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Contraction:
-    """The indices of the axes of a contraction: those of ``x @ w`` are ((0, 1), (1, 3)) and (0, 3).
+    """The indices of a contraction's axes. For ``x @ w``, they are ((0, 1), (1, 3)) and (0, 3).
 
     Attributes:
       operands: The indices of each operand.
-      output: The indices of the output. An index that no operand has is an axis of its own: the positions of a window,
-        or the part of an axis that a look-up takes.
-      batch_indices: The indices along which each entry of an operand is combined with its own part of another operand:
-        those of a batch, and of the matrices for groups of rows.
+      output: The indices of the output. An index that no operand has belongs to the positions of a window, or to an
+        axis that a look-up takes in part.
+      batch_indices: The indices of batch axes, and of the axis of groups if each group of rows has its own matrix.
+        Along them, each entry of an operand is combined only with the matching entries of another operand.
     """
 
     operands: tuple[Indices, ...]
@@ -35,16 +35,16 @@ class Contraction:
     def contracted(self, operand: int) -> list[int]:
         """Returns the axes of an operand that the output lacks, except batch axes: [1] of x and [0] of w for ``x @ w``.
 
-        These axes are summed over, belong to a window, or are indexed by a look-up.
+        A contraction sums over these axes, moves a window along them, or indexes them in a look-up.
         """
         return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
     def kept(self, operand: int) -> list[int]:
-        """Returns the axes of an operand that the output keeps, except batch: [0] of x and [1] of w for ``x @ w``."""
+        """Returns the axes of an operand that the output has, without batch: [0] of x and [1] of w for ``x @ w``."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.output and i not in self.batch_indices]
 
     def batch(self, operand: int) -> list[int]:
-        """Returns the axes of an operand along which each entry is combined with its own part of another operand."""
+        """Returns the axes of an operand whose indices are ``batch_indices``."""
         return [k for k, i in enumerate(self.operands[operand]) if i in self.batch_indices]
 
     def sources(self, axis: int) -> list[int | None]:
@@ -68,17 +68,17 @@ def contraction_of(view: View) -> Contraction | None:
 def _new_indices(view: View) -> list[list[int]]:
     """Assigns a different index to each axis of each operand: [[0, 1], [2, 3]] for two matrices.
 
-    The caller then gives the same index to axes that belong together.
+    The caller then sets equal indices for paired axes.
     """
     count = itertools.count()
     return [[next(count) for _ in v.aval.shape] for v in view.operands]
 
 
 def _dot(view: Dot | RaggedDot) -> Contraction:
-    """Describes a product of matrices, or the first two operands of a product for groups of rows, as a contraction.
+    """Describes a matrix product, or the first two operands of a product for groups of rows, as a contraction.
 
-    The output has the batch axes, then the other axes of the first operand, then those of the second, except for axes
-    that are summed over.
+    The output has the batch axes, followed by the remaining axes of the first and of the second operand, without the
+    axes that are summed over.
     """
     a, b = _new_indices(view)[:2]
     for i, j in itertools.chain(zip(*view.contracting, strict=True), zip(*view.batch, strict=True)):
@@ -91,10 +91,9 @@ def _dot(view: Dot | RaggedDot) -> Contraction:
 def _ragged_dot(view: RaggedDot) -> Contraction:
     """Describes a product of matrices for groups of rows as a contraction.
 
-    It differs from the contraction of :func:`_dot` in one of two ways. Either each row is multiplied by the matrix of
-    its group, so that the output has no axis for groups, or rows are summed by group, so that the first axis of the
-    output is that of the groups. The third operand has the sizes of the groups, and the index of its last axis is that
-    of this first axis.
+    If each row is multiplied by the matrix of its group, the axis of groups is a batch axis that the output lacks. If
+    rows are summed by group, the output gets the axis of groups as its first axis. This axis has the index of the last
+    axis of the third operand, which holds the sizes of the groups.
     """
     product, sizes = _dot(view), tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
@@ -105,14 +104,14 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
 
 
 def _convolution(view: Conv) -> Contraction:
-    """Describes a convolution as a contraction over the window, and over input features unless these are in groups.
+    """Describes a convolution as a contraction over the window, and over input features unless they are grouped.
 
-    The output has the batch axis of the data, the axis of output features of the kernel, and the axes of positions,
-    which no operand has.
+    The output has the batch axis of the data, the output features of the kernel, and axes of positions, which no
+    operand has.
     """
     data, kernel = _new_indices(view)
-    # ``lhs`` and ``out`` list the axes of the batch, of features and of positions. ``rhs`` begins with the axes of
-    # output features and of input features.
+    # ``lhs`` and ``out`` list the batch axis, the feature axis and the axes of positions. ``rhs`` lists the axis of
+    # output features, the axis of input features and the axes of the window.
     lhs, rhs, out = view.dimension_numbers
     if view.feature_group_count == 1:
         kernel[rhs[1]] = data[lhs[1]]
@@ -124,17 +123,22 @@ def _convolution(view: Conv) -> Contraction:
 def _gather(view: Gather) -> Contraction:
     """Describes a look-up by indices as a contraction.
 
-    The output has three kinds of axes: those of the table that each slice takes whole, an axis of its own for each axis
-    that a slice takes in part, and all axes of the indices but the last, which holds the position in the table. For
-    ``table[indices]`` with indices of shape (7, 1), the output has the indices (2, 1): the 7 rows and the columns of
-    the table.
+    The output has three kinds of axes:
+
+    - axes of the table that each slice takes whole;
+    - a new axis for each axis of the table that slices take in part and keep;
+    - all axes of the array of indices except the last, which holds the position in the table.
+
+    For ``table[indices]`` with an array of indices of shape (7, 1), the output has the indices (2, 1): the 7 rows and
+    the columns of the table.
     """
     table, rows = _new_indices(view)
     numbers = view.dimension_numbers
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[j] = table[i]
     kept_axes = [i for i in range(len(table)) if i not in view.removed_axes]
-    # Axes of the output at ``offset_dims`` come from the slices, in order. All others come from the indices, in order.
+    # Output axes at ``offset_dims`` come from the slices, and all other output axes from the array of indices, both in
+    # order.
     slices = iter([-1 - i if i in view.partial_axes else table[i] for i in kept_axes])
     rows_left = iter(rows[:-1])
     output = tuple(next(slices if k in numbers.offset_dims else rows_left) for k in range(view.type.ndim))
@@ -145,8 +149,8 @@ def _gather(view: Gather) -> Contraction:
 def _dynamic_slice(view: DynamicSlice) -> Contraction:
     """Describes a slice whose start is known only at run time as a contraction.
 
-    The output has the axes of the operand that are taken whole, and an axis of its own for each other axis. The start
-    indices, which are scalars, have no axes.
+    The output has the axes of the operand that the slice takes whole, and a new axis for each other axis. The start
+    indices have no axes because they are scalars.
     """
     table, *starts = _new_indices(view)
     sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)

@@ -1,11 +1,12 @@
-"""Which values of a traced program depend on known inputs only, and how to run or split the program accordingly.
+"""Finds which values of a program depend only on known inputs, and runs or splits the program accordingly.
 
-Known inputs are those that the user chose by ``argnums``, such as parameters and keys, and those that an ``apply``
-reads. What is computed from them alone is known too, and can be computed again at any time. An ``Analysis`` finds such
-facts about all values: ``IsKnown`` finds only this one, and ``AllFacts`` everything that the interpreter needs.
+An input is known if the user chose it by ``argnums``, as parameters and keys are, or if an ``apply`` reads it. A value
+that is computed from known inputs alone is known too, and can be computed again at any time. An ``Analysis`` derives
+facts about all values of a program. ``IsKnown`` finds which values are known, and ``AllFacts`` finds everything that
+the interpreter needs.
 
-An ``apply`` is the equation in which ``p.apply`` of a parametrization computes weights: a ``jax.checkpoint`` with a
-policy of ours. The body of an equation is a program inside it, such as a step of a scan.
+An ``apply`` is the equation in which ``p.apply`` of a parametrization computes weights. It is a ``jax.checkpoint``
+whose policy marks it. The body of an equation is a program inside the equation, such as the step of a scan.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +26,14 @@ from reparax.programs.jaxprs import Env, evaluate, part, values, variables, with
 T = TypeVar("T")
 
 Flags = list[bool]
-"""For each input, whether it is known: chosen by the user, or read by an ``apply``."""
+"""Whether each input of a program is known, that is, chosen by the user or read by an ``apply``."""
 Known = dict[Var, bool]
-"""For each variable of a program, whether it is known: it depends on known inputs alone."""
+"""Maps each variable of a program to whether it is known, that is, depends on known inputs alone."""
 EquationRule = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
-"""Returns a function that computes an equation in another way, or None to evaluate it as it is."""
+"""Returns a replacement function that computes an equation, or None to evaluate the equation unchanged."""
 
 STORED = "reparax_stored"
-"""The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they could be recomputed."""
+"""The ``jax.ad_checkpoint.checkpoint_name`` of values that are stored although they could be recomputed."""
 
 
 def has_tangent(atom: Any) -> bool:
@@ -46,9 +47,10 @@ class Batch:
 
     Attributes:
       eqns: The equations, in the order of the program.
-      function: A function that computes the outputs of the only equation from its operands, if a rule returned one.
-      reads_beside: If these equations were delayed until another equation needs their values, the operands of that
-        equation; else empty.
+      function: A function that computes the outputs of a batch's only equation from its operands; None if no rule
+        returned one.
+      reads_beside: For equations that were delayed until another equation needs their values, the operands of that
+        other equation. Otherwise empty.
     """
 
     eqns: list[JaxprEqn]
@@ -59,8 +61,8 @@ class Batch:
 def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> None:
     """Adds an equation to the last of ``batches``, or appends a new batch for it.
 
-    The equation gets a batch of its own if ``rule`` returns a function for it. It also starts a new batch if the last
-    one has a function or was delayed, because such a batch must not grow.
+    If ``rule`` returns a function for the equation, the equation forms a separate batch. A new batch also starts if the
+    last batch has a function or was delayed, because such a batch must not grow.
     """
     function = rule(eqn)
     if function is None and batches and batches[-1].function is None and not batches[-1].reads_beside:
@@ -70,9 +72,9 @@ def add_to_batches(batches: list[Batch], eqn: JaxprEqn, rule: EquationRule) -> N
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, where ``rule`` may return another function that computes an equation.
+    """Evaluates a program without constants, and replaces equations for which ``rule`` returns a function.
 
-    Equations between those with such a function are evaluated together, as one program.
+    All consecutive equations without such a function are evaluated together as one program.
     """
     batches = list[Batch]()
     for eqn in jaxpr.eqns:
@@ -86,17 +88,18 @@ def run_batches(
     batches: Sequence[Batch],
     run_batch: Callable[[Batch, Jaxpr, Env], Sequence[Any]],
 ) -> list[Any]:
-    """Evaluates a program without constants, one batch of its equations after the other, and returns its outputs.
+    """Evaluates a program without constants, batch by batch, and returns its outputs.
 
     Args:
       jaxpr: The program.
       args: The values of its inputs.
-      batches: All its equations, in an order in which each reads only outputs of earlier ones.
-      run_batch: Computes the outputs of a batch without a function. It gets the batch, its equations as a program whose
-        outputs are the values that are read later, and all values computed so far.
+      batches: All equations of the program. Each must come after the equations whose outputs it reads.
+      run_batch: Computes the outputs of a batch without a function. It takes the batch, a program of its equations, and
+        all values computed so far. The outputs of this program are the values that are read later.
     """
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    # The variables that are read after each batch, from the last batch, after which the outputs are read, to the first.
+    # ``read_later`` lists the variables that are read after each batch, from the last batch to the first. The outputs
+    # are read after the last batch.
     read_later = [set(variables(jaxpr.outvars))]
     for batch in reversed(batches):
         read_later.append(read_later[-1].union(jaxprs.variables_read(batch.eqns)))
@@ -112,9 +115,9 @@ def run_batches(
 
 
 def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxpr, list[Any]]:
-    """Traces :func:`run` for inputs such as ``args``, and returns the program as ``rule`` has changed it.
+    """Traces :func:`run` on ``args``, and returns the program with the changes that ``rule`` makes.
 
-    The constants of this program are its first inputs, and the second result has their values.
+    The constants of the new program are its first inputs. The second result has the values of these constants.
     """
     return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, rule))(*args))
 
@@ -125,12 +128,12 @@ def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxp
 class Analysis(ABC, Generic[T]):
     """Derives a fact about each value of a program from the facts about the operands of its equation.
 
-    A fact is of the type ``T``, such as bool for ``IsKnown``. :func:`analyze` applies an analysis to a program. For it
-    to end at loops, facts must be elements of a finite lattice, in which :meth:`join` is the least upper bound.
+    A fact has the type ``T``, such as bool for ``IsKnown``. :func:`analyze` applies an analysis to a program. Facts
+    must form a finite lattice whose least upper bound is :meth:`join`, because the analysis of a loop must end.
 
     Attributes:
       constant: The fact about literals.
-      closed_over: The fact about the constants of bodies: ``constant``, unless a transform sets another one.
+      closed_over: The fact about the constants of bodies: ``constant``, unless a transform sets a different fact.
       analyzed: The facts about the values of each program, for each choice of facts about its inputs.
     """
 
@@ -141,7 +144,7 @@ class Analysis(ABC, Generic[T]):
 
     @abstractmethod
     def join(self, values: Sequence[T]) -> T:
-        """Combines the facts about several values into that about a value computed from them, or chosen by a cond."""
+        """Combines the facts about values into the fact about a value computed from them, or selected by a cond."""
 
     @abstractmethod
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
@@ -158,7 +161,7 @@ class Analysis(ABC, Generic[T]):
 def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
     """Computes the fact about each variable of a program, given the facts about its inputs.
 
-    The analysis keeps the result, because the same body is often analyzed again. The result must not be changed.
+    The analysis caches the result because the same body is often analyzed again. Callers must not change the result.
     """
     key = jaxpr, tuple(inputs)
     if key not in analysis.analyzed:
@@ -171,7 +174,7 @@ def analyze(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Va
 
 
 def _look_up(env: Mapping[Var, T], atoms: Iterable[Any], constant: T) -> list[T]:
-    """Looks up the fact about each atom, which is ``constant`` for literals."""
+    """Looks up the fact about each variable or literal. The fact about a literal is ``constant``."""
     return [constant if isinstance(v, Literal) else env[v] for v in atoms]
 
 
@@ -183,17 +186,17 @@ def facts_of_outputs(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -
 def _facts_of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
     """Computes the facts about the outputs of a body, given the facts about its inputs.
 
-    ``body`` consists of a program, whose first inputs are its constants, and of the values of these. ``inputs`` has
-    only the facts about the other inputs.
+    ``body`` is a program, with its constants as first inputs, together with the values of these constants. ``inputs``
+    holds the facts about all inputs that are not constants.
     """
     return facts_of_outputs(body[0], [*(analysis.closed_over for _ in body[1]), *inputs], analysis)
 
 
 def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
-    """Computes the fact about each output of an equation, from its bodies if the analysis enters them.
+    """Computes the fact about each output of an equation, using its bodies if the analysis enters them.
 
-    For a cond, the facts about an output are joined over all branches; its first operand selects the branch and is not
-    an input of the branches. Bodies of equations other than scans, conds and calls are not entered.
+    Only bodies of scans, conds and calls are entered. For a cond, the facts about an output are joined over all
+    branches. Its first operand selects the branch and is not an input of the branches.
     """
     if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
@@ -209,8 +212,8 @@ def _facts_of_equation(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[
 def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
     """Computes the facts about a scan body's inputs that hold at every step, given those that hold at the first step.
 
-    A carried value is an input of the first step, and an output of each step for the next. Its fact is therefore joined
-    with the fact about that output of the body, until nothing changes. For example, a carried value that is known at
+    Each step returns the carried values of the next step. The fact about a carried value is therefore joined with the
+    fact about the matching output of the body, until no fact changes. For example, a carried value that is known at
     first is not known in the result if the body adds data to it.
     """
     n_consts, n_carry = jaxprs.scan_counts(scan)
@@ -226,11 +229,11 @@ def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) ->
 
 
 class IsKnown(Analysis[bool]):
-    """Finds whether a value depends on known inputs and constants only, and can be computed again without other inputs.
+    """Finds whether a value depends only on known inputs and constants, and can be computed again from these alone.
 
-    The equation of a known value may still read other inputs: a scan may need them for its other outputs, and a cond
-    may select a branch by data, in which case the index is stored. The outputs of an equation that must run exactly
-    once are not known.
+    The equation of a known value may still read values that are not known. A scan may need them for its other outputs.
+    A cond may select a branch by data, in which case the index of the branch is stored. If an equation must run exactly
+    once, its outputs are not known.
     """
 
     def __init__(self) -> None:
@@ -238,7 +241,7 @@ class IsKnown(Analysis[bool]):
         super().__init__(constant=True)
 
     def join(self, values: Sequence[bool]) -> bool:
-        """Returns whether all values are known, as then a value computed from them is known too."""
+        """Returns whether all values are known, because a value computed from them is then known too."""
         return all(values)
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
@@ -246,9 +249,9 @@ class IsKnown(Analysis[bool]):
         return all(operands) and not jaxprs.has_effects(eqn)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
-        """Returns whether some outputs may be known and others not, so that the bodies must be analyzed."""
-        # The outputs are alike if all operands are known, or if the equation must run exactly once. If no operand is
-        # known, a body may still compute known values from its own literals.
+        """Returns whether the bodies must be analyzed because only some outputs may be known."""
+        # If all operands are known, or if the equation must run exactly once, the fact is the same for all outputs.
+        # Even if no operand is known, a body may compute known values from its own literals.
         return not all(operands) and not jaxprs.has_effects(eqn)
 
 
@@ -258,7 +261,7 @@ def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
 
 
 def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
-    """Looks up whether each variable or literal is known; literals always are."""
+    """Looks up whether each variable or literal is known. Literals are always known."""
     return _look_up(is_known, atoms, constant=True)
 
 
@@ -267,13 +270,16 @@ class Facts:
     """Facts about one value of a program.
 
     Attributes:
-      known: Whether it depends on known inputs only.
-      fixed: Whether it gets no gradient. A value that is not known is fixed only if everything it depends on is fixed.
-      origins: The positions of the known inputs on which it depends.
-      mesh_axes: Inside a ``shard_map``, the mesh axes along which its shards differ. Its type may list more of them.
-      steps: The scans around it in which it may differ between steps. Each is given by the number of scans around it.
-      formula: The number of the formula that computes it, if the analysis numbers formulas. Values with equal numbers
-        are equal.
+      known: Whether the value depends on known inputs only.
+      fixed: Whether the value gets no gradient. A value that is not known is fixed only if all values it depends on are
+        fixed.
+      origins: The positions of the known inputs on which the value depends.
+      mesh_axes: Inside a ``shard_map``, the mesh axes along which shards of the value differ. Its type may list more
+        mesh axes.
+      steps: The enclosing scans in which the value may differ between steps. Each scan is identified by its depth, that
+        is, the number of scans around it.
+      formula: The number of the formula that computes the value, if the analysis numbers formulas. Values with the same
+        number are equal.
     """
 
     known: bool
@@ -289,16 +295,17 @@ FACTS_OF_CONSTANT = Facts(known=True, fixed=True)
 
 
 class AllFacts(Analysis[Facts]):
-    """Finds all facts. It enters only ``jit`` and ``checkpoint``, whose gradients are those of their bodies."""
+    """Finds all facts. It enters only ``jit`` and ``checkpoint``, which differentiate like their bodies."""
 
     def __init__(self) -> None:
         """Treats constants as known and fixed, and as dependent on no input."""
         super().__init__(FACTS_OF_CONSTANT)
 
     def join(self, values: Sequence[Facts]) -> Facts:
-        """Joins facts: a joined value is known or fixed if all values are.
+        """Joins facts: the result is known or fixed only if all values are.
 
-        It has the origins, mesh axes and scans of all values, and a formula if all values have the same one.
+        The result has the origins, mesh axes and scans of all values. It has a formula only if all values have the same
+        formula.
         """
         return Facts(
             known=all(facts.known for facts in values),
@@ -310,10 +317,10 @@ class AllFacts(Analysis[Facts]):
         )
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """Joins the facts about the operands, and adapts the result to what the equation changes.
+        """Joins the facts about the operands, and adapts the result to the equation.
 
-        Outputs are not known if the equation has effects. Known outputs become fixed if the equation stops gradients,
-        or if they cannot have any, such as the output of an ``argmax``.
+        The outputs of an equation with effects are not known. Known outputs become fixed if the equation stops
+        gradients, or if no output can have a gradient, as for ``argmax``.
         """
         facts = self.join(operands)
         stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
@@ -321,16 +328,16 @@ class AllFacts(Analysis[Facts]):
         return replace(facts, known=is_known, fixed=facts.fixed or stops, mesh_axes=mesh_axes)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether the equation is a ``jit`` or a ``checkpoint``; no others are entered."""
+        """Returns whether the equation is a ``jit`` or a ``checkpoint``."""
         return view_class_of(eqn) in (Jit, Checkpoint)
 
 
 def _mesh_axes_of_outputs(eqn: JaxprEqn, axes_of_operands: frozenset[str]) -> frozenset[str]:
     """Returns the mesh axes along which the shards of an equation's outputs may differ, given those of its operands.
 
-    If no operand differs between shards, no output does. Otherwise, the types of the outputs limit the axes: a sum over
-    a mesh axis, for example, does not differ along it. For an equation without operands, the types alone decide,
-    because its output may be the index of the shard.
+    If no operand differs between shards, no output does. Otherwise, outputs may differ only along mesh axes that their
+    types list: for example, a sum over a mesh axis does not differ along this mesh axis. For an equation without
+    operands, the types alone decide, because the output may be the index of the shard.
     """
     if eqn.invars and not axes_of_operands:
         return axes_of_operands
@@ -341,7 +348,7 @@ def _mesh_axes_of_outputs(eqn: JaxprEqn, axes_of_operands: frozenset[str]) -> fr
 def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Returns the facts about each input of a program, where ``is_chosen`` marks those that the user chose.
 
-    Inputs that an ``apply`` reads are known as well. Each known input is its own origin.
+    Inputs that an ``apply`` reads are also known. The only origin of a known input is the input itself.
     """
     flags = with_inputs_of_apply(program, is_chosen)
     return [
@@ -354,12 +361,12 @@ def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
 
 
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """Splits a program into an early one, which reads known inputs only, and a late one, which reads its outputs.
+    """Splits a program into an early program of known values, and a late program that computes the outputs from them.
 
-    An equation is late if it reads other inputs or the output of a late equation, or must run exactly once. For
-    ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late one is ``y = x @ e``.
-    The late program computes the outputs of ``jaxpr``. Its inputs are the values that it needs, in the order in which
-    it reads them.
+    An equation is late if it must run exactly once, or if it reads an input that is not known or the output of a late
+    equation. For ``y = x @ exp(w)`` with the known input w, the early program is ``e = exp(w)``, and the late program
+    is ``y = x @ e``. The inputs of the late program are the values that it needs, in the order in which they are first
+    read.
     """
     early = list[JaxprEqn]()
     late = list[JaxprEqn]()
@@ -378,9 +385,8 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
     """Returns a program that recomputes the known variables ``outvars``.
 
-    Its inputs are inputs of ``jaxpr`` and variables that must be stored for it. The latter are the values named
-    ``STORED``, and values that are not known although one of the equations of the program reads them, such as the index
-    of a cond.
+    The program takes inputs of ``jaxpr`` and variables that must be stored. A variable must be stored if its value has
+    the name ``STORED``, or if it is not known but an equation of the program reads it, as a cond reads its index.
     """
     needed = set(outvars)
     eqns = list[JaxprEqn]()
@@ -388,7 +394,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):
             known_eqns = [eqn]
-            # If a scan or cond reads data as well, its needed outputs may depend on its known operands only.
+            # If a scan or cond also reads data, the needed outputs may still depend only on known operands.
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)
@@ -402,14 +408,14 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 
 def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """Returns, for each input of a program, whether it is known, or must count as known because of an ``apply``.
+    """Returns whether each input of a program is known, or counts as known because an ``apply`` needs it.
 
-    Inputs that an ``apply`` reads itself, such as raw parameters, count as known. Of the inputs from which its operands
-    are computed, only keys and scalars do: a key is split before ``apply``, but an array may be data. In
-    ``apply(raw, fold_in(key, step))``, ``raw``, ``key`` and ``step`` become known.
+    An input that an ``apply`` reads directly, such as raw parameters, counts as known. An input from which operands of
+    an ``apply`` are computed counts as known only if it is a key or a scalar: a key may be split before ``apply``, but
+    an array may be data. In ``apply(raw, fold_in(key, step))``, ``raw``, ``key`` and ``step`` become known.
     """
-    # The loop goes from the last equation to the first. It collects the variables that an ``apply`` reads, and all
-    # variables from which these are computed.
+    # From the last equation to the first, the loop collects the variables that an ``apply`` reads, and all variables
+    # from which these are computed.
     read_by_apply, needed_by_apply = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         inputs = _inputs_of_apply(eqn)
@@ -424,10 +430,10 @@ def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
 
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
-    """Returns the variables outside of an equation that an ``apply`` reads, whether it is the equation or inside it.
+    """Returns the operands of an equation that an ``apply`` reads, where the ``apply`` is the equation or is inside it.
 
-    The list is empty if the equation holds no ``apply``, or only one that cannot be reached, because JAX cannot run the
-    equation with another body.
+    The list is empty if there is no ``apply``, or if the ``apply`` is inside an equation that cannot run with another
+    body.
     """
     if not jaxprs.inner_programs(eqn):
         return []
@@ -442,7 +448,7 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
 
 
 def _is_key_or_number(v: Any) -> bool:
-    """Returns whether a variable is a scalar, a typed PRNG key, or like a legacy key: 2 or 4 entries of uint32."""
+    """Returns whether a variable is a scalar, a typed PRNG key, or a possible legacy key: 2 or 4 entries of uint32."""
     dtype, shape = v.aval.dtype, v.aval.shape
     is_legacy_key = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
     return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)

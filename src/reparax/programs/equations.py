@@ -1,8 +1,9 @@
-"""Equations as typed views: each kind of equation is a class, with the parameters that JAX's functions have.
+"""Provides typed views of equations: a class for each kind of equation, with its parameters as attributes.
 
-``view_of(eqn)`` is the view of an equation, such as a ``Dot`` for a ``dot_general``, so rules can match its class.
+``view_of(eqn)`` returns the view of an equation, such as a ``Dot`` for a ``dot_general``. Rules match the class of the
+view.
 
-An equation reads operands, computes outputs, and has parameters, which are static. Its primitive is the operation.
+An equation reads operands, computes outputs, and has static parameters. The primitive of an equation is its operation.
 Axes are numbers, counted from 0.
 """
 
@@ -20,15 +21,15 @@ Axes = tuple[Sequence[int], Sequence[int]]
 
 
 KINDS: dict[str, "type[View]"] = {}
-"""The class of views for the name of each primitive that has one of its own; ``View`` is for all others."""
+"""Maps the name of each primitive to its view class. ``View`` is used for primitives that are not listed."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
     """An equation of any kind. Each kind that a rule must recognize has a subclass.
 
-    A view holds only its equation and reads parameters on access, so it is cheap to create. Views are equal if their
-    equations compute the same function of operands of the same types.
+    A view is cheap to create, because it holds only its equation and reads parameters on access. Two views are equal if
+    their equations compute the same function of operands with the same types.
     """
 
     eqn: JaxprEqn
@@ -37,7 +38,7 @@ class View:
     """The primitives of this kind."""
 
     def __init_subclass__(cls, names: tuple[str, ...]) -> None:
-        """Registers the subclass for the primitives with these names, in ``KINDS``."""
+        """Registers the subclass in ``KINDS`` for the primitives with these names."""
         cls.names = names
         KINDS.update(dict.fromkeys(names, cls))
 
@@ -49,7 +50,7 @@ class View:
 
     @property
     def _compared(self) -> tuple[Any, ...]:
-        """What views are compared by: the primitive, the parameters and the operand types, but not the variables."""
+        """The primitive, the parameters and the operand types, which decide whether two views are equal."""
         return self.eqn.primitive, *self.eqn.params.items(), *(v.aval for v in self.operands)
 
     @property
@@ -64,23 +65,23 @@ class View:
 
     @property
     def has_sharding(self) -> bool:
-        """Whether the equation specifies the sharding of its output, by either of the two names that JAX uses."""
+        """Whether the equation specifies the sharding of its output. JAX uses two names for this parameter."""
         return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
 
     def bind(self, *args: Any, **new_params: Any) -> Any:
-        """Runs the equation on other operands, with some parameters changed, and returns its outputs."""
+        """Applies the primitive to other operands, with some parameters changed, and returns the outputs."""
         return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
 
 
 class Param(Generic[T]):
     """A descriptor that makes a parameter of the equation an attribute of a view class.
 
-    ``axis = Param[int]("dimension")`` reads the parameter ``dimension``. Without an argument, the parameter has the
-    name of the attribute.
+    ``axis = Param[int]("dimension")`` reads the parameter ``dimension``. Without an argument, the parameter name is the
+    attribute name.
     """
 
     def __init__(self, name: str = "") -> None:
-        """Stores the name of the parameter, which may be empty if it is that of the attribute."""
+        """Stores the name of the parameter. An empty name stands for the attribute name."""
         self._name = name
 
     def __set_name__(self, _: type, name: str) -> None:
@@ -101,7 +102,7 @@ class Dot(View, names=("dot_general",)):
 
     @property
     def contracting(self) -> Axes:
-        """The axes that are summed over, of the left and of the right operand: ([1], [0]) for ``x @ w``."""
+        """The axes of the left and of the right operand that are summed over: ([1], [0]) for ``x @ w``."""
         return self.eqn.params["dimension_numbers"][0]
 
     @property
@@ -111,11 +112,14 @@ class Dot(View, names=("dot_general",)):
 
 
 class RaggedDot(View, names=("ragged_dot_general",)):
-    """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of rows of the left operand.
+    """A ``jax.lax.ragged_dot_general``: a matrix product for each group of rows of the left operand.
 
-    The third operand has the size of each group: the first rows are in the first group, the next in the second, and so
-    on. Rows after those of all groups give zeros. The output has one of three forms: each row times the matrix of its
-    group; for each group, the sum over its rows; or, if the rows are along a batch axis, the product for each of them.
+    The third operand holds the size of each group. The first rows are in the first group, the next rows are in the
+    second group, and so on. Any remaining rows give zeros. The output has one of three forms:
+
+    - each row times the matrix of its group;
+    - for each group, a sum over its rows;
+    - if the rows are along a batch axis, the product for each row.
     """
 
     precision = Param[Any]()
@@ -123,12 +127,12 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
-        """The dimension numbers: which axes are summed over, are batch axes, or have groups."""
+        """The dimension numbers, which describe contracting axes, batch axes and axes with groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
     def contracting(self) -> Axes:
-        """The axes of the left and of the right operand that are summed over; ``group`` is not among them."""
+        """The axes of the left and of the right operand that are summed over, without ``group``."""
         return self._numbers.dot_dimension_numbers[0]
 
     @property
@@ -138,27 +142,27 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def ragged(self) -> int:
-        """The axis of the left operand whose entries, the rows, are in groups."""
+        """The axis of rows in the left operand."""
         (axis,) = self._numbers.lhs_ragged_dimensions
         return axis
 
     @property
     def group(self) -> int | None:
-        """The axis of the right operand with an entry for each group; None if the rows of each group are summed."""
+        """The axis of the right operand that has an entry for each group; None if the rows of each group are summed."""
         return next(iter(self._numbers.rhs_group_dimensions), None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all groups are computed, not only those from an offset on, and the rows are not a batch axis."""
+        """Whether there is no group offset, so that all groups are computed, and the rows are not a batch axis."""
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
     def axes_of_sizes(self) -> Sequence[int]:
-        """The axes of the left operand along which group sizes may differ, which the third operand has too.
+        """The axes of the left operand along which group sizes may differ, in the order of the third operand.
 
-        They are the axes of the third operand before its last one, in order, and there are none if it has only that
-        one. By JAX's rule, they are first the batch axes, and then the axes before that of the rows: among the axes
-        that are summed over if rows are summed over, and among those that are not otherwise.
+        The third operand has these axes before its last axis. If it has only one axis, there are none. Otherwise, JAX
+        requires the batch axes, followed by the axes before the axis of rows. If rows are summed over, these are
+        contracting axes; otherwise, they are the remaining axes.
         """
         if self.operands[2].aval.ndim == 1:
             return ()
@@ -172,7 +176,7 @@ class Conv(View, names=("conv_general_dilated",)):
     """A ``jax.lax.conv_general_dilated``."""
 
     dimension_numbers = Param[lax.ConvDimensionNumbers]()
-    """Which axes of the data, the kernel and the output are those of the batch, of features and of positions."""
+    """The batch axis, the feature axes and the axes of positions in the data, the kernel and the output."""
     feature_group_count = Param[int]()
     """The number of groups of input features, each with its own kernels."""
     batch_group_count = Param[int]()
@@ -190,11 +194,11 @@ class Gather(View, names=("gather",)):
     """A ``jax.lax.gather``: slices of the first operand, at the indices in the second."""
 
     dimension_numbers = Param[lax.GatherDimensionNumbers]()
-    """Which axes of the operands are which axes of the output."""
+    """The correspondence between axes of the operands and axes of the output."""
     mode = Param[lax.GatherScatterMode]()
-    """How indices outside of the operand are handled."""
+    """How out-of-bounds indices are handled."""
     fill_value = Param[Any]()
-    """The value for an index outside of the operand, if the mode fills it in; None for the default of the dtype."""
+    """The value for an out-of-bounds index in a mode that fills; None for the default of the dtype."""
     slice_sizes = Param[Sequence[int]]()
     """The size of a slice along each axis of the operand."""
 
@@ -205,22 +209,22 @@ class Gather(View, names=("gather",)):
 
     @property
     def removed_axes(self) -> tuple[int, ...]:
-        """The axes of the operand that the output lacks: slices have size 1 along them, or they are batch axes."""
+        """The axes of the operand that slices lack: collapsed axes, which have size 1 in each slice, and batch axes."""
         return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes of the operand, except batch axes, that slices do not take whole or that the output lacks."""
+        """The axes of the operand, except batch axes, that slices take in part or that are collapsed."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
-        """The axis along which the look-up is a ``jnp.take``; None if it is not one.
+        """The axis along which the look-up is a ``jnp.take``; None for any other look-up.
 
-        It is the only axis into which the indices point. Slices lack it, and are whole along all others. Unlike
-        ``row``, it is None if the indices have more columns.
+        The indices have a single column, which points into this axis. Slices lack this axis, and are whole along all
+        other axes.
         """
         numbers = self.dimension_numbers
         if self.entry_axis_and_column is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
@@ -232,17 +236,18 @@ class Gather(View, names=("gather",)):
     def entry_axis_and_column(self) -> tuple[int, int] | None:
         """The axis of the operand along which slices have one entry, and the column of the indices that chooses it.
 
-        For the look-up of the matrices ``w[experts]`` of shape (tokens, i, o), it is (0, 0). It is None if slices are
-        not whole along all other axes, if there are batch axes, or if the indices may point outside along another axis.
+        For the look-up of matrices ``w[experts]`` of shape (tokens, i, o), the result is (0, 0). The result is None if
+        slices are not whole along all other axes, if there are batch axes, or if an index along another axis may be out
+        of bounds and fill the slice.
         """
         shape = self.operands[0].aval.shape
         axes = tuple(self.dimension_numbers.start_index_map)
         cut_axes = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n]
-        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # This axis of size 1 is taken whole.
+        cut_axes = cut_axes or [i for i in axes if shape[i] == 1][:1]  # Slices take an axis of size 1 whole.
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
-        # Slices are whole along the other axes, so indices into these can be ignored: the slices begin at 0, as other
-        # indices are clipped or do not occur. In the mode that fills, however, an index outside fills the whole slice.
+        # Slices are whole along the other axes, so they begin at 0, and indices into these axes can be ignored. In the
+        # mode that fills, however, an out-of-bounds index along any axis fills the whole slice.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
         (axis,) = cut_axes
@@ -253,7 +258,7 @@ class Gather(View, names=("gather",)):
 
 
 class Reduce(View, names=("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")):
-    """A reduction along axes. Sums are of the subclass ``ReduceSum``."""
+    """A reduction along axes. The subclass ``ReduceSum`` is for sums."""
 
     axes = Param[Sequence[int]]()
     """The axes that are removed."""
@@ -272,9 +277,9 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
     @property
     def keeps_axis(self) -> Sequence[bool]:
-        """For each axis, whether it stays as it is, because windows have one entry along it and the stride is 1.
+        """Whether each axis is unchanged, because windows have size 1 and stride 1 along it.
 
-        In pooling, these are the axes of the batch and of channels.
+        The axis must also have no dilation or padding. In pooling, the batch axis and the channel axis are unchanged.
         """
         params = self.eqn.params
         pads = params["padding"]
@@ -291,10 +296,10 @@ class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsu
 
 
 class Sort(View, names=("sort",)):
-    """A ``jax.lax.sort``: all operands, in the sorted order of the first ones."""
+    """A ``jax.lax.sort``, which sorts the first operands and reorders all other operands alike."""
 
     axis = Param[int]("dimension")
-    """The axis along which it sorts."""
+    """The axis along which entries are sorted."""
 
 
 class TopK(View, names=("top_k",)):
@@ -304,7 +309,7 @@ class TopK(View, names=("top_k",)):
     def axis(self) -> int:
         """The axis, as a non-negative number.
 
-        Older versions of JAX have no parameter for it and use the last axis.
+        Older versions of JAX always use the last axis and lack this parameter.
         """
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
@@ -317,7 +322,7 @@ class Transpose(View, names=("transpose",)):
     """A ``jax.lax.transpose``."""
 
     permutation = Param[Sequence[int]]()
-    """For each axis of the output, the axis of the operand that it comes from."""
+    """The axis of the operand that becomes each axis of the output."""
 
 
 class Reshape(View, names=("reshape",)):
@@ -328,7 +333,7 @@ class Reshape(View, names=("reshape",)):
 
     @property
     def dimensions(self) -> Sequence[int] | None:
-        """The order in which the axes of the operand are read; None for their own order."""
+        """The order in which the axes of the operand are read; None for the order of the operand."""
         return self.eqn.params.get("dimensions")
 
 
@@ -337,7 +342,7 @@ class Squeeze(View, names=("squeeze",)):
 
     @property
     def dimensions(self) -> Sequence[int]:
-        """The axes, of size 1, that are removed, as non-negative numbers."""
+        """The removed axes, which have size 1, as non-negative numbers."""
         return [i % self.operands[0].aval.ndim for i in self.eqn.params["dimensions"]]
 
 
@@ -347,7 +352,7 @@ class Broadcast(View, names=("broadcast_in_dim",)):
     shape = Param[Sequence[int]]()
     """The new shape."""
     broadcast_dimensions = Param[Sequence[int]]()
-    """For each axis of the operand, the axis of the output that it becomes."""
+    """The axis of the output that each axis of the operand becomes."""
 
 
 class Slice(View, names=("slice",)):
@@ -355,9 +360,9 @@ class Slice(View, names=("slice",)):
 
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
-        """For each axis, the start, the limit and the stride of the slice.
+        """The start, the limit and the stride of the slice along each axis.
 
-        JAX stores None instead of the strides if all are 1.
+        JAX stores None instead of strides if all strides are 1.
         """
         starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
@@ -390,7 +395,7 @@ class Reverse(View, names=("rev",)):
 
 
 class ReadInStep(View, names=("reparax_read",)):
-    """A call of ``read_in_step`` in ``numerics/tie.py``, which returns an array that is read in a step of a loop."""
+    """A call of ``read_in_step`` in ``numerics/tie.py``. It returns an array that a step of a loop reads."""
 
 
 class Vary(View, names=("pvary",)):
@@ -406,7 +411,7 @@ class Iota(View, names=("iota",)):
     shape = Param[Sequence[int]]()
     """The shape."""
     dimension = Param[int]()
-    """The axis along which it counts."""
+    """The axis along which entries count from 0."""
 
 
 class Concatenate(View, names=("concatenate",)):
@@ -424,7 +429,7 @@ class Stack(View, names=("stack",)):
 
 
 class Unstack(View, names=("unstack",)):
-    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iterating over an array is this."""
+    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iteration unstacks an array."""
 
     axis = Param[int]()
     """The axis that is removed."""
@@ -434,7 +439,7 @@ class Pad(View, names=("pad",)):
     """A ``jax.lax.pad``."""
 
     padding = Param[Sequence[tuple[int, int, int]]]("padding_config")
-    """For each axis, how many entries are added before, after and between its entries."""
+    """The numbers of entries added before, after and between the entries of each axis."""
 
 
 class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
@@ -463,11 +468,11 @@ class Pointwise(
         *("erf", "erfc", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
     ),
 ):
-    """An elementwise operation. Those without a subclass take longer than an addition, or are rare."""
+    """An elementwise operation. Operations without a subclass take longer than an addition, or are rare."""
 
 
 class Add(Pointwise, names=("add", "add_any")):
-    """A sum of two arrays, for which derivatives have a primitive of their own."""
+    """A sum of two arrays. Derivatives add arrays by a separate primitive."""
 
 
 class Subtract(Pointwise, names=("sub",)):
@@ -497,7 +502,7 @@ class Arithmetic(
 
 
 class Select(Pointwise, names=("select_n",)):
-    """A ``jax.lax.select_n``: for each entry, the first operand chooses the operand from which it is taken."""
+    """A ``jax.lax.select_n``: for each entry, the first operand selects one of the other operands."""
 
 
 class ConvertType(Pointwise, names=("convert_element_type",)):
@@ -537,11 +542,11 @@ class Checkpoint(View, names=("remat2",)):
     """A call of ``jax.checkpoint``."""
 
     policy = Param[Any]()
-    """The policy that says what may be stored; None to store nothing."""
+    """The policy that decides which values may be stored; None to store nothing."""
     prevent_cse = Param[Any]()
-    """Whether the compiler must not reuse values of the forward pass in place of recomputing them."""
+    """Whether the compiler must recompute values instead of reusing values of the forward pass."""
     differentiated = Param[bool]()
-    """Whether it is part of a derivative."""
+    """Whether the equation is part of a derivative."""
 
 
 class Scan(View, names=("scan",)):
@@ -556,7 +561,7 @@ class While(View, names=("while",)):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many operands are constants of the condition, and how many of the body; the others are carried."""
+        """The numbers of constants of the condition and of the body. All other operands are carried."""
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 

@@ -1,9 +1,9 @@
-"""The interpreter of programs: weights stay sums of products wherever the equations that read them are linear.
+"""Interprets programs, and keeps weights as sums of products wherever the equations that read them are linear.
 
-``Interpreter.run`` goes through the equations of a program. An equation that reads a sum, or may introduce one, is
-passed to the ``Rules``, which keep the sum in factors or say that the equation needs its array. All other equations are
-deferred, to be evaluated together. Equations with bodies (calls, loops, conds and ``shard_map``) are interpreted too,
-and sums enter their bodies in factors.
+``Interpreter.run`` evaluates the equations of a program. If an equation reads a sum or may introduce one, the ``Rules``
+either keep the sum in factors or report that the equation needs its array. All other equations are deferred and
+evaluated together. The bodies of calls, scans, conds and ``shard_map`` are interpreted too, and sums enter these bodies
+in factors.
 """
 
 import math
@@ -25,9 +25,9 @@ from reparax.programs.rules import map_factors
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
-"""The outputs of an equation, arrays or sums; None if the equation must be evaluated as it is, on arrays."""
+"""The outputs of an equation, as arrays or sums; None if the equation must be evaluated unchanged, on arrays."""
 
-# This operation can be traced, because its type is known, but not run.
+# This operation can be traced because its output type is known, but it cannot run.
 _stand_in = Primitive("reparax_stand_in")
 _stand_in.def_abstract_eval(lambda *, type: type)
 
@@ -42,12 +42,12 @@ class Operation:
     """An equation that is about to be evaluated.
 
     Attributes:
-      interpreter: The interpreter that evaluates it.
+      interpreter: The interpreter that evaluates the equation.
       eqn: The equation.
-      args: The value of each operand, an array or a sum.
+      args: The value of each operand: an array or a sum.
       facts: The facts about each operand, such as whether it gets a gradient.
-      out_facts: The facts about its first output.
-      only_first_read: Whether no other output than the first is read.
+      out_facts: The facts about the first output.
+      only_first_read: Whether no output except the first is read.
     """
 
     interpreter: "Interpreter"
@@ -64,12 +64,12 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """Identifies a sum made by this equation: the equation, and all equations whose bodies contain it."""
+        """The identity of a sum made by this equation: the ids of the equation and of all equations around it."""
         return (*self.interpreter.path, id(self.eqn))
 
 
 class Rules(Protocol):
-    """Decides what happens to weights: which equations introduce them as sums, and what other equations do with sums.
+    """Decides which equations introduce weights as sums, and what other equations do with these sums.
 
     Attributes:
       counts_steps: Whether the rules need the index of the current step of each scan.
@@ -83,15 +83,15 @@ class Rules(Protocol):
         ...
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Returns whether an equation that reads no sum may introduce one, itself or in its bodies."""
+        """Returns whether an equation that reads no sum may introduce a sum, itself or in its bodies."""
         ...
 
     def outputs(self, operation: Operation) -> Outs:
-        """Computes the outputs of an equation that reads sums or may introduce one; returns None if it needs arrays."""
+        """Computes the outputs of an equation that reads or may introduce a sum; returns None if it needs arrays."""
         ...
 
     def materialize(self, interpreter: "Interpreter", x: Sum, eqn: JaxprEqn | None) -> Any:
-        """Forms the array of a sum because ``eqn`` needs it as an operand.
+        """Forms the array of a sum because ``eqn`` needs the array as an operand.
 
         ``eqn`` is None if the program returns the sum.
         """
@@ -99,7 +99,7 @@ class Rules(Protocol):
 
 
 class LoopStep(NamedTuple):
-    """The current step of a scan: its index, or None if the rules do not need it, and the number of steps."""
+    """The index of the current step of a scan, or None if the rules do not need the index, and the number of steps."""
 
     index: Any
     length: Any
@@ -107,15 +107,16 @@ class LoopStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Evaluates a program by given rules, and records where the program is in the whole program.
+    """Evaluates a program by the given rules, and records where this program occurs in the whole program.
 
     Attributes:
       rules: The rules that decide what happens to weights.
-      times: How often the program runs: the product of the lengths of the scans around it.
+      times: The number of times the program runs, which is the product of the lengths of the scans around it.
       steps: The current step of each scan around the program, beginning with the outermost scan.
-      path: Identifies the program by the equations that contain it: for each, its ``id`` and the number of the body.
+      path: The ``id`` of each equation that contains the program, and the number of the body. These identify the
+        program.
       in_formula: Whether the program is part of the ``apply`` of a parametrization.
-      computes: Whether equations that read no sum are evaluated. If not, placeholders stand for their outputs.
+      computes: Whether equations that read no sum are evaluated. If false, placeholders stand for their outputs.
     """
 
     rules: Rules
@@ -126,7 +127,7 @@ class Interpreter:
     computes: bool = True
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
-        """Evaluates a program, given the values of its inputs and facts about them; outputs may be arrays or sums."""
+        """Evaluates a program, given the values of its inputs and facts about them. Outputs may be arrays or sums."""
         return _Evaluation(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
@@ -134,7 +135,7 @@ class Interpreter:
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """Converts ``x`` to an array for an equation that needs it: a sum is formed, and an array is returned as it is.
+        """Converts ``x``, an array or a sum, to an array for an equation that needs an array.
 
         ``eqn`` is None if the program returns ``x``.
         """
@@ -143,7 +144,8 @@ class Interpreter:
     def inside(self, eqn: JaxprEqn, branch: int = 0, step: LoopStep | None = None) -> "Interpreter":
         """Returns the interpreter for a body of an equation.
 
-        ``branch`` is the number of the body, for a cond. ``step`` is the current step, for a scan only.
+        For a cond, ``branch`` is the number of the body. For a scan, ``step`` is the current step; otherwise, it is
+        None.
         """
         steps = self.steps if step is None else (*self.steps, step)
         times = self.times if step is None else self.times * count_entries([step.length])
@@ -152,22 +154,24 @@ class Interpreter:
 
 
 class _Evaluation:
-    """One evaluation of a program: the values computed so far, and the equations that wait to be evaluated together."""
+    """The state of one evaluation: the values computed so far, and the deferred equations."""
 
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
-        """Stores the values of the inputs, arrays or sums, and finds all facts. Nothing is evaluated yet."""
+        """Stores the values of the inputs, and derives the facts about all values. No equation is evaluated yet."""
         self._interpreter, self._jaxpr = interpreter, jaxpr
-        # ``_env`` has the array or sum of each variable, and ``_formed`` has the arrays of the sums formed so far.
+        # ``_env`` holds the array or sum of each variable. ``_formed`` holds the arrays of the sums that were formed so
+        # far.
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # ``_reads`` counts the equations that will still read each variable. Values that none will read are not kept.
+        # ``_reads`` counts the remaining equations that read each variable. The outputs of deferred equations are kept
+        # only if they will be read.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations keep no sum in factors. They are evaluated together, before the rules need any values.
         self._deferred: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:
-        """Evaluates the program, once, and returns its outputs, arrays or sums."""
+        """Evaluates the program and returns its outputs, as arrays or sums. Must be called only once."""
         for eqn in self._jaxpr.eqns:
             self._evaluate_or_defer(eqn)
         self._evaluate_deferred()
@@ -176,7 +180,7 @@ class _Evaluation:
     def _value_of(self, v: Any) -> Any:
         """Returns the array or sum of a variable or literal.
 
-        If equations that read no sum are not evaluated, a variable may have no value yet; then it gets a placeholder.
+        If equations that read no sum are not evaluated, a variable without a value gets a placeholder.
         """
         if isinstance(v, Literal):
             return jnp.asarray(v.val)
@@ -185,7 +189,7 @@ class _Evaluation:
         return self._env[v]
 
     def _evaluate_or_defer(self, eqn: JaxprEqn) -> None:
-        """Adds the outputs of an equation to ``_env``, or the equation to ``_deferred`` if it needs no rules."""
+        """Adds the outputs of an equation to ``_env``, or defers the equation if :meth:`_keep_factors` returns None."""
         facts = [FACTS_OF_CONSTANT if isinstance(v, Literal) else self._facts[v] for v in eqn.invars]
         outs = self._keep_factors(eqn, facts)
         if outs is None:
@@ -197,7 +201,7 @@ class _Evaluation:
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """Computes the outputs of an equation that keeps sums in factors or returns its operands unchanged.
 
-        The result is None for any other equation, which must be deferred.
+        The result is None for all other equations, which must be deferred.
         """
         outs = self._outputs_by_rules(eqn, facts)
         unchanged_operands = _unchanged_operands(eqn, facts) if outs is None else None
@@ -207,10 +211,10 @@ class _Evaluation:
         return list(map(self._value_of, unchanged_operands))
 
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
-        """Computes the outputs of an equation that reads sums or may introduce one, by the rules.
+        """Applies the rules to an equation that reads sums or may introduce one, and returns its outputs.
 
-        The result is None for any other equation, or if the rules need the arrays of its sums. The deferred equations
-        are evaluated first, because the rules may need their values.
+        The result is None for all other equations, and if the rules need the arrays of the sums. Deferred equations are
+        evaluated first because the rules may need their values.
         """
         rules = self._interpreter.rules
         out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else FACTS_OF_CONSTANT
@@ -225,7 +229,8 @@ class _Evaluation:
     def _evaluate_deferred(self) -> None:
         """Evaluates the deferred equations as one program, and adds their outputs to ``_env``.
 
-        The sums that they read are formed. Only this is done if equations that read no sum are not evaluated.
+        The arrays of all sums that these equations read are formed. If equations that read no sum are not evaluated,
+        only the arrays of the sums are formed.
         """
         eqns, self._deferred = self._deferred, []
         if not eqns:
@@ -237,7 +242,7 @@ class _Evaluation:
             program = jaxprs.part(self._jaxpr, eqns, outvars)
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
-        else:  # The rules must be told of each sum that would be formed.
+        else:  # Form the sums, because the rules must see each of them.
             for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
@@ -245,7 +250,7 @@ class _Evaluation:
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
         """Returns the value of a variable as an array.
 
-        A sum is formed only once, for the first of ``eqns`` that reads it.
+        The array of a sum is formed only once, for the first equation in ``eqns`` that reads the sum.
         """
         x = self._env[v]
         if not isinstance(x, Sum):
@@ -256,15 +261,15 @@ class _Evaluation:
 
 
 def _unchanged_operands(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
-    """Returns, for each output of an equation, the operand that it equals; None if the equation computes anything.
+    """Returns the operand that each output of an equation equals; None if the equation computes anything.
 
-    An equation that computes nothing is a ``jit`` without equations inside, or a ``stop_gradient`` of a value that gets
-    no gradient.
+    Two kinds of equations compute nothing: a ``jit`` whose body has no equations and no constants, and a
+    ``stop_gradient`` of a value that gets no gradient.
     """
     kind = view_class_of(eqn)
     if kind is StopGradient and facts[0].fixed:
         return eqn.invars
-    # A ``jit`` that specifies shardings may move its operands, so it counts as computing something.
+    # A ``jit`` that specifies shardings may move its operands to other devices, so it counts as computing something.
     if kind is not Jit or jaxprs.has_sharding(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -285,7 +290,8 @@ def has_body(eqn: JaxprEqn) -> bool:
 def interpret_bodies(operation: Operation) -> Outs:
     """Computes the outputs of an equation by interpreting its bodies.
 
-    The result is None if the equation must be evaluated as it is, on arrays. :func:`has_body` must be true for it.
+    :func:`has_body` must be true for the equation. The result is None if the equation must be evaluated unchanged, on
+    arrays.
     """
     return _INTERPRET[view_class_of(operation.eqn)](operation)
 
@@ -293,11 +299,11 @@ def interpret_bodies(operation: Operation) -> Outs:
 def _interpreted_body(
     operation: Operation, facts: Sequence[Facts], branch: int = 0, *, in_arrays: bool = True
 ) -> Callable[..., list[Any]]:
-    """Returns a function that interprets a body of an equation: it maps the values of its inputs to a list of outputs.
+    """Returns a function that interprets a body of an equation, and maps input values to a list of outputs.
 
     Args:
       operation: The equation.
-      facts: The facts about the inputs, without the constants of the body, which are added here.
+      facts: The facts about the inputs of the body, except its constants.
       branch: The number of the body, for a cond.
       in_arrays: Whether sums among the outputs become arrays.
     """
@@ -309,9 +315,9 @@ def _interpreted_body(
 
 
 def _interpret_jit(operation: Operation) -> Outs:
-    """Interprets a call inline, or under ``jit`` again if it specifies shardings.
+    """Interprets a call inline, or in a new ``jit`` if the call specifies shardings.
 
-    The result is None if it specifies shardings and an operand is a sum, because the factors do not have the axes for
+    The result is None if the call specifies shardings and an operand is a sum, because the factors lack the axes for
     which the shardings are specified.
     """
     if not jaxprs.has_sharding(operation.eqn):
@@ -322,7 +328,7 @@ def _interpret_jit(operation: Operation) -> Outs:
 
 
 def _interpret_checkpoint(operation: Operation) -> list[Any]:
-    """Interprets a body under ``jax.checkpoint`` again, or inline if equations that read no sum are not evaluated."""
+    """Interprets a body in a new ``jax.checkpoint``, or inline if equations that read no sum are not evaluated."""
     body = _interpreted_body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
@@ -332,14 +338,15 @@ def _interpret_checkpoint(operation: Operation) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Slices:
-    """A sum that a scan slices along its first axis, split into the arrays that are sliced and all that stays the same.
+    """A sum that a scan slices along its first axis, split into the arrays to slice and the rest of the sum.
 
-    For stacked weights ``a @ b`` of shape (layers, i, o), in which only ``a`` varies with the layer, ``arrays`` is [a],
-    of shape (layers, i, r). ``rest`` has the shape (i, o), and its factors are b and a factor without an array for a.
+    For example, let only ``a`` vary with the layer in stacked weights ``a @ b`` of shape (layers, i, o). Then
+    ``arrays`` holds ``a``, of shape (layers, i, r). ``rest`` has the shape (i, o), and its factors are ``b`` and a
+    factor whose array is None in place of ``a``.
 
     Attributes:
-      arrays: The arrays of the factors that vary along the sliced axis, which is the first axis of each.
-      rest: The sum of one step, with None in place of each of these arrays, in the same order.
+      arrays: The arrays of the factors that vary along the sliced axis. The sliced axis comes first in each array.
+      rest: The sum of one step, with None in place of each array in ``arrays``, in the same order.
     """
 
     arrays: list[Any]
@@ -349,7 +356,7 @@ class _Slices:
     def of(cls, x: Sum) -> "_Slices | None":
         """Splits a sum for slicing; returns None if its first axis is merged or on a diagonal.
 
-        No axis of a factor corresponds to such an axis.
+        No single axis of a factor corresponds to a merged axis or an axis on a diagonal.
         """
         if not all(product.is_plain(0) for product in x.products):
             return None
@@ -378,9 +385,9 @@ class _Slices:
 
 
 def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
-    """Moves the axis of a scan to the front of a factor's array; returns None if the factor does not vary along it.
+    """Moves the sliced axis to the front of a factor's array; returns None if the factor does not vary along the axis.
 
-    ``axis`` has the label of this axis of the product. It has no label if the scan has only one step; then every factor
+    ``axis`` holds the label of the sliced axis. If the scan has only one step, the axis has no label, and every factor
     gets a first axis of size 1.
     """
     if not axis:
@@ -390,7 +397,7 @@ def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
 
 
 def _interpret_scan(operation: Operation) -> Outs:
-    """Interprets a scan: constant and sliced sums stay in factors, and carried ones become arrays."""
+    """Interprets a scan. Constant sums and sliced sums stay in factors, and carried sums become arrays."""
     eqn, interpreter = operation.eqn, operation.interpreter
     (jaxpr, consts), length = jaxprs.body(eqn), Scan(eqn).length
     inputs, facts = _inputs_of_scan(operation)
@@ -398,9 +405,9 @@ def _interpret_scan(operation: Operation) -> Outs:
     step_indices = [jnp.arange(length)] if interpreter.rules.counts_steps else []
 
     def body(*values: Any) -> list[Any]:
-        """Computes one step from the values of its inputs, followed by the index of the step if the rules need it."""
+        """Computes one step, given the values of its inputs, and the index of the step if the rules need the index."""
         index = values[len(inputs)] if step_indices else None
-        pairs = zip(inputs, values, strict=False)  # The index of the step has no input and is left out.
+        pairs = zip(inputs, values, strict=False)  # This leaves out the index of the step.
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
@@ -409,17 +416,17 @@ def _interpret_scan(operation: Operation) -> Outs:
 
 
 def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
-    """Returns the operands of a scan in the form in which it is run, and the facts about each that hold at every step.
+    """Returns the operands with which a scan is run, and the facts about each operand that hold at every step.
 
-    The operands are constants, carried values and sliced values, in this order. Constants stay as they are, even if
-    they are sums. Carried sums become arrays. Sliced sums become ``_Slices`` if they can be sliced in factors, and
-    arrays otherwise.
+    The operands are constants, carried values and sliced values, in this order. Constants are not changed, even if they
+    are sums. Carried sums become arrays. Sliced sums become ``_Slices`` if their factors can be sliced, and arrays
+    otherwise.
     """
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
     for i in range(n_consts, len(inputs)):
-        # The value may differ between the steps of this scan, and so from values outside that have the same formula.
+        # The value may differ between steps of this scan, so it may differ from outer values with the same formula.
         facts[i] = replace(facts[i], steps=facts[i].steps | {len(interpreter.steps)}, formula=None)
         if i < n_consts + n_carry:
             inputs[i] = interpreter.array(inputs[i], eqn)
@@ -433,16 +440,16 @@ def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
     """Returns whether the body of a scan reads its input ``v``, and stops its gradient at every read.
 
-    If so, the gradient of a sliced input can be stopped before the scan, which takes less memory. The derivative of the
-    scan reads the slices again, whereas everything that the body computes from them, even by ``stop_gradient``, is
-    stored for each step.
+    If so, the gradient of a sliced input can be stopped before the scan to save memory. The derivative of the scan then
+    reads the slices again. It would instead store for each step what the body computes from the slices, even by
+    ``stop_gradient``.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is v]
     return v not in jaxpr.outvars and bool(reads) and all(_stops_gradient(eqn, i) for eqn, i in reads)
 
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
-    """Returns whether an equation stops the gradient of its ``i``-th operand, itself or at every read inside a call."""
+    """Returns whether an equation, or every read inside a call, stops the gradient of the ``i``-th operand."""
     kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
@@ -451,7 +458,7 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Sequence[Any]) -> Outs:
-    """Runs an equation with another body on the given operands; returns None if its kind cannot run another body."""
+    """Runs an equation with another body on the given operands; returns None if the equation does not support it."""
     run = jaxprs.runner_of(operation.eqn)
     return run and list(run(body, *operands))
 
@@ -459,16 +466,16 @@ def _run_with_body(operation: Operation, body: Callable[..., Any], operands: Seq
 def _interpret_cond(operation: Operation) -> list[Any]:
     """Interprets each branch of a cond. Sums among its operands stay in factors, and its outputs are arrays."""
     index, *operands = operation.args
-    _, *facts = operation.facts  # The first facts are those about the index.
+    _, *facts = operation.facts  # The first operand is the index.
     branches = [_interpreted_body(operation, facts, i) for i in range(len(jaxprs.inner_programs(operation.eqn)))]
     return list(jaxprs.run_cond(operation.eqn, index, branches, operands))
 
 
 def _interpret_shard_map(operation: Operation) -> list[Any]:
-    """Interprets the body of a ``shard_map``. A sum stays in factors if the mesh can split these as it splits the sum.
+    """Interprets the body of a ``shard_map``. A sum stays in factors if the factors can be split like the sum.
 
-    A shard is the part of an operand on one device. The indices of the steps of scans become operands of the
-    ``shard_map`` too, because its body must not close over arrays on an explicit mesh.
+    A shard is the part of an operand on one device. The step indices of enclosing scans become operands of the
+    ``shard_map``, because on an explicit mesh its body must not close over arrays.
     """
     eqn, steps = operation.eqn, operation.interpreter.steps
     in_specs = ShardMap(eqn).in_specs
@@ -476,7 +483,7 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
     operands, specs = zip(*map(partial(_shard_input, operation), operation.args, in_specs), strict=True)
 
     def body_on_shard(shards: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
-        """Computes the body on one shard of its operands, given the step index of each scan around it."""
+        """Computes the body on one shard of each operand, given the step index of each enclosing scan."""
         steps_on_shard = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
         on_shard = replace(operation, interpreter=replace(operation.interpreter, steps=steps_on_shard))
         return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
@@ -487,9 +494,9 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:
-    """Returns the facts about one shard of a value, which a partition spec splits over mesh axes.
+    """Returns the facts about one shard of a value that a partition spec splits over mesh axes.
 
-    Shards differ along these axes, so values with the same formula may differ on a shard.
+    The shard of a split value has no formula, because values with the same formula may be split differently.
     """
     axes = frozenset(_mesh_axes(spec))
     return replace(facts, mesh_axes=axes, formula=None if axes else facts.formula)
@@ -504,9 +511,9 @@ def _mesh_axes(spec: Any) -> list[str]:
 def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
     """Returns an operand for a ``shard_map`` whose body is interpreted, and the partition spec of this operand.
 
-    For a sum whose factors can be split, the spec is the same sum with a spec in place of each array, because
-    ``shard_map`` expects specs in the structure of the operand. Any other sum becomes an array. For ``w = a @ b`` with
-    the spec ("x", None), the specs are ("x", None) for ``a`` and (None, None) for ``b``.
+    If the factors of a sum can be split, the spec is the same sum with a spec in place of each array, because
+    ``shard_map`` expects specs with the tree structure of the operand. Any other sum becomes an array. For
+    ``w = a @ b`` with the spec ("x", None), the specs are ("x", None) for ``a`` and (None, None) for ``b``.
     """
     if not isinstance(x, Sum):
         return x, spec
@@ -525,15 +532,16 @@ def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
 
 
 def _sum_on_shard(x: Sum) -> Sum:
-    """Adapts the labels of a sum to one shard: its factors hold shards, but its labels have the sizes of whole arrays.
+    """Replaces the labels of a sum, which have the sizes of whole arrays, by labels with the sizes of one shard.
 
-    Labels whose size differs from that of the arrays are replaced, and the shape is computed from the new labels.
+    A label is replaced if its size differs from the size of the array's axis. The shape is computed from the new
+    labels.
     """
 
     def with_sizes_of_shards(product: Product) -> Product:
-        """Replaces the labels of a product by labels of the sizes of its arrays.
+        """Replaces the labels of a product by labels with the sizes of its arrays.
 
-        Axes that now have size 1 lose their label.
+        Labels of size 1 are removed from the axes of the product.
         """
         pairs = (pair for factor in product.factors for pair in zip(factor.labels, factor.array.shape, strict=True))
         renamed = product.rename_labels({label: Label(n) for label, n in dict(pairs).items() if n != label.size})
@@ -546,14 +554,14 @@ def _sum_on_shard(x: Sum) -> Sum:
 
 
 def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
-    """Maps each label of a product that a partition spec splits to its entry in the spec.
+    """Maps each label of a product that a partition spec splits to the entry of the spec that splits it.
 
-    For the axes ((i,), (o,)) and the spec ("x", None), the result is {i: "x"}. An axis that merges several labels is
-    split along its first label. The result is None if an axis cannot be split, because it has no label or because its
-    first label has a size that is not a multiple of the number of shards, is on two axes, or is on no factor.
+    For the axes ((i,), (o,)) and the spec ("x", None), the result is {i: "x"}. A merged axis is split along its first
+    label. The result is None if an axis cannot be split. This is the case if the axis has no label, or if its first
+    label is on another axis, is on no factor, or has a size that is not a multiple of the number of shards.
     """
     labels = product.labels_of_axes
-    # A spec may have fewer entries than there are axes. The last axes are then not split.
+    # A spec may have fewer entries than there are axes. The remaining axes are then not split.
     split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
     for group, entry in split_axes:
         n = math.prod(mesh[name] for name in _mesh_axes([entry]))

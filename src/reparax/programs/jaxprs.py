@@ -1,12 +1,12 @@
-"""All that reparax assumes about the programs that JAX traces, and the versions of JAX with which it was tested.
+"""Reads, rebuilds and runs programs that JAX traces, and collects what reparax assumes about these programs.
 
-A program is a ``Jaxpr``: equations that read atoms, which are variables or literals, and compute variables. Some
-equations hold programs of their own, called their bodies: calls such as ``jit``, loops and ``cond``. The functions
-here take programs apart, rebuild them and run them. What is assumed about single equations is in ``equations``.
+A program is a ``Jaxpr``, which is a list of equations. An equation reads atoms, which are variables or literals, and
+computes variables. Calls such as ``jit``, loops and ``cond`` are equations that contain programs, called their bodies.
+Assumptions about single equations are in ``equations``.
 
-JAX documents little of this, so each assumption has a test in ``tests/programs/test_jaxprs.py``, which names the
-version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
-error for anything unknown.
+Because JAX documents little of this, each assumption has a test in ``tests/programs/test_jaxprs.py``, which names the
+version of JAX that last changed the behavior. Where possible, the code reads types rather than parameter names.
+Anything unknown raises an error.
 """
 
 import functools
@@ -33,17 +33,17 @@ from reparax.programs import equations
 
 T = TypeVar("T")
 Env = dict[Any, Any]
-"""What each variable stands for: its value, or another atom (a variable or literal)."""
+"""Maps each variable to its value, or to the atom (variable or literal) that replaces the variable."""
 Body = Callable[..., list[Any]]
 """A function that computes the outputs of a program from the values of its inputs."""
 
-# Since JAX 0.11.0, this is the same class as Jaxpr, and JAX may remove the name.
+# Since JAX 0.11.0, ``ClosedJaxpr`` is the same class as ``Jaxpr``. JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
-# The types of programs. Every equation is searched for programs, so we compare exact types, which is fast.
+# The types of programs. Exact types are compared because this is fast, and every equation is searched for programs.
 _PROGRAMS = {Jaxpr, _Closed}
 
-# Primitives whose equations hold one program and run it once, on their own operands.
+# Each equation of these primitives contains one program, and runs it once on the operands of the equation.
 _CALLS = {
     *("jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"),
     *("reparax_split", "reparax_linear"),
@@ -51,19 +51,19 @@ _CALLS = {
 
 _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
-# The parameter that holds the program of our own primitives. JAX treats any equation that has this parameter as a call,
-# and looks inside it.
+# The parameter that holds the program of our own primitives. JAX treats every equation with this parameter as a call,
+# and looks inside the call.
 PROGRAM = "call_jaxpr"
 
-# The parameters of the equations that we rebuild: those that we read, and those that can be ignored.
+# The parameters of scans and ``shard_map`` equations, which we rebuild: some are read, and others can be ignored.
 _SCAN_PARAMS = ("length", "reverse", "unroll")
 _SCAN_IGNORED_PARAMS = {
     "jaxpr",
-    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We count by types instead.
-    *("linear", "_split_transpose"),  # These exist until JAX 0.9.2 and are hints for the transpose.
+    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We use types instead.
+    *("linear", "_split_transpose"),  # Until JAX 0.9.2: hints for the transpose.
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
-_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # JAX uses the first since 0.10.2, the second before.
+_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # The first name is used since JAX 0.10.2.
 
 
 def is_tested() -> bool:
@@ -74,7 +74,7 @@ def is_tested() -> bool:
 def unreadable(what: str) -> RuntimeError:
     """Returns the error for a program that reparax cannot read.
 
-    ``what`` names the unknown thing in it, such as "a scan".
+    ``what`` names the part of the program that is unknown, such as "a scan".
     """
     return RuntimeError(
         f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
@@ -95,7 +95,7 @@ def check_this_jax(works: Callable[[], bool]) -> None:
 
 
 def small_network(w: Array, x: Array) -> Array:
-    """Computes a network with products in a call, a loop and ``jax.checkpoint``, to test whether JAX can be read."""
+    """Computes a network with a product in a call, in a loop and in a ``jax.checkpoint``, to test reading programs."""
     x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
     return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
@@ -107,8 +107,8 @@ def small_network(w: Array, x: Array) -> Array:
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
     """Turns the constants of a program into its first inputs, and returns the program and the values of the constants.
 
-    JAX holds a program with constants either as a closed jaxpr or as a jaxpr with constants, and both are accepted. A
-    jaxpr without constants is returned as it is, with an empty list.
+    JAX represents a program with constants either as a closed jaxpr or as a jaxpr that holds its constants. Both are
+    accepted. A jaxpr without constants is returned unchanged, with an empty list.
     """
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
@@ -118,7 +118,7 @@ def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def _jaxpr_of(program: Any) -> Jaxpr:
-    """Returns the jaxpr of a program, which is a jaxpr itself or a closed jaxpr that holds one and its constants."""
+    """Returns the jaxpr of a program. The program is either this jaxpr or a closed jaxpr that contains it."""
     return getattr(program, "jaxpr", program)
 
 
@@ -133,7 +133,7 @@ def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
 
 
 def count_reads(jaxpr: Jaxpr) -> Counter[Var]:
-    """Counts the equations of a program that read each variable. All outputs together count as one more equation."""
+    """Counts the equations that read each variable. The outputs of the program together count as one more equation."""
     return Counter(v for atoms in [jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)] for v in variables(atoms))
 
 
@@ -153,8 +153,9 @@ def types(program: Any) -> list[Any]:
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
     """Builds the program that consists of some equations of ``jaxpr`` and has the outputs ``outvars``.
 
-    Its inputs are all variables that these equations read, or that ``outvars`` names, and that none of them computes.
-    The part ``b = tanh(a)``, ``c = b @ w`` with the output c has the inputs (a, w).
+    The inputs of the new program are all variables that the equations read, or that ``outvars`` contains, unless one of
+    the equations computes them. For example, the equations ``b = tanh(a)`` and ``c = b @ w`` with the output c have the
+    inputs (a, w).
     """
     outvars_of_eqns = {v for eqn in eqns for v in eqn.outvars}
     atoms = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
@@ -165,7 +166,7 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
     """Replaces each input ``v`` in ``atom_of`` by ``atom_of[v]``, so that it is no longer an input of the program.
 
-    A variable that replaces an input is free in the result, unless it is one of the remaining inputs.
+    A variable that replaces an input is a free variable of the result, unless it is among the remaining inputs.
     """
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in atom_of],
@@ -182,7 +183,7 @@ def _substitute(atoms: Iterable[Any], atom_of: Env) -> list[Any]:
 def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
     """Replaces the operands of an equation.
 
-    If the operands are equal, the same object is returned, because its ``id`` may identify the equation.
+    If the operands do not change, the same object is returned, because its ``id`` may identify the equation.
     """
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
@@ -190,16 +191,16 @@ def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
 def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
     """Inlines the calls for which ``is_inlined`` is true, also inside inlined bodies.
 
-    The constants of inlined bodies become the first inputs of the program, and the second result has their values. The
-    result is None if two of these calls share one body: an inlined body keeps its variables, so they would be computed
-    twice.
+    The constants of inlined bodies become the first inputs of the program, and the second result has the values of
+    these constants. The result is None if two of the calls share one body. An inlined body keeps its variables, so
+    inlining a body twice would compute the same variables twice.
     """
     inlined_bodies, consts = set[int](), dict[Var, Any]()
 
     def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
         """Returns the equations and the outputs of a program, with ``atom_of[v]`` in place of its input ``v``.
 
-        The result is None if a body appears again. The function also adds to ``inlined_bodies`` and ``consts``.
+        The result is None if a body occurs twice. The function also adds entries to ``inlined_bodies`` and ``consts``.
         """
         eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
@@ -207,7 +208,7 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
             if not is_inlined(eqn):
                 eqns.append(_with_operands(eqn, operands))
                 continue
-            # Each call of ``body`` may return a new jaxpr, so the body is identified by the program that JAX holds.
+            # Each call of ``body`` may return a new jaxpr, so the program that JAX stores identifies the body.
             body_id, (body_jaxpr, body_consts) = id(_programs_in(eqn)[0]), body(eqn)
             if body_id in inlined_bodies:
                 return None
@@ -229,9 +230,10 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """Joins parts into one program with the inputs ``invars``, which runs them in order.
+    """Joins parts into one program that has the inputs ``invars`` and runs the parts in order.
 
-    The program returns the outputs of the last part. A part may read variables that an earlier part computes.
+    The outputs of the program are the outputs of the last part. A part may read variables that an earlier part
+    computes.
     """
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
@@ -246,7 +248,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """Keeps only the used outputs of a program, and the equations and inputs that they need.
 
-    The second result says, for each input of ``jaxpr``, whether it is kept.
+    The second result holds, for each input of ``jaxpr``, whether the input is kept.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
@@ -254,19 +256,19 @@ def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[b
 def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """Returns the program of ``jax.vmap`` of a program, for a batching rule of one of our primitives.
+    """Returns the batched program that ``jax.vmap`` computes, for the batching rule of one of our primitives.
 
     Args:
       jaxpr: The program.
       args: The values of its inputs.
       dims: The batch axis of each input; None for an input without a batch.
-      axis: The description of the batch that JAX passes to batching rules, which has its name and size.
+      axis: The description of the batch axis that JAX passes to batching rules. It has the name and size of the axis.
 
     Returns:
       The batched program with its constants as first inputs, the values of these constants, and the batch axis of each
-      output. This is 0, or None if the output does not depend on the batch, because JAX expects None in this case.
+      output. The batch axis is 0, or None if the output does not depend on the batch, as JAX expects.
     """
-    name = None if type(axis.name) is object else axis.name  # The name of an unnamed axis is a bare object.
+    name = None if type(axis.name) is object else axis.name  # An unnamed axis has a bare object as name.
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     out_dims: list[int | None] = []
 
@@ -287,8 +289,8 @@ def batch_program(
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Computes the outputs of a program without constants, given the values of its inputs.
 
-    If the program is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal ones can
-    share their derivative. Each value is then dropped after its last use, so that it does not stay in memory.
+    If the program is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal
+    equations can share their derivative. Each value is then dropped after its last use to save memory.
     """
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
@@ -315,9 +317,10 @@ def _is_linearized(x: Any) -> bool:
 
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
-    """Returns whether a value is traced by more than differentiation, as in ``jit``, so that its numbers are unknown.
+    """Returns whether the numbers of any value are unknown, because a transform such as ``jit`` traces this value.
 
-    A value that is only being differentiated holds its numbers as its primal, which may itself be such a value.
+    Differentiation alone does not hide the numbers: they are the primal of the value. The primal may be a value that is
+    being differentiated too.
     """
     primals = list(args)
     while any(map(_is_linearized, primals)):
@@ -328,9 +331,9 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Computes the outputs of an equation of ``program``, given the values of the different variables that it reads.
 
-    JAX differentiates a primitive anew for each equation, but a function only once. Equal equations therefore call one
-    function, which is inlined and so does not show in the program. Its equations get the source line and the name scope
-    of this equation.
+    JAX differentiates a primitive for every equation, but a function only once. Equal equations therefore call one
+    shared function. The function is inlined, so it does not appear in the program. The equations that it adds get the
+    source line and the name scope of ``eqn``.
     """
     function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
     if function is None:
@@ -341,25 +344,25 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
-    """Returns whether equal equations should share one function, because JAX takes long to differentiate them.
+    """Returns whether equal equations should share a function to save time that JAX would need to differentiate each.
 
-    An equation without a body should share one if it is differentiated. An equation with a body should share one only
-    inside a trace, and only if it is a ``jax.custom_jvp``, or a ``jax.checkpoint`` that is differentiated.
+    An equation without a body should share a function if the equation is differentiated. An equation with a body should
+    share a function only inside a trace, and only if it is a ``jax.custom_jvp`` or a differentiated ``jax.checkpoint``.
     """
     is_linearized = any(map(_is_linearized, args))
     if not _programs_in(eqn):
         return is_linearized
-    # Outside of a trace, the shared function would be compiled again and again, because JAX does not compare programs
-    # by their content.
+    # Outside of a trace, JAX would compile the shared function repeatedly, because JAX does not compare programs by
+    # content.
     kind = equations.view_class_of(eqn)
     return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
 
 
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
-    """Returns the function that computes an equation and all equal ones; None if its parameters cannot be hashed.
+    """Returns the function that computes all equations equal to ``eqn``; None if its parameters cannot be hashed.
 
-    Equations are equal if they have equal parameters and types, and read the same variable at the same positions:
-    ``x * x`` equals ``y * y``, but not ``x * y``.
+    Equal equations have equal parameters and types, and repeat operands at the same positions: ``x * x`` equals
+    ``y * y``, but not ``x * y``.
     """
     number_of: dict[Any, int] = {}
     key = key_of(eqn, [None if isinstance(v, Literal) else number_of.setdefault(v, len(number_of)) for v in eqn.invars])
@@ -370,8 +373,8 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     if function is None:
         if len(_SHARED_FUNCTIONS) >= _MOST_SHARED_FUNCTIONS:
             _SHARED_FUNCTIONS.clear()
-        # The function outlives the program, so it must hold neither the other equations of the program nor the source
-        # lines of this one.
+        # Because the function outlives the program, it must not hold the other equations of the program or the source
+        # lines of this equation.
         eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
         function = _SHARED_FUNCTIONS[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
     return function
@@ -380,8 +383,8 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
 def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Returns a dictionary key that is equal for equations that compute the same function of the same operands.
 
-    ``operands`` has a hashable value that identifies each operand, such as a number. A literal is identified by its
-    type and number instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
+    ``operands`` holds a hashable value that identifies each operand, such as an int. A literal is identified by its
+    type and its numbers instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
     """
     pairs = zip(eqn.invars, operands, strict=True)
     atoms = ((v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else x) for v, x in pairs)
@@ -390,32 +393,32 @@ def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 _SHARED_FUNCTIONS: dict[tuple[Any, ...], Body] = {}
 _MOST_SHARED_FUNCTIONS = 4096
-"""The limit on the number of kept functions. Once it is reached, all are dropped before the next one is added."""
+"""The largest number of cached functions. When the cache is full, all functions are dropped before another is added."""
 
 
 # ---- linear programs
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
-    """Returns the arrays that a function from ``jax.linearize`` stores, and the treedef that rebuilds it from them."""
+    """Returns the arrays that a function from ``jax.linearize`` stores, and the treedef to rebuild the function."""
     return jax.tree.flatten(linear)
 
 
 def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
     """Returns the program of a function from ``jax.linearize``, and the values that the function stores.
 
-    The stored values are the first inputs of the program. The function usually holds its program. It is traced if JAX
-    keeps the program elsewhere, or if the program leaves out some outputs because they are zeros.
+    The stored values are the first inputs of the program. Usually, the function holds its program. The function is
+    traced if JAX stores the program elsewhere, or if the program leaves out outputs that are zeros.
 
     Args:
       linear: The function.
-      points: Values with the types of its arguments.
-      n_outs: The number of arrays that it returns.
+      points: Values with the types of the function's arguments.
+      n_outs: The number of arrays that the function returns.
     """
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
     candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
-    # Before JAX 0.11.0, the stored values are constants of the program. Since then, they are its first inputs.
+    # Since JAX 0.11.0, the stored values are the first inputs of the program. Before, they are its constants.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
@@ -425,12 +428,12 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
 def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
     """Transposes a program whose outputs are linear in the inputs ``moving``.
 
-    The result is the transposed program, with the values of its constants. The transpose computes the cotangents of
-    ``moving``. Its inputs are its constants, followed by the cotangents of the outputs of ``jaxpr``. It also reads the
-    other inputs of ``jaxpr``, as free variables. For ``y = x @ w`` with ``moving`` (x,), it computes
+    Returns the transposed program and the values of its constants. The transposed program computes the cotangents of
+    ``moving``. Its inputs are its constants, followed by the cotangents of the outputs of ``jaxpr``. All other inputs
+    of ``jaxpr`` are free variables of the transposed program. For ``y = x @ w`` with ``moving`` (x,), it computes
     ``x_bar = y_bar @ w.T`` from its input y_bar and the free variable w.
     """
-    # ``moving`` comes first in this list of all inputs without duplicates, so the rest are the other inputs.
+    # In the list of inputs without duplicates, ``moving`` comes first, and the remaining inputs follow.
     fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
     call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
 
@@ -440,9 +443,11 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
         return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
 
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
-    # The inputs after the constants stand for ``fixed`` and are replaced. The last inputs, for the cotangents, remain.
+    # Replace the inputs that stand for ``fixed``, which follow the constants. The last inputs are the cotangents, and
+    # remain.
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
-    # The program consists of the transposed call, a ``jit``. It is inlined, but calls inside it are not.
+    # The program consists of the transposed call, which is a ``jit``. This call is inlined, but calls inside it are
+    # not.
     outermost = set(map(id, program.eqns))
     inlined_program = inline_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
     assert inlined_program is not None
@@ -452,8 +457,8 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
 def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
     """Returns the parameters of an equation that calls a program by ``jax.jit``.
 
-    They are taken from a call with one input and one output. Each tuple among them, such as the shardings, is repeated
-    for each input or output of the program.
+    The parameters are those of a traced call with one input and one output. A parameter that is a tuple, such as the
+    shardings, is repeated for each input or output of ``jaxpr``.
     """
     counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
     with jax.disable_jit(disable=False):
@@ -462,8 +467,9 @@ def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
     return params | {"jaxpr": jaxpr if _Closed is Jaxpr else _Closed(jaxpr, [])}
 
 
-# To transpose a function, JAX first traces it, which would go through all equations of a program again. A function that
-# binds this primitive is traced as one call of the program instead, and JAX transposes the program of a call as it is.
+# To transpose a function, JAX first traces it, which would trace every equation of a program again. If the function
+# binds this primitive instead, the trace has a single call of the program. JAX then transposes the program of this call
+# without tracing it again.
 _STAGED = Primitive("reparax_staged")
 _STAGED.multiple_results = True
 
@@ -480,13 +486,14 @@ partial_eval.custom_partial_eval_rules[_STAGED] = _stage_call
 
 
 def type_of(v: Any) -> Any:
-    """Returns the type of a variable or literal, which has its shape, dtype and size."""
+    """Returns the type of a variable or literal, which describes its shape, dtype and size."""
     return v.aval
 
 
 def varying_axes(types: Sequence[Any]) -> frozenset[str]:
     """Returns the mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
-    # Since JAX 0.10, the types of arrays have ``manual_axis_type`` for this. Other types have neither attribute.
+    # Since JAX 0.10, types of arrays have the attribute ``manual_axis_type``; before, ``vma``. Other types have
+    # neither.
     parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
         *(getattr(aval, "vma", ()) if part is None else part.varying for aval, part in zip(types, parts, strict=True))
@@ -496,7 +503,8 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
 def has_known_varying_axes(type_: Any) -> bool:
     """Returns whether :func:`varying_axes` of the type of an array can be trusted.
 
-    Inside a ``shard_map``, a type without varying axes cannot be trusted: with ``check_vma=False``, no type has any.
+    Inside a ``shard_map``, a type without varying axes cannot be trusted, because no type has any if
+    ``check_vma=False``.
     """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
@@ -504,7 +512,7 @@ def has_known_varying_axes(type_: Any) -> bool:
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Returns whether a program, or one inside it, uses mutable arrays (``jax.new_ref``).
 
-    An inner program whose inputs are mutable arrays does not count, because it is a kernel, to which JAX passes them.
+    An inner program whose inputs are mutable arrays does not count, because such a program is a kernel.
     """
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
@@ -531,7 +539,7 @@ def _any_is_ref(variables: Iterable[Var]) -> bool:
 def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     """Returns the function and the operands of a call, given what JAX passes to ``bind`` when it evaluates the call.
 
-    JAX passes a function in place of the program of the call.
+    When JAX evaluates a call, it passes a function in place of the program.
     """
     # Before JAX 0.9.2, the function is the first operand.
     function, *operands = (*params.get("subfuns", ()), *args)
@@ -552,7 +560,7 @@ def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def _programs_in(eqn: JaxprEqn) -> list[Any]:
-    """Returns the programs among the parameters of an equation, as JAX holds them: with or without constants."""
+    """Returns the programs among the parameters of an equation as JAX stores them, with or without constants."""
     programs: list[Any] = []
     for value in eqn.params.values():
         if type(value) in _PROGRAMS:
@@ -579,16 +587,16 @@ def has_sharding(eqn: JaxprEqn) -> bool:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has effects, such as a print, and so must run exactly once.
+    """Returns whether an equation has effects, such as a print, so that it must run exactly once.
 
-    JAX also records the use of a mesh axis as an effect, which does not restrict how often the equation runs and is
-    ignored.
+    JAX also records the use of a mesh axis as an effect. This effect is ignored because it does not restrict how often
+    the equation runs.
     """
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:
-    """Returns the policy of a ``jax.checkpoint``; None if it has no policy, or if the equation is another one."""
+    """Returns the policy of a ``jax.checkpoint``; None if there is no policy, or for any other equation."""
     return equations.Checkpoint(eqn).policy if equations.view_class_of(eqn) is equations.Checkpoint else None
 
 
@@ -599,17 +607,17 @@ def has_name(eqn: JaxprEqn, name: str) -> bool:
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a ``jax.lax.scan``, or a loop that JAX writes as one."""
+    """Returns whether an equation is a ``jax.lax.scan``, or a loop that JAX traces as a scan."""
     return equations.view_class_of(eqn) is equations.Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation selects one of its programs by its first operand, and runs it on the others."""
+    """Returns whether an equation is a cond: its first operand selects a program to run on the other operands."""
     return equations.view_class_of(eqn) is equations.Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation runs its one program once, on its own operands, like ``jax.checkpoint``."""
+    """Returns whether an equation runs its only program once, on its own operands, like ``jax.checkpoint``."""
     return eqn.primitive.name in _CALLS
 
 
@@ -624,10 +632,10 @@ def is_jit(eqn: JaxprEqn) -> bool:
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
-    """Counts the operands of a scan that are constants, and those that are carried; the others are sliced at each step.
+    """Counts the constant operands and the carried operands of a scan. All other operands are sliced at each step.
 
-    The operands are in this order. A scan of 3 operands with one carried value over one array of inputs, which closes
-    over a matrix, has the counts (1, 1).
+    Constants come first, then carried operands, then sliced operands. A scan with one constant, one carried value and
+    one sliced array has the counts (1, 1).
     """
     _read_parameters(scan, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
     inner_jaxpr = inner_programs(scan)[0]
@@ -639,8 +647,8 @@ def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """Counts the operands that a scan slices, or the outputs that it stacks.
 
-    These have one more axis outside of its body than inside. ``outside`` are all operands or outputs of the scan, and
-    ``inside`` those of its body.
+    Outside of the body, a sliced or stacked array has one axis more than inside. ``outside`` holds all operands or
+    outputs of the scan, and ``inside`` holds all inputs or outputs of its body.
     """
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
@@ -651,9 +659,9 @@ def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """Returns a number that identifies the traceback of an equation while that traceback exists.
+    """Returns a number that identifies the traceback of an equation while this traceback exists.
 
-    Equations of one line may share the number.
+    Equations from the same line may share the number.
     """
     return id(eqn.source_info.traceback)
 
@@ -683,8 +691,9 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
     """Returns the parameters ``names`` of an equation.
 
-    Raises an error if one of them is missing, or if the equation has a parameter that is neither in ``names`` nor in
-    ``ignored``: another version of JAX may have added it, and it may change what the equation does.
+    Raises an error if a parameter in ``names`` is missing. Also raises an error if the equation has a parameter that is
+    neither in ``names`` nor in ``ignored``, because a parameter that another version of JAX added may change the
+    result.
     """
     if missing := [name for name in names if name not in eqn.params]:
         raise unreadable(f"a {eqn.primitive.name} without the parameter {missing[0]!r}")
@@ -694,9 +703,9 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> 
 
 
 def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``jit`` with another body, inline unless it specifies shardings.
+    """Runs a ``jit`` with another body. The body runs inline unless the ``jit`` specifies shardings.
 
-    All parameters other than the shardings are dropped.
+    All parameters except the shardings are dropped.
     """
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
@@ -708,8 +717,8 @@ def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     """Runs a scan with another body, and returns the carried and then the stacked outputs.
 
-    ``args`` are the constants, the initial carried values and the sliced operands. There may be more sliced operands
-    than the scan had.
+    ``args`` holds the constants, the initial carried values and the sliced operands. It may have more sliced operands
+    than the original scan.
     """
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
@@ -717,7 +726,7 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     xs = args[n_consts + n_carry :]
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-        """Runs one step: the outputs of the body are the next carried values, followed by the values to stack."""
+        """Runs one step. The body returns the next carried values, followed by the values to stack."""
         outs = body(*consts, *carry, *x)
         return outs[:n_carry], outs[n_carry:]
 
@@ -731,8 +740,8 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
     """Runs a cond with other branches, on its operands without the ``index`` that selects a branch.
 
-    If the cond selects by platform, as ``jax.lax.platform_dependent`` does, so does the new one, and only the branch
-    for the platform is compiled.
+    If the cond selects a branch by platform, as ``jax.lax.platform_dependent`` does, so does the new cond. Only the
+    branch for the current platform is then compiled.
     """
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
@@ -751,8 +760,8 @@ def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Runs a ``shard_map`` with another body and other operands ``args``, whose partition specs are ``in_specs``.
 
-    If operands are trees, their specs are trees with the same structure. The mesh and the specs of the outputs are
-    those of the equation, so the body must return the same number of outputs.
+    The specs of an operand that is a tree must have the same tree structure. The mesh and the specs of the outputs are
+    taken from the equation, so the body must return the same number of outputs.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
@@ -766,5 +775,5 @@ def as_varying(x: Any, names: Iterable[str]) -> Any:
     axes = tuple(sorted(names))
     if not axes:
         return x
-    pvary: Any = getattr(jax.lax, "pvary", None)  # This exists until JAX 0.9.2, and warns since 0.8.2.
+    pvary: Any = getattr(jax.lax, "pvary", None)  # ``pvary`` exists until JAX 0.9.2, and warns since 0.8.2.
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -1,9 +1,9 @@
-"""Computes the arrays of sums and products, and what this costs: factors are multiplied in pairs, in the best order.
+"""Computes the arrays of sums and products, and estimates the cost. Factors are multiplied pair by pair.
 
 ``cheapest_order`` finds the order from the labels of the factors alone, and ``multiply_pair`` multiplies two factors.
-The labels of a pair that are in ``keep`` stay in its product, because other factors or the output have them; the pair
-is summed over its other labels. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no
-gradient, and so is a product of fixed factors.
+The product of a pair has the labels in ``keep``, which other factors or the output have too, and is summed over all
+other labels. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no gradient. A product
+of fixed factors is fixed too.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Numerics:
 
 
 def array_of_sum(x: Sum) -> Any:
-    """Computes the array of a sum, in the dtype and the precision of the sum."""
+    """Computes the array of a sum with the dtype and precision of the sum."""
     return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
 def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
     """Computes the sum of the arrays of several products, in the given shape.
 
-    Equal calls share one trace and one derivative in JAX. A label equals only itself, so the labels are first replaced
-    by numbered ones. Calls for weights with the same structure and sizes, such as those of several layers, are then
-    equal.
+    JAX traces and differentiates equal calls only once. Because a label equals only itself, the labels are first
+    replaced by shared, numbered labels. Calls for weights with the same structure and sizes, such as the weights of
+    several layers, are then equal.
     """
     return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
@@ -68,22 +68,24 @@ def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numeri
 def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics) -> Any:
     """Computes the array of a product, in the given shape, which may also split or merge the axes of the product.
 
-    The factors are multiplied in pairs, in the cheapest order: ``a``, ``b``, ``c`` become ``a``, ``b c`` and then
-    ``a b c``. The last remaining factor is brought into the shape.
+    The factors are multiplied pair by pair, in the cheapest order: for example, ``a``, ``b``, ``c`` become ``a``,
+    ``b c`` and then ``a b c``. The array of the last factor is then reshaped.
     """
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
     factors, segments, link = split_off_segments(product.factors, out_labels)
 
     def first_place(factor: Factor) -> int:
-        """Returns the position of a factor's first label in the output.
+        """Returns the smallest position of a factor's labels in the output.
 
-        The result is the number of output labels if none of its labels is in the output, and 0 if it has no labels.
+        The result is the number of output labels if the output has none of the factor's labels, and 0 for a factor
+        without labels.
         """
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
     for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
-        # The axes of the first operand come first in the result, so this order saves most transposes at the end.
+        # The axes of the first operand come first in the result. Sorting the pair by the order of the output saves most
+        # final transposes.
         a, b = sorted((factors[i] for i in pair), key=first_place)
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
@@ -98,7 +100,7 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
 def cost(product: Product) -> float:
     """Estimates the cost of computing the array of a product and the gradients of its factors, in the cheapest order.
 
-    The unit is one operation of a matrix product. Numbers that are written are converted to it (``ENTRY``).
+    The unit is one operation of a matrix product. Writing one number to memory costs ``ENTRY`` of these units.
     """
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
@@ -107,10 +109,10 @@ def cost(product: Product) -> float:
 
 
 def with_numbers(product: Product) -> Product:
-    """Replaces the labels of a product by shared ones, numbered in the order in which they first occur.
+    """Replaces the labels of a product by shared labels, numbered in the order in which they first occur.
 
-    Products of the same structure and sizes, such as two weights ``a @ b`` of one shape, get the same label objects, so
-    that caches treat them as equal.
+    Products of the same structure and sizes get the same label objects, so that caches treat these products as equal.
+    Two weights ``a @ b`` of equal shapes are an example.
     """
     numbered: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
@@ -120,19 +122,19 @@ def with_numbers(product: Product) -> Product:
 
 @functools.lru_cache(maxsize=4096)
 def _numbered_label(number: int, size: int) -> Label:
-    """Returns the label for a number and a size.
+    """Returns the shared label for a number and a size.
 
-    It is the same object in each call, because the cache returns it.
+    The cache returns the same object in every call.
     """
-    del number  # The number is only needed as part of the cache's key.
+    del number  # The number is used only in the key of the cache.
     return Label(size)
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """Brings the array of the last remaining factor into the axes of the product, and then into this shape.
+    """Lays out the array of the last factor along the axes of the product, and then reshapes it.
 
-    If two axes of the product have the same label, the axis with this label is expanded to a diagonal: (3,) becomes (3,
-    3).
+    If two axes of the product have the same label, the entries along this label are placed on a diagonal: (3,) becomes
+    (3, 3).
     """
     all_labels = product.labels_of_axes
     different_labels = list(dict.fromkeys(all_labels))
@@ -143,27 +145,27 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
 
 # ---- the order of products
 #
-# What a product costs follows from the labels of its factors alone, so the cheapest order is found before any array is
-# computed, and only once for products of equal sizes.
+# The cost of a product depends only on the labels of its factors and on which factors are fixed. The cheapest order is
+# therefore found before any array is computed, and only once for products of equal sizes.
 
 ENTRY = 16
-"""The estimated cost of writing one number to memory, in operations of a matrix product."""
+"""The estimated cost of writing one number to memory. The unit is one operation of a matrix product."""
 
 _MAX_COMPARED = 5
-"""Up to this many factors, all orders are compared; with more, the cheapest pair is multiplied first."""
+"""The largest number of factors for which all orders are compared. Of more factors, the cheapest pair comes first."""
 
 Order = tuple[tuple[int, int], ...]
-"""The pairs to multiply, as positions in the list of the remaining factors, to which each result is appended."""
+"""The pairs to multiply, as positions in the list of remaining factors. Each result is appended to this list."""
 
 
 @dataclass(frozen=True)
 class FactorType:
-    """The properties of a factor on which the cost of its products depends, without its numbers.
+    """The properties of a factor that determine the cost of its products.
 
     Attributes:
-      labels: All its labels.
-      circulant_labels: The labels of the two axes of a circulant matrix; none for other factors.
-      fixed: Whether it gets no gradient.
+      labels: All labels of the factor.
+      circulant_labels: The labels of the two matrix axes of a circulant factor; empty for any other factor.
+      fixed: Whether the factor gets no gradient.
     """
 
     labels: Labels
@@ -180,11 +182,11 @@ class FactorType:
 
 @functools.lru_cache(maxsize=4096)
 def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
-    """Finds the cheapest order in which to multiply factors, and returns its cost, including gradients, and the order.
+    """Finds the cheapest order in which to multiply factors. Returns the cost, including gradients, and the order.
 
-    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``. The result is
-    summed over all labels that are not in ``out_labels``. ``link`` has the labels of rows and groups if the factors are
-    multiplied for each group of rows; otherwise it is None.
+    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``. The product is
+    summed over all labels that are not in ``out_labels``. If the factors are multiplied for each group of rows,
+    ``link`` has the labels of rows and groups; otherwise, ``link`` is None.
     """
     if len(factors) == 1:
         return 0.0, ()
@@ -202,9 +204,9 @@ def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Li
 def _multiply_types(
     factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
 ) -> tuple[float, tuple[FactorType, ...]]:
-    """Returns the cost of multiplying the factors at two positions, and the factors that remain.
+    """Returns the cost of multiplying the factors at two positions, and the types of the remaining factors.
 
-    The result of the multiplication is the last of these. With labels (i, r), (r, o) and (o,), the pair (0, 1) leaves
+    The product of the pair is the last remaining factor. For the labels (i, r), (r, o) and (o,), the pair (0, 1) leaves
     (o,) and (i, o).
     """
     a, b = (factors[i] for i in pair)
@@ -218,16 +220,16 @@ def _multiply_types(
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
     """Estimates the cost of a product of two factors that loops over ``loop_labels`` and keeps ``result_labels``.
 
-    An entry of the loop costs a multiplication and an addition if the product sums. It costs nothing if the product is
-    elementwise; then only the numbers that are written count. Each factor with a gradient costs one more product over
-    the same loop, which sums over the labels that the factor lacks.
+    If the product sums, each entry of the loop costs a multiplication and an addition. If the product is elementwise,
+    only writing the result counts. The gradient of each factor that is not fixed costs another product over the same
+    loop, which sums over the labels that the factor lacks.
     """
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     factors_with_gradient = [factor for factor in (a, b) if not factor.fixed]
     for circulant, factor in ((a, b), (b, a)):
         label = fourier_label(circulant, factor, result_labels)
         if label is not None:
-            # Each vector is transformed and transformed back, in the forward pass and for each gradient.
+            # The forward pass and each gradient transform every vector and apply the inverse transform.
             n_vectors = _entries_along((factor.labels | circulant.labels) - circulant.circulant_labels)
             cost_of_pass = 2 * n_vectors * sums.fourier_cost(label.size) + ENTRY * n_written
             return (1 + len(factors_with_gradient)) * cost_of_pass
@@ -239,7 +241,7 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
 
 
 def _entries_along(labels: Labels) -> int:
-    """Counts the entries of an array with one axis for each of these labels."""
+    """Counts the entries of an array that has an axis for each label."""
     return count_entries([label.size for label in labels])
 
 
@@ -255,12 +257,12 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Fac
         label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circulant, other, label, keep, numerics)
-    # Labels of only one factor are summed over before the product, which is then smaller.
+    # Summing over labels of only one factor first makes the product smaller.
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
     fixed = a.fixed and b.fixed
-    # If nothing is summed, and one factor has all labels of the other, the product is elementwise.
+    # The product is elementwise if it sums over no label and one factor has all labels of the other.
     if not pair.contracting and not (pair.free_a and pair.free_b):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
@@ -289,7 +291,7 @@ class _Pair(NamedTuple):
     def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
         """Sorts the labels of two factors.
 
-        Labels that both have and that are not in ``keep`` are summed over.
+        The product sums over labels that both factors have and that are not in ``keep``.
         """
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
@@ -304,23 +306,23 @@ def dot_numbers(
 ) -> tuple[Any, Any]:
     """Returns the dimension numbers of a ``dot_general`` of arrays with the labels ``lhs`` and ``rhs``.
 
-    The ``dot_general`` sums over the labels ``contracting`` and has the batch axes ``batch``. Both arrays have all of
-    these.
+    The ``dot_general`` sums over the labels ``contracting`` and has the batch labels ``batch``. Both arrays must have
+    all of these labels.
     """
 
     def axes(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
-        """Returns the axes of both arrays that have these labels."""
+        """Returns the axes with these labels in each array."""
         return [lhs.index(label) for label in labels], [rhs.index(label) for label in labels]
 
     return axes(contracting), axes(batch)
 
 
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
-    """Returns the label over which Fourier transforms can sum a product of two factors, if ``a`` is circulant.
+    """Returns the label that Fourier transforms can sum over in a product of a circulant ``a`` with ``b``.
 
-    The product must be one of a matrix and vectors. It sums over one of the two axes of the matrix, which ``b`` has
-    too, and keeps the other, which ``b`` lacks. It also keeps the batch axes of ``a``. The result is None for all other
-    products.
+    The product must multiply the matrices ``a`` by vectors. ``b`` must have exactly one of the two matrix axes of
+    ``a``. The product must sum over this axis, and keep the other matrix axis and the batch axes of ``a``. The result
+    is None for all other products.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
@@ -337,7 +339,7 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
     free = tuple(x for x in other.labels if x is not label)
     x = sums.fourier_transform(jnp.moveaxis(other.dense.astype(numerics.dtype), other.labels.index(label), -1))
     spectrum = circulant.array.astype(numerics.dtype).spectrum(transposed=label is row)
-    frequency = Label(x.shape[-1])  # Along it, both transforms are multiplied elementwise.
+    frequency = Label(x.shape[-1])  # The transforms are multiplied elementwise along this axis.
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     x = lay_along(x, (*free, frequency), (*labels, frequency))
     spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
@@ -346,22 +348,22 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
-    """Sums a factor over labels that are not in ``keep``: (i, r) becomes (i,) if only i is in ``keep``."""
+    """Sums a factor over all labels that are not in ``keep``: (i, r) becomes (i,) if ``keep`` has only i."""
     axes = [i for i, label in enumerate(factor.labels) if label not in keep]
     if not axes:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # If so, a reshape is enough, and is free.
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # A reshape is enough, and costs nothing.
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 
 
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
-    """Brings the axes of ``x`` into the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
+    """Puts the axes of ``x`` in the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
 
-    An array of shape (4, 3) with the labels (i, o) becomes one of (3, 1, 4) for (o, n, i). ``new_labels`` must contain
-    all of ``labels``.
+    For example, an array of shape (4, 3) with the labels (i, o) gets the shape (3, 1, 4) for the labels (o, n, i).
+    ``new_labels`` must contain all of ``labels``.
     """
     order = [labels.index(label) for label in new_labels if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
@@ -369,21 +371,21 @@ def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> A
 
 # ---- rows in groups
 #
-# ``Segments`` is a matrix of ones and zeros that says which row is in which group, such as which token goes to which
-# expert. Multiplying by it would cost rows times groups operations, so it is split off. The other factors are
-# multiplied in pairs. The pair that combines rows with groups becomes one ``ragged_dot_general``, which takes the sizes
-# of the groups in place of the matrix.
+# ``Segments`` is a matrix of ones and zeros that assigns each row to a group, such as each token to an expert. Because
+# a product with this matrix would cost rows times groups operations, the matrix is split off. The other factors are
+# multiplied pair by pair. The pair that combines rows with groups becomes a ``ragged_dot_general``, which takes the
+# sizes of the groups in place of the matrix.
 
 
 @dataclass(frozen=True)
 class Link:
-    """The two labels that a factor of ``Segments`` links: a row, such as a token, is in one group, such as an expert.
+    """The two labels that a factor of ``Segments`` links: rows, such as tokens, and groups, such as experts.
 
     Attributes:
       rows: The label of the rows.
       group: The label of the groups.
-      keeps_rows: Whether the output of the whole product has rows, each multiplied by the part of its group. Otherwise
-        it has groups, each with a sum over its rows.
+      keeps_rows: Whether the output of the whole product has rows, each multiplied by the entries of its group.
+        Otherwise, the output has groups, each with a sum over its rows.
     """
 
     rows: Label
@@ -393,9 +395,9 @@ class Link:
     def loop_and_result_labels(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
         """Returns the labels over which the product of a pair of factors loops, and the labels of its result.
 
-        ``labels`` are those of both factors together, and ``keep`` those of other factors and of the output. For each
-        row, a product with rows reads only the part of its group, so it does not loop over groups. A result without
-        rows keeps the label of groups until it is combined with rows.
+        ``labels`` holds the labels of both factors, and ``keep`` the labels of other factors and of the output. If the
+        output has rows, a product with rows does not loop over groups, because each row reads only the entries of its
+        own group. A result without rows keeps the label of groups until a later product combines it with rows.
         """
         group = frozenset([self.group])
         if self.rows not in labels:
@@ -415,10 +417,10 @@ class Link:
 def split_off_segments(
     factors: Sequence[Factor], out_labels: Labels
 ) -> tuple[list[Factor], Factor | None, Link | None]:
-    """Splits off the factor of ``Segments``, and returns the factors to multiply in pairs, this factor, and its link.
+    """Returns the factors to multiply in pairs, the factor of ``Segments`` split off from them, and its link.
 
-    The second and the third result are None if no factor is one of ``Segments``, or if no pair can use it. In the
-    second case, it stays in the first result, as a matrix of ones and zeros or as its sum over the groups.
+    The second and third results are None if there is no factor of ``Segments``, or if no pair can use it. If no pair
+    can use the factor, it stays in the first result, as a matrix of ones and zeros or as its sum over the groups.
     """
     segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
     if segments is None:
@@ -426,11 +428,11 @@ def split_off_segments(
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    # Summed over groups, the matrix has a one for each row that is in any group.
+    # The sum of the matrix over groups is one for each row that is in a group.
     if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
-    # If no other factor has the rows, no pair combines rows with groups. The output must also have either rows or
-    # groups: with both, or with neither, no ``ragged_dot_general`` computes it.
+    # If no other factor has rows, no pair combines rows with groups. The output must have either rows or groups,
+    # because a ``ragged_dot_general`` computes no output with both or neither.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
@@ -439,8 +441,9 @@ def split_off_segments(
 def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """Multiplies two factors, and ``segments`` if the pair needs it, and sums over labels that are not in ``keep``.
 
-    The pair needs ``segments`` if it sums the rows of each group, or if one factor has rows and the other has groups,
-    so that each row is multiplied by the part of its group. Any other pair is multiplied as usual.
+    The pair needs ``segments`` if it sums the rows of each group, or if the output has rows, one factor has rows, and
+    the other has groups. In the second case, each row is multiplied by the entries of its group. Any other pair is
+    multiplied by :func:`multiply_pair`.
     """
     labels = frozenset(a.labels + b.labels)
     _, result_labels = link.loop_and_result_labels(labels, keep)
@@ -453,7 +456,7 @@ def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, s
 
 
 def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """Multiplies each row of ``a`` by the part of ``b`` for the group of the row.
+    """Multiplies each row of ``a`` by the entries of ``b`` for the group of this row.
 
     With the labels (rows, i) and (group, i, o), and rows and o in ``keep``, the result has the labels (rows, o): token
     ``n`` of expert ``e`` gives ``a[n] @ b[e]``.
@@ -461,10 +464,11 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
-    # ``ragged_dot_general`` must sum over a label, and its left operand must have the batch axes of the group sizes.
+    # A ``ragged_dot_general`` must sum over a label, and its left operand must have the batch axes of the group sizes.
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
-    # Axes of ``a`` along which group sizes differ must come before the axis of rows, and the sizes must have them all.
+    # Axes of ``a`` along which group sizes differ must come before the axis of rows. The sizes must have all axes that
+    # come before the rows.
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -481,12 +485,12 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
-    """Replaces groups by rows in ``parts``: each row gets the part of its group, or zeros if it is in no group.
+    """Replaces groups by rows in ``parts``. A row gets the entries of its group, or zeros if it is in no group.
 
     With 6 rows in 3 groups, the shape (3, 8) becomes (6, 8).
     """
     *batch_labels, rows, group = segments.labels
-    if batch_labels:  # Rows have other groups in each example, so a product selects the parts.
+    if batch_labels:  # Groups differ between batch entries, so multiply.
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
         return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
@@ -495,12 +499,13 @@ def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Fa
 
 
 def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
-    """Multiplies two factors, and sums over the rows of each group and over other labels that are not in ``keep``.
+    """Multiplies two factors, and sums over the rows of each group and over all other labels not in ``keep``.
 
-    With the labels (rows, i) and (rows, o), the result has the labels (group, i, o), like the gradient of the experts.
+    With the labels (rows, i) and (rows, o), the result has the labels (group, i, o), like the gradient of expert
+    weights.
     """
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
-        # ``ragged_dot_general`` needs both operands to have rows, and the groups to be the same for the whole batch.
+        # A ``ragged_dot_general`` needs rows in both operands, and the same groups for the whole batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)
         dense = replace(segments, array=segments.dense)
         return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), numerics), other, keep, numerics)

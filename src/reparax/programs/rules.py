@@ -1,13 +1,13 @@
 """What equations do to weights that are kept in factors: they move, slice or cast them, look them up, or make them.
 
-Such a weight is a ``Sum`` of products of factors (``sums`` explains these words). ``move_sum`` has the rules of
-transposes, slices, casts and the like, and ``look_up`` those of rows or matrices that indices choose. Both change the
-factors and form no array. ``make_sum`` has the rules of makers: equations of known values whose output is a new sum,
-such as a product of two matrices. A rule returns None if its equation needs, or makes, an array.
+Such a weight is a ``Sum`` of products of factors; ``sums`` explains these terms. ``move_sum`` handles transposes,
+slices, casts and similar equations, and ``look_up`` handles rows or matrices that indices select. Both functions change
+the factors and form no array of the sum. ``make_sum`` handles makers: equations that compute a new sum from known
+values, such as a product of two matrices. A rule returns None if its equation needs or computes an array.
 
 An axis of a weight is merged if it has several labels, and on a diagonal if another axis has the same label. Rules that
-change single axes return None for these. A known value depends on parameters and keys alone. A fixed factor gets no
-gradient.
+change a single axis return None for a merged axis or an axis on a diagonal. A known value depends only on parameters
+and keys. A fixed factor gets no gradient.
 """
 
 import math
@@ -29,7 +29,7 @@ from reparax.programs.multiply import ENTRY, cost, with_numbers
 from reparax.programs.sums import AxisLabels, Factor, Label, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
-"""A function that takes an array and one of its axes and returns the array changed along it, such as a slice."""
+"""A function that takes an array and an axis, and returns the array changed along this axis, such as a slice."""
 
 
 # ---- moving, slicing and casting sums
@@ -39,9 +39,9 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     """Returns the outputs of an equation that moves, slices or casts its first operand, a sum; None if it needs arrays.
 
     For ``w = a @ b``, the transpose is ``b.T @ a.T`` and the slice ``w[:3]`` is ``a[:3] @ b``, both as sums of one
-    product. The other operands are arrays, such as the start of a slice.
+    product. All operands after the first are arrays, such as the start of a slice.
     """
-    x, *others = operands or [None]  # An iota, for instance, has no operand.
+    x, *others = operands or [None]  # Some equations have no operands, such as an iota.
     if not isinstance(x, Sum):
         return None
     view = equations.view_of(eqn)
@@ -54,9 +54,12 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
 def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """Returns the output of an equation that moves, slices or casts the sum ``x``; None if it needs the array.
 
-    ``others`` are the other operands. These equations need the array: those that specify the sharding of their output,
-    because factors have other axes; reshapes that ``Product.reshape`` cannot do; casts that lose range or add digits;
-    and all equations without a case here.
+    ``others`` are the other operands. The following equations need the array:
+
+    - equations that specify the sharding of their output, because factors have other axes;
+    - reshapes that ``Product.reshape`` cannot do;
+    - casts that lose range or add digits;
+    - equations without a case in this function.
     """
     match view:
         case equations.Transpose():
@@ -80,11 +83,11 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return negate_sum(x)
         case equations.Copy():
             return x
-        case equations.Gather() if x.ndim > 2:  # Rows of a matrix are data, such as embeddings.
+        case equations.Gather() if x.ndim > 2:  # Rows of a matrix are data, such as embeddings, so they are arrays.
             return look_up(view, x, others)
         case equations.Slice():
             slices = enumerate(view.bounds)
-            # Axes that are taken whole need no change.
+            # An axis that is taken whole does not change.
             changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
             return _change_axes(x, view.type.shape, changes)
         case equations.DynamicSlice():
@@ -98,9 +101,10 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
 
 
 def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]) -> Sum | None:
-    """Changes some of the axes of ``x``, to a new shape; returns None as :func:`_change_axis_of_product` does.
+    """Changes several axes of ``x`` and returns a sum of the given shape, or None if an axis cannot be changed.
 
-    ``changes`` has a function for each axis to change, such as one that takes a slice of this axis.
+    ``changes`` maps each axis to a function that changes an array along it, such as by taking a slice. The conditions
+    for None are those of :func:`_change_axis_of_product`.
     """
     result: Sum | None = x
     for axis, change in changes.items():
@@ -111,16 +115,16 @@ def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]
 def broadcast_sum(x: Sum, shape: Sequence[int], dimensions: Sequence[int]) -> Sum:
     """Broadcasts ``x`` to this shape.
 
-    ``dimensions`` are the axes of the result that the axes of ``x`` become.
+    Axis ``i`` of ``x`` becomes axis ``dimensions[i]`` of the result.
     """
     products = tuple(product.broadcast(shape, dimensions) for product in x.products)
     return replace(x, products=products, shape=tuple(shape))
 
 
 def cast_sum(x: Sum, dtype: Any) -> Sum:
-    """Casts ``x``, and thus its factors, to another floating dtype.
+    """Casts ``x`` to another floating dtype by casting its factors.
 
-    Integer factors stay integers if the dtype holds their numbers exactly.
+    An integer factor stays an integer array if the dtype represents its numbers exactly.
     """
     result = map_factors(x, lambda factor: replace(factor, array=sums.cast_factor(factor.array, dtype)))
     return replace(result, dtype=dtype)
@@ -129,14 +133,14 @@ def cast_sum(x: Sum, dtype: Any) -> Sum:
 def negate_sum(x: Sum) -> Sum:
     """Multiplies ``x`` by -1.
 
-    Each product gets one scalar factor: -1 times the scalar factors that it had. Otherwise each negation would add a
-    factor.
+    The scalar factors of each product are replaced by a single scalar factor, which is -1 times their product. The
+    number of factors therefore does not grow with each negation.
     """
 
     def negate(product: Product) -> Product:
-        """Multiplies the product by -1.
+        """Multiplies a product by -1.
 
-        A scalar that is a random draw stays a factor of its own.
+        A scalar that is a random draw stays a separate factor.
         """
         scalars = [factor for factor in product.factors if not factor.labels and factor.draw is None]
         other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
@@ -149,7 +153,7 @@ def negate_sum(x: Sum) -> Sum:
 
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
-    """Replaces each factor of ``x`` by ``change(factor)``, which must have the same labels."""
+    """Replaces each factor of ``x`` by ``change(factor)``. The new factor must have the same labels."""
     products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
     return replace(x, products=tuple(products))
 
@@ -157,7 +161,7 @@ def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """Returns the outputs of a split, which are consecutive slices along an axis.
 
-    The result is None if :func:`_change_axis_of_product` returns None for one of them.
+    The result is None if :func:`_change_axis_of_product` returns None for any slice.
     """
     stops = zip(accumulate(view.sizes), view.sizes, strict=True)
     return sums.all_or_none(_change_axis(x, view.axis, n, _slicer(stop - n, stop, 1)) for stop, n in stops)
@@ -169,16 +173,17 @@ def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
 
 
 def _dynamic_slicer(start: Any, n: int) -> ChangeAxis:
-    """Returns a function that takes ``n`` entries along an axis, beginning at an index known only at run time.
+    """Returns a function that takes ``n`` entries along an axis, beginning at ``start``.
 
-    ``start`` is this index.
+    The value of ``start`` is known only at run time.
     """
 
     def slice_array(array: Any, axis: int) -> Any:
         """Slices the array along the axis, and keeps it whole along all other axes."""
         starts = [start if i == axis else jnp.zeros_like(start) for i in range(array.ndim)]
         sizes = [n if i == axis else size for i, size in enumerate(array.shape)]
-        # The program has already counted negative indices from the end; any that are still negative are clipped.
+        # The program has already converted indices that count from the end. Any index that is still negative is
+        # clipped.
         return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
 
     return slice_array
@@ -190,27 +195,27 @@ def _reverse(array: Any, axis: int) -> Any:
 
 
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
-    """Changes one axis of ``x``, to a new size; returns None as :func:`_change_axis_of_product` does."""
+    """Changes one axis of ``x`` to a new size; returns None if :func:`_change_axis_of_product` does."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
     return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
 
 def _change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
-    """Changes one axis of ``product``, to a new size, in all factors that have it.
+    """Changes one axis of ``product`` to a new size, in all factors that have this axis.
 
-    For ``w = a @ b`` and axis 0, which only ``a`` has, ``w[:3]`` is ``a[:3] @ b``. The result is None if the axis is
-    merged or on a diagonal, because then no single axis of a factor corresponds to it, or if it has size 1 and the new
-    size differs.
+    For ``w = a @ b``, only ``a`` has axis 0, so ``w[:3]`` is ``a[:3] @ b``. The result is None if the axis is merged or
+    on a diagonal, because no single axis of a factor then corresponds to this axis. The result is also None if an axis
+    of size 1 would get another size.
     """
     labels_of_axis = product.axes[axis]
-    if not labels_of_axis:  # An axis of size 1 has no label to look for.
+    if not labels_of_axis:  # An axis of size 1 has no label.
         return product if size == 1 else None
     label, new_label = labels_of_axis[0], Label(size)
     if not product.is_plain(axis):
         return None
 
     def change_factor(factor: Factor) -> Factor:
-        """Changes the factor along the axis and gives it the new label. A factor without the axis is returned."""
+        """Changes the factor along the axis and sets the new label; returns a factor without the axis unchanged."""
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
@@ -220,19 +225,19 @@ def _change_axis_of_product(product: Product, axis: int, size: int, change: Chan
     return Product(tuple(map(change_factor, product.factors)), axes)
 
 
-# ---- look-ups: the row of each word, or the matrix of each token's expert, is taken from each factor
+# ---- look-ups: rows or matrices of a weight, such as the matrix of each token's expert, are taken from its factors
 
 
 def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest: bool = False) -> Sum | None:
-    """Looks up entries of a weight, and returns a sum whose factors are looked up; None if the array is needed.
+    """Looks up entries of a weight in each of its factors, and returns the sum; None if the look-up needs the array.
 
     For ``w = a @ b``, ``w[indices]`` is ``a[indices] @ b``.
 
     Args:
       view: The look-up.
       x: The weight.
-      operands: The indices, as the only element. They select along the axis ``view.entry_axis_and_column``.
-      nearest: Whether an index outside of the axis gives the nearest entry, whatever the mode of the equation.
+      operands: A sequence that holds only the indices, which select along the axis in ``view.entry_axis_and_column``.
+      nearest: Whether an out-of-bounds index gives the nearest entry, whatever the mode of the equation.
     """
     (indices,) = operands
     if view.entry_axis_and_column is None or isinstance(indices, Sum) or not (nearest or _can_fill_factors(view)):
@@ -243,14 +248,14 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
     kept_axes = [i for i in range(x.ndim) if i not in view.removed_axes]
 
     def take(product: Product) -> Product | None:
-        """Looks up entries of the product, and orders the axes like those of the output.
+        """Looks up entries of the product, and puts the axes in the order of the output.
 
-        The axes of the output at ``offset`` come from the weight.
+        The axes of the output at the positions ``offset`` come from the weight.
         """
         product_rows = _take_from_product(view, product, axis, rows, indices[..., column : column + 1], nearest=nearest)
         if product_rows is None:
             return None
-        # Slices may keep the axis with size 1, so that it has no labels.
+        # A slice may keep the axis at size 1, in which case the axis has no labels.
         axes = iter([() if i == axis else product_rows.axes[i] for i in kept_axes])
         row_axes = map(sums.axis_labels, rows)
         new_axes = tuple(next(axes if k in offset else row_axes) for k in range(view.type.ndim))
@@ -260,10 +265,11 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
 
 
 def _can_fill_factors(view: equations.Gather) -> bool:
-    """Returns whether factors can be looked up one by one.
+    """Returns whether each factor can be looked up on its own.
 
-    The value for an index outside must then be right for their product too. Zero and NaN are right, because a product
-    of zeros is zero and one of NaNs is NaN. So are modes that fill nothing in.
+    An out-of-bounds index must give the same value in the product of the factors as in the array. This holds for the
+    fill values zero and NaN, because products of zeros are zero and products of NaNs are NaN. It also holds for modes
+    without a fill value.
     """
     fill = view.fill_value
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
@@ -272,7 +278,7 @@ def _can_fill_factors(view: equations.Gather) -> bool:
 def _take_from_product(
     view: equations.Gather, product: Product, axis: int, rows: AxisLabels, indices: Any, *, nearest: bool
 ) -> Product | None:
-    """Looks up the factors of ``product`` along an axis, which gets the labels ``rows``, those of the indices.
+    """Looks up the factors of ``product`` along an axis, and replaces its label by ``rows``, the labels of the indices.
 
     The result is None if the axis is merged or on a diagonal, or if :func:`_repeat_factors_along` returns None.
     """
@@ -284,23 +290,22 @@ def _take_from_product(
     if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
-    # Apart from the mode that fills, all modes either clip or promise that no index is outside.
+    # All other modes either clip the indices or assume that no index is out of bounds.
     mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
     take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
 
 
 def _repeat_factors_along(factors: Sequence[Factor], label: Label | None) -> Sequence[Factor] | None:
-    """Repeats factors of a product along the axis of a look-up where they lack it and need it.
+    """Repeats factors along the axis of a look-up if they lack this axis but need it.
 
-    An index outside of the axis gives no gradient, and may give a fill value. Only factors with the axis are looked up
-    and know of such indices, so two kinds of factors need the axis. The first are factors with a gradient. The second
-    is one floating-point factor that holds the fill value: if no floating-point factor has the axis, all factors are
-    repeated. In ``(a @ b)[i]``, for instance, ``b`` with the labels (r, columns) gets (rows, r, columns) if it has a
-    gradient.
+    An out-of-bounds index contributes no gradient and may yield a fill value. Only factors that have the axis are
+    indexed, so only they can detect such an index. Each factor with a gradient must therefore have the axis. So must at
+    least one floating-point factor, which takes the fill value: if none has the axis, all factors are repeated. For
+    example, in ``(a @ b)[i]``, the labels (r, columns) of ``b`` become (rows, r, columns) if ``b`` has a gradient.
 
-    The result is None, and the look-up needs the array, if the axis has no label, because its size is 1, or if no
-    factor is floating-point. Random draws do not count as floating-point factors.
+    The result is None, so that the look-up needs the array, in two cases: if the axis has size 1 and thus no label, or
+    if no factor is floating-point. A random draw does not count as a floating-point factor.
     """
     dtypes = [None if factor.draw else factor.array.dtype for factor in factors]
     are_floating = [dtype is not None and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes]
@@ -312,25 +317,25 @@ def _repeat_factors_along(factors: Sequence[Factor], label: Label | None) -> Seq
 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
-    """Repeats the factor along a new first axis with this label: from (4, 3) to (label.size, 4, 3)."""
+    """Repeats the factor along a new first axis with this label: (4, 3) becomes (label.size, 4, 3)."""
     array = factor.dense
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
 def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: Any, mode: Any, fill: Any) -> Factor:
-    """Takes the entries of a factor at indices along the axis with this label.
+    """Takes the entries of a factor at the given indices along the axis with this label.
 
-    The factor itself is returned if it lacks that axis. A factor of shape (10, 4) and indices of shape (7, 1) give one
-    of shape (7, 4): the labels ``rows`` come first. ``mode`` and ``fill`` say what an index outside gives, as in
-    ``jax.lax.gather``.
+    A factor without this axis is returned unchanged. Otherwise, the labels ``rows`` of the indices come first in the
+    result: a factor of shape (10, 4) and indices of shape (7, 1) give the shape (7, 4). ``mode`` and ``fill`` determine
+    the value for an out-of-bounds index, as in ``jax.lax.gather``.
     """
     if label not in factor.labels:
         return factor
     i = factor.labels.index(label)
     array = jnp.moveaxis(factor.dense, i, 0)
-    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))  # The axes of the slices come after those of the rows.
+    offset = tuple(range(len(rows), len(rows) + array.ndim - 1))  # In the output, axes of slices follow those of rows.
     numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(0,), start_index_map=(0,))
-    fill = None if _is_integer_or_bool(array.dtype) else fill  # NaN, for instance, is not an integer.
+    fill = None if _is_integer_or_bool(array.dtype) else fill  # Integer dtypes cannot hold NaN.
     array = lax.gather(array, indices, numbers, (1, *array.shape[1:]), mode=mode, fill_value=fill)
     draw = factor.draw and replace(factor.draw, rows=factor.draw.rows * math.prod(label.size for label in rows))
     return replace(factor, array=array, labels=(*rows, *factor.labels[:i], *factor.labels[i + 1 :]), draw=draw)
@@ -339,7 +344,7 @@ def _take_rows(factor: Factor, label: Label | None, rows: AxisLabels, indices: A
 # ---- making sums: products, multiples and sums of known values
 
 
-# Kinds of equations whose output may be larger than their operands, so that keeping it in factors can be worth it.
+# The output of these equations may be larger than their operands, so keeping it in factors can save memory.
 _EXPANDING = {equations.Dot, equations.Multiply, equations.Divide, equations.Broadcast, equations.ConvertType}
 _MAKERS = {*_EXPANDING, equations.Add, equations.Subtract, equations.Concatenate, equations.Stack}
 
@@ -347,9 +352,9 @@ _MAKERS = {*_EXPANDING, equations.Add, equations.Subtract, equations.Concatenate
 def may_make_sum(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may make a sum that is worth keeping in factors, if its operands are known arrays.
 
-    Only types are considered. The output must have two axes or more and the range of float32, and it must be larger
-    than what it is made from: larger than both operands of a product of matrices, or than one operand of another
-    equation. A cast is worth it only from integers and booleans, which may take fewer bytes.
+    The decision depends only on types. The output must have at least two axes and the range of float32. The output of a
+    matrix product must be larger than both operands, and the output of another equation larger than at least one
+    operand. A cast qualifies only if its operand is an integer or boolean array, which may take fewer bytes.
     """
     kind = equations.view_class_of(eqn)
     if kind not in _EXPANDING:
@@ -365,7 +370,7 @@ def may_make_sum(eqn: JaxprEqn) -> bool:
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """Returns the sum that an equation makes from known values; None unless its factors are smaller than its array.
+    """Returns the sum that an equation makes from known values; None if keeping its factors would not save memory.
 
     ``args`` are the values of its operands, arrays or sums, and ``facts`` are the facts about them.
     """
@@ -377,8 +382,7 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """Returns the sum that an equation makes from known values; None if its output must be an array.
 
-    For two arrays, ``a @ b`` gives a sum of one product with the factors ``a`` and ``b``, and ``w + a @ b`` gives a sum
-    of two products.
+    For two arrays, ``a @ b`` gives one product, with the factors ``a`` and ``b``. ``w + a @ b`` gives two products.
 
     Args:
       eqn: The equation. If it is not a maker, or specifies the sharding of its output, the result is None.
@@ -392,23 +396,23 @@ def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum 
     operands = [x if isinstance(x, Sum) else _as_sum(x, fixed=fact.fixed) for x, fact in zip(args, facts, strict=True)]
     if isinstance(view, equations.Concatenate | equations.Stack):
         return _concatenate(view, operands)
-    return _output_of_maker(view, operands[0], operands[-1])  # If there is only one, it is passed twice.
+    return _output_of_maker(view, operands[0], operands[-1])  # A single operand is passed twice.
 
 
 def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[Sum]) -> Sum | None:
-    """Concatenates or stacks sums along an axis; returns None if this axis of a sum is merged or on a diagonal.
+    """Concatenates or stacks sums along an axis; returns None if the axis is merged or on a diagonal in any sum.
 
-    The result is the sum of the parts, each padded with zeros along the axis. Products at the same position in several
-    parts are joined into one, without zeros, if they have the same structure and all their factors vary along the axis.
-    For example, the stack of two weights ``w1 + a1 @ b1`` and ``w2 + a2 @ b2`` has two products: a batch of the w, and
-    a batch of the a times a batch of the b.
+    The result adds all parts, each padded with zeros along the axis. Products at the same position in several parts are
+    joined into a single product without padding if they have the same structure and all their factors vary along the
+    axis. For example, the stack of ``w1 + a1 @ b1`` and ``w2 + a2 @ b2`` has two products: the stack of ``w1`` and
+    ``w2``, and the stack of ``a1`` and ``a2`` times the stack of ``b1`` and ``b2``.
     """
     axis, shape = view.axis if isinstance(view, equations.Stack) else view.dimension, view.type.shape
-    if isinstance(view, equations.Stack):  # Each part gets the new axis, with size 1.
+    if isinstance(view, equations.Stack):  # Add the new axis, with size 1, to each part.
         shape_of_part, dimensions = [*shape[:axis], 1, *shape[axis + 1 :]], [i for i in range(len(shape)) if i != axis]
         parts = [broadcast_sum(x, shape_of_part, dimensions) for x in parts]
     sizes = [x.shape[axis] for x in parts]
-    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))  # Each group has products by number of the part.
+    groups, along = dict[Any, dict[int, Product]](), Label(sum(sizes))  # Each group maps parts to products.
     for i, x in enumerate(parts):
         for position, product_of_part in enumerate(x.products):
             product = _with_label_along(product_of_part, axis, along)
@@ -423,18 +427,18 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 def _structure(product: Product) -> tuple[Any, ...]:
     """Returns the labels of a product and the dtypes of its factors.
 
-    The result is equal for products that differ only in the numbers of their factors.
+    Two products have the same structure if they differ only in the values of their factors.
     """
     numbered = with_numbers(product)
     return numbered.axes, *((factor.array.dtype, factor.labels) for factor in numbered.factors)
 
 
 def _with_label_along(product: Product, axis: int, along: Label) -> Product | None:
-    """Replaces the label that a product of one part has on the concatenated axis by the label ``along``.
+    """Replaces the label of the concatenated axis, in a product of one part, by the label ``along``.
 
-    The arrays keep the size of the part along this axis, until :func:`_join_products` pads them. Factors that are
-    single numbers are repeated along the axis, because they may differ between parts. If the axis has size 1, as in a
-    stack, all factors that lack it are repeated. The result is None if the axis is merged or on a diagonal.
+    The arrays keep their size along this axis until :func:`_join_products` pads them. Scalar factors are repeated along
+    the axis because they may differ between parts. If the axis has size 1, as in a stack, all factors without the axis
+    are repeated. The result is None if the axis is merged or on a diagonal.
     """
     if not product.is_plain(axis):
         return None
@@ -442,7 +446,8 @@ def _with_label_along(product: Product, axis: int, along: Label) -> Product | No
     factors = tuple(
         _repeat(x, label) if label not in x.labels and (not x.labels or label.size == 1) else x for x in product.factors
     )
-    # If no factor has the axis, the entries repeat along it. A factor of ones says the same, and can be padded.
+    # If no factor has the axis, entries repeat along it. A factor of ones has the same effect, and can be padded with
+    # zeros.
     if not any(label in factor.labels for factor in factors):
         factors = (*factors, Factor(jnp.ones(label.size, factors[0].array.dtype), (label,), fixed=True))
     axes = tuple((label,) if i == axis else labels for i, labels in enumerate(product.axes))
@@ -452,14 +457,14 @@ def _with_label_along(product: Product, axis: int, along: Label) -> Product | No
 def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[int]) -> Product:
     """Joins products with the same structure into one, whose factors are concatenated along the label ``along``.
 
-    ``group`` has the product of each part, by the number of the part, and ``sizes`` are the sizes of all parts along
-    the axis. If a part is not in the group, its part of the factors is zero.
+    ``group`` maps the number of each part to its product, and ``sizes`` holds the size of every part along the axis.
+    Where a part is not in the group, the joined factors are zero.
     """
 
     def join(factors: Mapping[int, Factor]) -> Factor:
         """Joins the factors of the parts into one factor.
 
-        If they lack the label, there is only one part, and its factor is returned.
+        If the factors lack the label, there is only one part, and its factor is returned.
         """
         factor = next(iter(factors.values()))
         if along not in factor.labels:
@@ -477,10 +482,10 @@ def _join_products(group: Mapping[int, Product], along: Label, sizes: Sequence[i
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
-    """Returns the output of a ``select_n`` of two cases, in which ``which`` selects for each entry the case 0 or 1.
+    """Returns the output of a ``select_n`` whose first operand selects one of two cases for each entry.
 
-    The cases are weights or arrays. The result is the sum of both cases, each times a mask of ones where it is
-    selected. It is None if there is another number of cases, if ``which`` is a weight, or if a case cannot be
+    Each case is a sum or an array. The result adds both cases, each multiplied by a mask that is one where the case is
+    selected. The result is None if there are not two cases, if the first operand is a sum, or if a case cannot be
     multiplied by its mask in factors.
     """
     which, *cases = args
@@ -496,14 +501,14 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
 
 
 def _as_sum(x: Any, *, fixed: bool) -> Sum:
-    """Converts an array to a sum of one product with one factor, which gets no gradient if it is ``fixed``."""
+    """Converts an array to a sum of one product with one factor. The factor gets no gradient if ``fixed`` is true."""
     return Sum((Product.of(x, fixed=fixed),), x.shape, x.dtype, None, None)
 
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """Estimates the cost of computing the output of an equation as an array, and the gradients of its operands.
 
-    The unit is one operation of a matrix product. ``facts`` are those about the operands; fixed operands get no
+    The unit is one operation of a matrix product. ``facts`` holds the facts about each operand. A fixed operand gets no
     gradient. The cost is infinite for a product of matrices for which :func:`sums.contract` returns None.
     """
     view = equations.view_of(eqn)
@@ -515,10 +520,9 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
 
 
 def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """Returns the sum that a maker, an equation of known values, computes from the sums ``x`` and ``y``.
+    """Returns the sum that a maker computes from the sums ``x`` and ``y``; None if the output must be an array.
 
-    For an equation of one operand, such as a cast, both are that operand. The result is None if the output must be an
-    array.
+    If the equation has one operand, such as a cast, ``x`` and ``y`` are both that operand.
     """
     match view:
         case equations.Dot() if sums.keeps_range(view.precision):
@@ -532,7 +536,7 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
         case equations.ConvertType() if _is_integer_or_bool(
             x.dtype
-        ):  # The arrays stay integers until they are multiplied.
+        ):  # Integer arrays are cast only when they are multiplied.
             return cast_sum(x, view.new_dtype)
         case equations.Add() | equations.Subtract():
             return _make_sum_of_two(view, x, y)
@@ -543,25 +547,25 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, multiply: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
-    """Multiplies two sums, and returns the output of the equation as one sum: (a + b)(c + d) becomes ac + ad + bc + bd.
+    """Multiplies two sums into one: (a + b)(c + d) becomes ac + ad + bc + bd.
 
-    ``multiply`` multiplies two products. The result is None if ``multiply`` returns None for any pair.
+    ``multiply`` multiplies two products. If it returns None for any pair of products, so does this function.
     """
     products = sums.all_or_none(multiply(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """Multiplies two sums elementwise; one of them may be a scalar.
+    """Multiplies two sums elementwise; either sum may be a scalar.
 
-    The result is None where :func:`sums.multiply_entries` returns None.
+    The result is None if :func:`sums.multiply_entries` returns None for any pair of products.
     """
     precision = x.precision or y.precision
     return _multiply_sums(view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), sums.multiply_entries, precision)
 
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
-    """Returns ``x`` itself, or gives it ``ndim`` axes of size 1 if it is a scalar: from () to (1, 1)."""
+    """Reshapes a scalar to have ``ndim`` axes of size 1, as from () to (1, 1); returns any other sum unchanged."""
     if x.ndim or not ndim:
         return x
     products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
@@ -569,10 +573,10 @@ def _with_ndim(x: Sum, ndim: int) -> Sum:
 
 
 def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
-    """Divides two sums elementwise, by multiplying ``x`` by the reciprocal of the divisor ``y``.
+    """Divides ``x`` by ``y`` elementwise, as a product of ``x`` and the reciprocal of ``y``.
 
-    The result is None if the divisor has several products or factors, because its reciprocal is not formed from theirs,
-    or if it is a draw, because reciprocals of normal random numbers are not normal.
+    The result is None unless ``y`` has one product with one factor, because only a single factor is inverted. The
+    result is also None if this factor is a random draw, because reciprocals of normal random numbers are not normal.
     """
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
@@ -585,9 +589,9 @@ def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 
 def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum:
-    """Adds two sums, or subtracts them if ``view`` is a subtraction; the result has the products of both.
+    """Adds or subtracts two sums, as ``view`` does; the result has the products of both.
 
-    Either may be a scalar or have axes of size 1, and is broadcast.
+    A scalar, or a sum with axes of size 1, is broadcast.
     """
     shape, ndim = view.type.shape, view.type.ndim
     if isinstance(view, equations.Subtract):

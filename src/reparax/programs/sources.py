@@ -1,4 +1,4 @@
-"""Where the values of a program come from, for reports: source lines of equations, and paths of parameters."""
+"""Finds the source lines of equations and the paths of parameters, for reports."""
 
 import os
 import re
@@ -14,7 +14,8 @@ from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, Traced
 from reparax.programs.equations import Conv, view_of
 
-# Reports skip source lines of this package, and replace file names of notebook cells, which mean nothing to users.
+# Reports skip source lines of this package, and replace file names of notebook cells because they mean nothing to
+# users.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
@@ -22,9 +23,9 @@ _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
     """Maps the origin (``jaxprs.origin``) of each equation, also of those in inner programs, to its source line.
 
-    This is the line in the user's code, as in :func:`line_of`. An equation without one gets the line of the equation
-    around it, because JAX cuts off tracebacks inside some equations. An outermost equation without one gets
-    ``outside``.
+    The source line is in the user's code, as in :func:`line_of`. Because JAX cuts off tracebacks inside some equations,
+    an equation without a source line gets the line of the equation around it. An outermost equation without a source
+    line gets ``outside``.
     """
     line_of_origin: dict[int, str] = {}
     for eqn in program.eqns:
@@ -36,9 +37,9 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """Returns the innermost source line of an equation that is outside of reparax, such as "model.py:12:4 (loss)".
+    """Returns the innermost source line of an equation outside of reparax, such as "model.py:12:4 (loss)".
 
-    The file of a notebook cell is written as ``<cell>``. The text is empty if there is no such line.
+    The file of a notebook cell is written as ``<cell>``. The result is an empty string if there is no such line.
     """
     line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", line)
@@ -58,19 +59,19 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
 
 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """Returns the source line that computed the ``i``-th output of an equation, or an empty text if it is not known.
+    """Returns the source line that computed the ``i``-th output of an equation, or an empty string if it is unknown.
 
-    For a ``jit``, this is the line inside it, if known. ``lines`` comes from :func:`lines_by_origin`.
+    For a ``jit``, the line inside the call is returned if it is known. ``lines`` comes from :func:`lines_by_origin`.
     """
     line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
     return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
 
 
 def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """Returns the line inside a call that computed its ``i``-th output.
+    """Returns the line inside a call that computed the ``i``-th output of the call.
 
-    The text is empty if the line is not known, or if no equation inside the call computed the output, which may be an
-    operand or a literal.
+    The result is an empty string if the line is unknown, or if the output is an operand or a literal, which no equation
+    inside the call computed.
     """
     (program,) = jaxprs.inner_programs(call)
     v: Any = program.outvars[i]
@@ -81,7 +82,7 @@ def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
 def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
     """Maps the position of each input of a program to its path among the arguments, such as ``raw/layer/kernel``.
 
-    Two kinds of inputs have no path: constants of the program, which come first, and typed keys.
+    Constants of the program, which come first, and typed keys have no path.
     """
     paths = dict(enumerate(arguments.paths, start=len(call.inputs) - len(arguments.paths)))
     types = [jaxprs.type_of(v).dtype for v in call.program.invars]
@@ -89,14 +90,14 @@ def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
 
 
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
-    """Returns the path of a weight: the common beginning of the paths of the inputs from which it is computed.
+    """Returns the path of a weight, which is the common prefix of the paths of the inputs that the weight depends on.
 
-    ``origins`` are the positions of these inputs, and ``paths`` comes from :func:`paths_of`. The path ends before the
-    values of stages: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". If the paths have nothing in common, the result
-    says in words what the weight is computed from.
+    ``origins`` holds the positions of these inputs, and ``paths`` comes from :func:`paths_of`. The path ends before a
+    name that starts with ``@``: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". If there is no common prefix, the
+    result is "of several parameters" or "closed over".
     """
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in split_paths}) > 1:  # Several arguments hold parts of one tree.
+    if len({names[0] for names in split_paths}) > 1:  # Several arguments hold parts of one tree, so skip names.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
     for names in zip(*split_paths, strict=False):

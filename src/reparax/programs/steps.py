@@ -1,10 +1,11 @@
 """Computes one step's part of a stacked value, such as the weight of one layer, from the same parts of other values.
 
-The part of a value at step ``i`` along an axis has the entries at index ``i`` of this axis, which stays, with size 1:
-(5, 8, 3) becomes (1, 8, 3). Most equations compute a part of their output by the same operation on parts of their
-operands. For ``y = tanh(x)``, for example, the part of ``y`` is ``tanh`` of the part of ``x``. Where entries along the
-axis mix, as in ``cumsum``, the whole value is needed. ``plan`` finds out which parts must be read to compute others,
-and ``StepPlan.run`` computes them. A ``PartRule`` says how one equation computes a part of its output.
+The part of a value at step ``i`` along an axis has the entries at index ``i`` of this axis. The axis stays, with size
+1: (5, 8, 3) becomes (1, 8, 3). Most equations can compute a part of their output by applying the same operation to
+parts of their operands. For ``y = tanh(x)``, for example, the part of ``y`` is ``tanh`` of the part of ``x``. If an
+equation mixes entries along the axis, as ``cumsum`` does, it needs the whole operand. ``plan`` finds the parts that
+must be read to compute given parts, and ``StepPlan.run`` computes these. A ``PartRule`` describes how one equation
+computes a part of its output.
 """
 
 import math
@@ -22,22 +23,22 @@ from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.contractions import contraction_of
 
 LARGE = 2**16
-"""Values of more than this many bytes are not computed again at each step, because this would take too long."""
+"""The largest size in bytes of a value that is computed again at each step. Larger values would take too long."""
 
 Axis = int | None
-"""The axis along which a part is taken; None for the whole value."""
+"""The axis along which a part is taken. None stands for the whole value."""
 Part = tuple[Var, Axis]
 """A value of the program, and the axis along which its part is taken."""
 
 
 class PartRule(NamedTuple):
-    """A rule that computes a part of an output, or parts of several outputs at once, from parts of the operands.
+    """A rule that computes parts of one or several outputs from parts of the operands.
 
     For ``y = transpose(x)`` and the part of ``y`` along axis 0, ``axes`` is [1], and ``function(step, part_of_x)`` is
     ``transpose(part_of_x)``.
 
     Attributes:
-      axes: For each operand, the axis of the part that is read.
+      axes: The axis of the part to read, for each operand.
       function: Computes the part, or the list of parts, from the index of the step and the parts of the operands.
     """
 
@@ -55,12 +56,13 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan for computing parts of values in one step, as :func:`plan` found it.
+    """A plan for computing parts of values in one step. :func:`plan` creates it.
 
     Attributes:
-      parts: The parts to read. They belong to inputs of the program, or to values that cannot be computed by parts.
+      parts: The parts to read: parts of inputs of the program, and of values that cannot be computed by parts.
       outputs: The parts to return.
-      computations: The parts to compute, in an order in which each reads only earlier ones and ``parts``.
+      computations: The parts to compute, in order. Each computation reads only ``parts`` and the results of earlier
+        computations.
     """
 
     parts: list[Part]
@@ -79,22 +81,23 @@ class StepPlan:
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """Plans how to compute parts of a program's values, by following each back through as many equations as possible.
+    """Plans how to compute parts of a program's values, tracing each part back through as many equations as possible.
 
     For ``y = tanh(x @ w)`` and the part of ``y`` along axis 0, the plan reads the part of ``x`` along axis 0 and the
-    whole ``w``, and computes the part of the product, then that of ``y``.
+    whole ``w``. It computes the part of the product first, and then the part of ``y``.
 
     Args:
       jaxpr: The program.
       outputs: The parts to compute, of any values of the program.
-      differentiable: Whether the result may be differentiated. If so, a ``jax.custom_jvp`` is computed by parts only if
-        its derivative can be too; if not, it is computed as a plain call of its function.
+      differentiable: Whether the result may be differentiated. If true, a ``jax.custom_jvp`` is computed by parts only
+        if its derivative can be computed by parts too. If false, a ``jax.custom_jvp`` is computed as a plain call of
+        its function.
     """
     needed_axes: dict[Var, list[Axis]] = {}
     computations: list[Computation] = []
 
     def need(v: Any, axis: Axis) -> None:
-        """Adds a part to ``needed_axes``, unless it is there already or the value is a literal, which is never read."""
+        """Adds a part to ``needed_axes`` without duplicates. Literals are skipped because a plan never reads them."""
         if not isinstance(v, Literal) and axis not in needed_axes.setdefault(v, []):
             needed_axes[v].append(axis)
 
@@ -115,14 +118,15 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
     """Returns the rule that computes a part of the ``i``-th output of an equation.
 
-    The result is None if the part must be taken from the output instead. This is so if entries along the axis mix, if
-    the equation must run exactly once, or if its output is sharded, because an axis of size 1 cannot be split over a
-    mesh.
+    The result is None if the part must be taken from the whole output instead. This is the case if the equation mixes
+    entries along the axis or must run exactly once. It is also the case if the output is sharded, because an axis of
+    size 1 cannot be split over a mesh.
     """
     view = equations.view_of(eqn)
     if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
         return None
-    # A whole value is read as it is. If it only repeats numbers, it is computed instead, so that it need not be stored.
+    # A whole value is read, not computed. Broadcasts and iotas are exceptions: they are computed so that they need not
+    # be stored.
     if axis is None:
         is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
         return PartRule([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
@@ -142,23 +146,23 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
 
 
 def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
-    """Returns the rule for the part of an iota along the axis on which it counts.
+    """Returns the rule for the part of an iota along its counting axis.
 
-    All entries of this part are the index of the step.
+    Every entry of this part equals the index of the step.
     """
     shape = _with_size_one(view.shape, axis)
     return PartRule([], lambda step: lax.broadcast(lax.convert_element_type(step, view.type.dtype), shape))
 
 
 def _is_sharded(v: Any) -> bool:
-    """Returns whether the type of a variable shards one of its axes, as on a mesh with explicit axes."""
+    """Returns whether the type of a variable shards any axis, as on a mesh with explicit axes."""
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
 def _same_equation(view: equations.View, **new_params: Any) -> Callable[..., Any]:
-    """Returns a rule's function that runs the equation itself on the parts, with some parameters changed.
+    """Returns a function for a rule. It runs the equation itself on the parts, with some parameters changed.
 
-    The function ignores its first argument, the index of the step, which all rules get before the parts.
+    The function ignores its first argument, the index of the step, which every rule receives before the parts.
     """
     return lambda _, *operands: view.bind(*operands, **new_params)
 
@@ -174,19 +178,19 @@ def _shape_of(v: Any) -> tuple[int, ...]:
 
 
 def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
-    """Returns, for each operand, the axis of the part from which the same equation computes the part of its output.
+    """Returns the axis of the part of each operand that the equation needs to compute a part of its output.
 
-    ``axis`` is the axis of that part of the output. For ``x @ w`` and axis 0 of the output, the result is [0, None]:
-    row ``i`` of the product needs row ``i`` of ``x``, and the whole ``w``. The result is None if there are no such
-    parts, because entries along the axis mix, or if the equation is not known here.
+    ``axis`` is the axis of the part of the output. For ``x @ w`` and axis 0, the result is [0, None]: row ``i`` of the
+    product needs row ``i`` of ``x`` and the whole ``w``. The result is None if the equation mixes entries along the
+    axis, or if this function has no case for the equation.
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
-            # An operand that has size 1 along the axis, or is a scalar, is read whole.
+            # A scalar, or an operand of size 1 along the axis, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:  # Other operands are sizes unknown while tracing.
-            # If the axis is new, or repeats the only entry of the operand, the whole operand is needed.
+            # If the axis is new, or has size 1 in the operand, the whole operand is needed.
             axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
             return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
         case equations.Iota():
@@ -195,7 +199,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
             return _axes_before_reshape(shapes[0], shape, axis)
         case equations.Squeeze():
             return [_remaining_axes(shapes[0], view.dimensions)[axis]]
-        case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):  # Indices need whole axes.
+        case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):  # Argmax needs whole axes.
             return [_remaining_axes(shapes[0], view.axes)[axis]]
         case equations.Transpose():
             return [view.permutation[axis]]
@@ -204,7 +208,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
         case equations.Concatenate() if view.dimension != axis:
             return [axis for _ in shapes]
         case equations.Stack() if view.axis != axis:
-            return [axis - (axis > view.axis) for _ in shapes]  # Operands lack the axis of the stack.
+            return [axis - (axis > view.axis) for _ in shapes]  # Operands lack the new axis.
         case equations.Dot() | equations.Gather():
             return _axes_before_contraction(view, axis)
         case _:
@@ -212,7 +216,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
 
 
 def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
-    """Returns the axes of an operand that remain in the output.
+    """Returns the axes of an operand except ``removed_axes``.
 
     For the shape (5, 8, 3) and the removed axis 1, the result is [0, 2].
     """
@@ -222,23 +226,24 @@ def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[i
 def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: int) -> list[Axis] | None:
     """Returns the axis of the operand of a reshape that becomes ``axis`` of its output, as a list of one element.
 
-    From (5, 8, 3) to (5, 24), axis 0 comes from [0]. Axis 1 merges two axes and comes from neither, so the result is
-    None.
+    For a reshape from (5, 8, 3) to (5, 24), the result is [0] for axis 0. For axis 1, the result is None because this
+    axis merges two axes of the operand.
     """
-    # An axis stays the same if its size and the number of entries before it do.
+    # An axis of the operand equals ``axis`` if both have the same size and the same product of the sizes before them.
     n_before = math.prod(shape[:axis])
     same = [i for i, n in enumerate(old_shape) if n == shape[axis] and math.prod(old_shape[:i]) == n_before]
     return [same[0]] if same else None
 
 
 def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
-    """Returns, for each operand of a product or look-up, the axis that becomes ``axis`` of the output, or None.
+    """Returns the axis of each operand of a product or look-up that becomes ``axis`` of the output.
 
-    For the look-up ``table[indices]`` and an axis of ``indices``, the result is [None, 0]: each step looks up its own
-    indices in the whole table. The result is None instead of a list if a step would read a part of the table.
+    An operand that lacks this axis gets None. For the look-up ``table[indices]`` and axis 0 of ``indices``, the result
+    is [None, 0], because each step looks up its own indices in the whole table. The function returns None instead of a
+    list if a step would read only a part of the table.
     """
     if isinstance(view, equations.Gather):
-        # Axes at ``offset_dims`` come from the table, and batching axes from both operands.
+        # Axes at ``offset_dims`` come from the table, and batching axes come from both operands.
         numbers = view.dimension_numbers
         if numbers.operand_batching_dims or axis in numbers.offset_dims:
             return None
@@ -247,10 +252,10 @@ def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) 
 
 
 def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
-    """Returns the parameters that an equation must change to compute the part of its output along an axis.
+    """Returns new values of parameters with which an equation computes the part of its output along an axis.
 
-    These are the parameters that hold a size of the output, with their new values. A broadcast to (5, 8), for example,
-    computes its part with the shape (1, 8).
+    Only parameters that hold a size of the output change. For example, a broadcast to (5, 8) computes a part along axis
+    0 with the shape (1, 8).
     """
     match view:
         case equations.Broadcast() | equations.Iota():
@@ -258,16 +263,16 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
         case equations.Reshape():
             return {"new_sizes": _with_size_one(view.new_sizes, axis)}
         case equations.Slice():
-            # The axis is not sliced, so its part has only the index 0.
+            # The slice takes this axis whole, so the part has only the index 0.
             return {"limit_indices": _with_size_one([limit for _, limit, _ in view.bounds], axis)}
         case _:
             return {}
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
-    """Returns the rule that computes a part of the ``i``-th output of a call from parts of its operands, by its body.
+    """Returns the rule that computes a part of the ``i``-th output of a call by computing the call's body by parts.
 
-    The result is None if the body cannot be computed by parts, for the reasons in :func:`_parts_in_body`.
+    The result is None if :func:`_parts_in_body` returns None for the body.
     """
     jaxpr, consts = jaxprs.body(eqn)
     rule = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
@@ -275,28 +280,30 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> 
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """Returns the rule that computes a part of the output of a ``jax.custom_jvp``, by another custom function of parts.
+    """Returns the rule that computes a part of the output of a ``jax.custom_jvp`` by a new custom function of parts.
 
-    The new function has the custom derivative of the old one, which is computed by parts too. The result is None if the
-    function or its derivative cannot be computed by parts, or if they need parts along different axes. It is also None
-    if the equation reads a literal, reads a value twice, or has an operand or output without a tangent, because its
-    derivative would not have one tangent for each operand.
+    The custom derivative of the new function computes the original derivative by parts. The result is None if the
+    function or its derivative cannot be computed by parts, or if the two need parts along different axes. The result is
+    also None if the equation reads a literal, reads a value twice, or has an operand or output without a tangent,
+    because the derivative would then not have exactly one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    # This program has only this equation. ``part`` replaces the equations of the jaxpr that it gets, so any will do.
+    # ``part`` builds a program of this single equation. It replaces all equations of the given jaxpr, so any jaxpr is
+    # suitable.
     call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
     jvp, consts = _program_of_jvp(call)
 
     def jvp_rule(*, differentiable: bool) -> Any:
-        """Returns the JVP rule, which computes the parts of the output and of its tangent.
+        """Returns the JVP rule.
 
-        It computes them from the parts of the operands and of their tangents.
+        The rule computes parts of the output and of its tangent from parts of the operands and of their tangents.
         """
         return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
 
-    # A derivative may call the function itself, so the rule for its own derivative is made only when it is needed.
+    # The derivative may call the function itself, so the rule for the derivative of the derivative is created only when
+    # needed.
     first_jvp_rule = jvp_rule(differentiable=False)
     if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
         return None
@@ -311,10 +318,10 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
 
 def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program of a program's derivative, and the values of its constants.
+    """Returns the program that computes the JVP of ``program``, and the values of its constants.
 
-    The constants are its first inputs. The other inputs are the inputs of ``program``, followed by a tangent for each.
-    The program returns the outputs and their tangents.
+    The inputs of the JVP are its constants, the inputs of ``program``, and a tangent for each input of ``program``. Its
+    outputs are the outputs of ``program`` and their tangents.
     """
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in program.invars]
 
@@ -327,13 +334,13 @@ def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
     """Returns the rule that computes parts of a body's outputs from parts of its inputs.
 
-    The first ``n_consts`` inputs are constants. The function of the rule returns a list of parts. Its arguments are the
-    index of the step, the values of the constants, and the parts of the other inputs; only these other inputs have an
-    axis in ``axes``.
+    The first ``n_consts`` inputs are constants. The function of the rule takes the index of the step, the values of the
+    constants and the parts of the other inputs, and returns a list of parts. The ``axes`` of the rule leave out the
+    constants.
 
-    If the body needs a whole value that it computes, such as a norm over the axis, each step computes this value again
-    from whole inputs. The result is None if such a value is large, if only a part of it is needed, or if an input is
-    needed along two axes. It is also None if an output is a literal, which is no variable of the body.
+    If the plan needs the whole of a value that the body computes, such as a norm over the axis, each step computes this
+    value again from whole inputs. The result is None if such a value is large, if only a part of such a value is
+    needed, if an input is needed along two axes, or if an output is a literal.
     """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
@@ -342,7 +349,7 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in parts_inside):
         return None
     whole_values = [v for v, _ in parts_inside]
-    # ``prefix`` is the program that computes these whole values, with only the inputs that it needs.
+    # ``prefix`` is the program that computes these whole values. It has only the inputs that it needs.
     prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
@@ -356,5 +363,5 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
         env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
         return body_plan.run(step, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
-    # An input that nothing reads has no axis, so it is passed whole.
+    # An unused input has no entry in ``axes``, so it is passed whole.
     return PartRule([axes.get(v) for v in jaxpr.invars[n_consts:]], parts_of_outputs)

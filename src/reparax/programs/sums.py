@@ -1,11 +1,12 @@
 """Represents weights as sums of products of smaller arrays, as in einsum, and multiplies two of them.
 
-A ``Factor`` is an array with a ``Label`` for each axis. Like a letter in einsum, a label may be on several factors. A
-``Product`` of factors is summed over all labels but those of its own axes. An axis usually has one label. It has
-several if a reshape merged axes, and none if its size is 1. Two axes with the same label are on a diagonal: all entries
-beside it are zero. A ``Sum`` adds products of one shape, such as a weight and its adapter.
+A ``Factor`` is an array with a ``Label`` for each axis. Several factors may share a label, as they share a letter in
+einsum. A ``Product`` multiplies its factors and sums over all labels except those of its own axes. An axis usually has
+one label. A merged axis, which a reshape combined from several, has several labels, and an axis of size 1 has none. If
+two axes have the same label, all entries off their diagonal are zero. A ``Sum`` adds products of one shape, such as a
+weight and its adapter.
 
-No array of a product is computed here: ``multiply`` does that.
+This module never computes the array of a product; ``multiply`` does.
 """
 
 import math
@@ -29,11 +30,11 @@ Shape = Sequence[int]
 T = TypeVar("T")
 
 UNKNOWN = 1024
-"""The size that costs assume for a size that is unknown when a program is exported."""
+"""The size that cost estimates assume for an axis whose size is unknown while a program is exported."""
 
 
 def count_entries(sizes: Iterable[Any]) -> int:
-    """Counts the entries of an array of these sizes, for costs: an unknown size counts as ``UNKNOWN``."""
+    """Counts the entries of an array with these axis sizes to estimate costs. An unknown size counts as ``UNKNOWN``."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
@@ -49,25 +50,22 @@ class Label:
 
 
 AxisLabels = tuple[Label, ...]
-"""The labels of one axis of a product, from major to minor: several if axes are merged, none if its size is 1."""
+"""The labels of one axis of a product, from major to minor: several for a merged axis, none for an axis of size 1."""
 
 
 def axis_labels(label: Label) -> AxisLabels:
-    """Returns ``(label,)``, the labels of an axis with a single label, or () if its size is 1.
-
-    Axes of size 1 have no labels.
-    """
+    """Returns the labels of an axis that has only this label: ``(label,)``, or () if the size is 1."""
     return () if label.size == 1 else (label,)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A description of a draw, which is an array of independent normal random numbers.
+    """Describes a draw: an array of independent normal random numbers.
 
     Attributes:
       source: Identifies the draw. Factors with equal sources hold numbers of one draw.
-      key: The PRNG key or keys with which it was drawn.
-      rows: The number of rows that look-ups took from it, counting repetitions; 1 if nothing was looked up.
+      key: The PRNG key or keys of the draw.
+      rows: The number of rows that look-ups took from the draw, including repeated rows; 1 if there was no look-up.
     """
 
     source: Hashable
@@ -80,10 +78,10 @@ class Factor:
     """An array with a label for each axis.
 
     Attributes:
-      array: The array; a ``Circulant`` or ``Segments`` if it is stored in fewer numbers.
-      labels: The label of each axis, all different. Unlike in the axes of a product, axes of size 1 have a label too.
-      fixed: Whether it gets no gradient.
-      draw: Describes the draw if the array holds random numbers of one; None otherwise.
+      array: The array, or a ``Circulant`` or ``Segments`` that stores a structured array in fewer numbers.
+      labels: The label of each axis, all different. An axis of size 1 has a label here, unlike in ``Product.axes``.
+      fixed: Whether the factor gets no gradient.
+      draw: The draw whose random numbers the array holds; None for any other array.
     """
 
     array: Any
@@ -93,24 +91,24 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """The number of stored numbers, for costs.
+        """The number of stored numbers, for cost estimates.
 
-        Sizes that are unknown while exporting count as ``UNKNOWN``.
+        A size that is unknown while exporting counts as ``UNKNOWN``.
         """
         return self.array.size if isinstance(self.array, Circulant | Segments) else count_entries(self.array.shape)
 
     @property
     def dense(self) -> Any:
-        """The array with the axes ``labels``, to which a ``Circulant`` or ``Segments`` is expanded."""
+        """The array with one axis for each label. A ``Circulant`` or ``Segments`` is expanded to an array."""
         return self.array.todense() if isinstance(self.array, Circulant | Segments) else self.array
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over all labels that its axes do not have.
+    """A product of factors, summed over every label that is not on one of the product's axes.
 
-    ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
-    ``((i,), (o,))``. Along a label of its axes that no factor has, the product repeats its entries.
+    For example, ``einsum("ir,ro->io", a, b)`` has two factors, with the labels ``(i, r)`` and ``(r, o)``, and the axes
+    ``((i,), (o,))``. If no factor has a label of an axis, the entries of the product repeat along this axis.
 
     Attributes:
       factors: The factors, at least one.
@@ -122,9 +120,9 @@ class Product:
 
     @classmethod
     def of(cls, x: Any, *, fixed: bool) -> "Product":
-        """Returns a product with the array ``x``, or a ``Circulant`` or ``Segments``, as its only factor.
+        """Returns a product whose only factor is ``x``: an array, a ``Circulant`` or a ``Segments``.
 
-        ``fixed`` says whether this factor gets no gradient.
+        If ``fixed`` is true, the factor gets no gradient.
         """
         labels = tuple(Label(n) for n in x.shape)
         return cls((Factor(x, labels, fixed),), tuple(map(axis_labels, labels)))
@@ -140,30 +138,30 @@ class Product:
         return [label for group in self.axes for label in group]
 
     def is_plain(self, axis: int) -> bool:
-        """Returns whether an axis can be changed on its own: it is not merged, and shares no label with another axis.
+        """Returns whether an axis is not merged and shares no label with another axis, so that it can be changed alone.
 
-        An axis is not merged if it has at most one label.
+        A merged axis has more than one label.
         """
         labels = self.axes[axis]
         return len(labels) <= 1 and all(self.labels_of_axes.count(label) == 1 for label in labels)
 
     @property
     def is_smaller_in_factors(self) -> bool:
-        """Whether the factors are worth keeping: at most one is as large as the array of the product.
+        """Whether keeping the factors saves memory: at most one factor is as large as the array of the product.
 
-        One may be as large, such as a weight that the others scale, because it is stored anyway.
+        One large factor is allowed, such as a weight that the other factors scale, because it is stored in any case.
         """
         size = count_entries(label.size for label in self.labels_of_axes)
         return sum(factor.size >= size for factor in self.factors) <= 1
 
     def transpose(self, order: Sequence[int]) -> "Product":
-        """Transposes this product to another order of its axes; only ``axes`` changes."""
+        """Returns this product with its axes in another order. The factors do not change."""
         return replace(self, axes=tuple(self.axes[i] for i in order))
 
     def squeeze(self, axes: Iterable[int]) -> "Product":
         """Removes some axes of size 1 from this product.
 
-        If an axis had labels, the product would be summed over them.
+        Any labels on an axis would be summed over in the product.
         """
         axis_set = set(axes)
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
@@ -171,9 +169,9 @@ class Product:
     def sum(self, axes: Iterable[int]) -> "Product":
         """Sums this product over axes.
 
-        A label that no axis has is summed over, so the axes only need to be removed. Along a label that no factor has,
-        however, the product repeats its entries, and their sum must count the repetitions. Such a label therefore gets
-        a factor of ones.
+        A label that is on no axis is summed over, so it is enough to remove the axes. However, a product repeats its
+        entries along a label that no factor has, and the sum must count each repetition. The result therefore gets a
+        factor of ones for each such label.
         """
         summed = self.squeeze(axes)
         remaining = self.labels.union(*summed.axes)
@@ -182,10 +180,10 @@ class Product:
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
-        """Broadcasts this product to the given shape, in which its own axes become the axes ``dimensions``.
+        """Broadcasts this product to ``shape``; its current axes become the axes ``dimensions`` of the result.
 
-        From (3, 1) to (2, 3, 4), with the dimensions (1, 2): axis 1 keeps its labels, and the axes 0 and 2 get new ones
-        that no factor has, along which entries are repeated.
+        For example, (3, 1) is broadcast to (2, 3, 4) with the dimensions (1, 2). Axis 1 of the result keeps its labels.
+        Axes 0 and 2 get new labels, which no factor has, so entries repeat along them.
         """
         axis_at = dict(zip(dimensions, self.axes, strict=True))
         return replace(self, axes=tuple(axis_at.get(i) or axis_labels(Label(n)) for i, n in enumerate(shape)))
@@ -194,8 +192,9 @@ class Product:
         """Reshapes this product to the given shape; returns None if its labels cannot be split to match.
 
         From (6, 4) to (2, 12), the labels of sizes 6 and 4 are split into labels of sizes 2, 3 and 4. The first axis
-        then gets (2,) and the second (3, 4). The result is None if sizes do not split so, as from (6, 4) to (8, 3), or
-        if two axes are on a diagonal, because their common labels might have to be split in two ways.
+        then gets the label of size 2, and the second axis gets those of sizes 3 and 4. No such split exists from (6, 4)
+        to (8, 3). The result is also None if two axes share a label, because this label might have to be split in two
+        ways.
         """
         labels = self.labels_of_axes
         if len(set(labels)) < len(labels):
@@ -210,22 +209,24 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """Replaces each of ``labels`` by several new labels, which have the sizes in ``sizes``.
+        """Splits each of ``labels`` into new labels of the given sizes.
 
-        The label of size 6 with the sizes [2, 3] becomes two labels, and factors that have it are reshaped. A label
-        with only one size stays.
+        For the sizes [2, 3], a label of size 6 becomes two labels, and each factor that has this label is reshaped. A
+        label with only one size is not replaced.
         """
         pairs = zip(labels, sizes, strict=True)
         parts = {label: tuple(map(Label, sizes_of_label)) for label, sizes_of_label in pairs if len(sizes_of_label) > 1}
         return self._change_labels(partial(_split_labels, parts=parts), parts)
 
     def where_equal(self, pairs: Iterable[tuple[int, int]]) -> "Product | None":
-        """Keeps the entries of this product at which both axes of each pair have the same index; others become zero.
+        """Keeps the entries whose two indices are equal for each pair of axes, and sets all other entries to zero.
 
-        Both axes get the same labels, like letters in einsum: the outer product "i,j->ij" of two vectors becomes
-        "i,i->ii", with their elementwise product on its diagonal. A pair with an axis of size 1, which has no labels,
-        stays as it is. The result is None if the axes of a pair are merged in such ways that their labels cannot be
-        split alike, or if a label occurs twice within a pair or would occur twice on a factor.
+        Both axes of a pair get the same labels, like letters in einsum. For example, the outer product "i,j->ij" of two
+        vectors becomes "i,i->ii", which has their elementwise product on its diagonal. A pair in which one axis has
+        size 1, and thus no labels, is left unchanged.
+
+        The result is None if the labels of two paired axes cannot be split into the same sizes, if a label occurs twice
+        within a pair, or if a label would occur twice on a factor.
         """
         product = self
         for i, j in pairs:
@@ -240,14 +241,14 @@ class Product:
         return None if any(len(set(factor.labels)) < len(factor.labels) for factor in product.factors) else product
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
-        """Replaces each label in ``names`` by its new label, on factors and axes."""
+        """Replaces each label in ``names`` by ``names[label]``, on factors and axes."""
         parts = {label: (new_label,) for label, new_label in names.items()}
         return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), parts)
 
     def _change_labels(self, change: Callable[[Factor], Factor], parts: dict[Label, AxisLabels]) -> "Product":
-        """Changes each factor by ``change``, and replaces each label in ``parts`` on the axes.
+        """Applies ``change`` to each factor, and replaces each label in ``parts`` on the axes.
 
-        An axis (i, o) becomes (j, k, o) if ``parts`` has (j, k) for i.
+        If ``parts`` maps i to (j, k), the axis (i, o) becomes (j, k, o).
         """
         axes = tuple(tuple(x for label in group for x in parts.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
@@ -261,9 +262,9 @@ class Sum:
       products: The products, at least one.
       shape: The shape of each product, and of the array.
       dtype: The dtype of the array.
-      precision: The precision with which its factors are multiplied.
-      maker: Identifies what made the sum, such as an equation. Transposes, casts and slices keep it. A rule that makes
-        a sum leaves it as None, and the caller of the rule sets it.
+      precision: The precision used to multiply the factors.
+      maker: Identifies what made the sum, such as an equation. Transposes, casts and slices do not change the maker. A
+        rule that makes a sum leaves the maker as None, and the caller of the rule sets it.
     """
 
     products: tuple[Product, ...]
@@ -278,7 +279,7 @@ class Sum:
         return len(self.shape)
 
     def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """Changes each product by ``change``, to a new shape; returns None if ``change`` returns None for any."""
+        """Changes each product by ``change``, which gives it a new shape; returns None if ``change`` ever does."""
         products = all_or_none(map(change, self.products))
         return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
 
@@ -293,7 +294,8 @@ def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     return results
 
 
-# Arrays and keys are leaves of trees, and all else is static. So transformed functions can take and return sums.
+# Arrays and keys are leaves, and all other fields are static. Functions transformed by JAX can therefore take and
+# return sums.
 for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"], Sum: ["products"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
@@ -303,27 +305,29 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
-    """Multiplies two products of equally many axes elementwise; axes of size 1 are broadcast.
+    """Multiplies two products with the same number of axes elementwise; axes of size 1 are broadcast.
 
-    The outer product has the axes of ``a`` and then those of ``b``. Of this, only the entries with the same index on
-    axis ``i`` of ``a`` and of ``b`` are kept. The result is None if :meth:`Product.where_equal` returns None for these
-    pairs.
+    The outer product has the axes of ``a`` followed by the axes of ``b``. :meth:`Product.where_equal` keeps the entries
+    whose indices on each axis of ``a`` and the same axis of ``b`` are equal. If it returns None, so does this function.
     """
     n = len(a.axes)
     entries = _outer(a, b).where_equal([(i, n + i) for i in range(n)])
     if entries is None:
         return None
-    # Both axes of a pair now have the same labels, unless one has size 1 and so no labels. Then the other's are used.
+    # Both axes of a pair now have the same labels, unless one axis has size 1 and thus no labels. In this case, the
+    # labels of the other axis are used.
     return replace(entries, axes=tuple(x or y for x, y in zip(entries.axes[:n], entries.axes[n:], strict=True)))
 
 
 def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
     """Computes the output of a product of matrices whose operands are the products ``a`` and ``b``, as one product.
 
-    For ``x @ w`` with ``w = a @ b``, it has the factors x, a and b, as in ``einsum("ni,ir,ro->no", x, a, b)``.
-    ``sizes``, for a RaggedDot only, are the sizes of its groups of rows. The result is None if
-    :meth:`Product.where_equal` returns None for the axes that are combined. It is also None if the equation sums over a
-    label that is on no factor, because the product would leave out this sum of equal entries.
+    For ``x @ w`` with ``w = a @ b``, the output has the factors x, a and b, as in ``einsum("ni,ir,ro->no", x, a, b)``.
+    For a RaggedDot, ``sizes`` holds the number of rows in each group.
+
+    The result is None if :meth:`Product.where_equal` returns None for the axes that the equation combines. The result
+    is also None if the equation sums over a label that is on no factor, because a product does not sum over such a
+    label.
     """
     contraction = contraction_of(view)
     assert contraction is not None
@@ -333,7 +337,8 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         if rows_in_groups is None:
             return None
         a = rows_in_groups
-        # If rows are summed by group, the new last axis of ``a`` is one of the output; otherwise it selects from ``b``.
+        # If rows are summed by group, the new last axis of ``a`` becomes an axis of the output. Otherwise, it selects
+        # the matrix of each row from ``b``.
         lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pairs = [(i, len(lhs) + rhs.index(index)) for i, index in enumerate(lhs) if index in rhs]
     entries = _outer(a, b).where_equal(pairs)
@@ -347,9 +352,9 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
 
 
 def _outer(a: Product, b: Product) -> Product:
-    """Returns the outer product, each entry of ``a`` times each of ``b``, with the axes of ``a`` and then of ``b``.
+    """Returns the outer product, which has the axes of ``a`` followed by the axes of ``b``.
 
-    The labels of ``b`` are replaced by new ones, because ``a`` may have the same, as for ``w * w``.
+    The labels of ``b`` are replaced by new labels because ``a`` and ``b`` may share labels, as in ``w * w``.
     """
     b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
     return Product(a.factors + b.factors, a.axes + b.axes)
@@ -358,13 +363,13 @@ def _outer(a: Product, b: Product) -> Product:
 def contract_with_data(
     view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
 ) -> list[Product] | None:
-    """Computes the output of a product of matrices for data and each of several weights, as one product for each.
+    """Computes the matrix product of data with each of several weights, and returns one product for each weight.
 
     Args:
       view: The product of matrices.
-      weight_operand: Which of its operands is the weight: 0 or 1.
-      data: The other operand, and then the group sizes if it is a RaggedDot.
-      weights: The products of a weight, of which ``weights[i]`` gives the ``i``-th result.
+      weight_operand: The position of the weight among the operands: 0 or 1.
+      data: The other operand, followed by the group sizes for a RaggedDot.
+      weights: The weights, as products. ``weights[i]`` gives the ``i``-th result.
 
     Returns:
       The products, or None if :func:`contract` returns None for any of them.
@@ -375,23 +380,23 @@ def contract_with_data(
 
 
 def _with_group_axis(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
-    """Adds a last axis for the groups to the left operand, along which each row is zero except at its own group.
+    """Adds a last axis of groups to the left operand. Along this axis, each row is zero except at its own group.
 
-    The operand gets a factor of ``Segments``, with a one where a row is in a group: with 6 rows in 3 groups, the shape
-    (6, 8) becomes (6, 8, 3). The result is None if :func:`multiply_entries` returns None.
+    The operand gets a factor of ``Segments``, which is one where a row is in a group. With 6 rows in 3 groups, the
+    shape (6, 8) becomes (6, 8, 3). The result is None if :func:`multiply_entries` returns None.
     """
     rows = math.prod(label.size for label in a.axes[view.ragged])
     segments = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), fixed=True)
-    # The segments have an axis for each axis of the sizes before the last, one for the rows, and one for the groups.
+    # The segments have the batch axes of the sizes, followed by an axis for the rows and an axis for the groups.
     axis_at = dict(zip((*view.axes_of_sizes, view.ragged, len(a.axes)), segments.axes, strict=True))
     axes = tuple(axis_at.get(i, ()) for i in range(len(a.axes) + 1))
     return multiply_entries(replace(a, axes=(*a.axes, ())), replace(segments, axes=axes))
 
 
 def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
-    """Replaces each label in ``parts`` by its parts, and reshapes the array of the factor to match.
+    """Replaces each label in ``parts`` by several labels, and reshapes the array of the factor to match.
 
-    An array of shape (6, 4) whose first label is split into sizes 2 and 3 becomes one of (2, 3, 4).
+    If the first label of an array of shape (6, 4) is split into the sizes 2 and 3, the new shape is (2, 3, 4).
     """
     if not any(label in parts for label in factor.labels):
         return factor
@@ -400,24 +405,25 @@ def _split_labels(factor: Factor, parts: dict[Label, AxisLabels]) -> Factor:
 
 
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Splits each size of two shapes so that both have the same sizes in the same order.
+    """Splits the sizes of two shapes into the same sequence of smaller sizes.
 
-    For (6, 4) and (2, 12), these sizes are (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]]. It is None if
-    there are no such sizes, as for (6, 4) and (8, 3), or if sizes are unknown. The shapes must have no sizes of 1, and
-    the same number of entries.
+    For (6, 4) and (2, 12), this sequence is (2, 3, 4), so the result is [[2, 3], [4]] and [[2], [3, 4]]. The result is
+    None if there is no such sequence, as for (6, 4) and (8, 3), or if a size is 0. Unknown sizes also give None, unless
+    the shapes are equal. Both shapes must have the same number of entries and no axes of size 1.
     """
-    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # No size needs to be divided.
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):  # Equal shapes need no split.
         return [[n] for n in a], [[n] for n in b]
     # Sizes cannot be divided if one of them is 0, or unknown while exporting.
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
-    # ``ends`` has the number of entries up to the end of each axis of either shape. Both are split at all of these.
+    # ``ends`` holds the number of entries up to the end of each axis, for both shapes. Both shapes are split at all of
+    # these numbers.
     ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
     if any(end % start for start, end in pairwise(ends)):
         return None
 
     def split_sizes(sizes: Shape) -> list[list[int]]:
-        """Splits each size at all ends that lie within its axis."""
+        """Splits each axis at all ``ends`` that lie within it, and returns the sizes of its pieces."""
         axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
         return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
@@ -430,9 +436,10 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Circulant:
-    """Circulant matrices, with the entries ``numbers[..., (i - j) % n]``: each column is the previous one, rotated.
+    """Circulant matrices, with the entries ``numbers[..., (i - j) % n]``: each column is the previous column, rotated.
 
-    ``numbers``, of shape (..., n), are the first columns of the matrices, of shape (..., n, n).
+    ``numbers`` has the shape (..., n) and holds the first column of each matrix. The matrices have the shape (..., n,
+    n).
     """
 
     numbers: Any
@@ -461,8 +468,8 @@ class Circulant:
     def spectrum(self, *, transposed: bool) -> Any:
         """Computes the Fourier transform of the first column, or of the first row if ``transposed``.
 
-        The Fourier transform of a vector times this is the Fourier transform of the product with the vector. The first
-        row is the first column with all but its first number reversed.
+        Multiplied by the Fourier transform of a vector, the result is the Fourier transform of the matrix-vector
+        product. Reversing all numbers of the first column but the first gives the first row.
         """
         numbers = widened(self.numbers)
         return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
@@ -471,40 +478,41 @@ class Circulant:
 def _fourier(x: Any) -> Any:
     """Computes the Fourier transform along the last axis.
 
-    For real numbers, this is only the first half, of size n // 2 + 1, because it determines the rest.
+    For real numbers, only the first n // 2 + 1 entries are computed, because they determine all others.
     """
     return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
 
 
 def fourier_transform(x: Any) -> Any:
-    """Computes the Fourier transform along the last axis, in float32 or wider; see :func:`_fourier` for its size."""
+    """Computes the Fourier transform along the last axis in float32 or wider. :func:`_fourier` states its size."""
     return _fourier(widened(x))
 
 
 def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
-    """Inverts :func:`fourier_transform`: returns the ``n`` numbers whose transform is ``x``, in the given dtype.
+    """Returns the ``n`` numbers whose :func:`fourier_transform` is ``x``, in the given dtype.
 
-    A real dtype means that ``x`` is only the first half of the transform.
+    If the dtype is real, ``x`` must hold only the first half of the transform.
     """
     numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
     return numbers.astype(dtype)
 
 
 def fourier_cost(n: int) -> float:
-    """Returns the usual estimate of the operations of a Fourier transform of ``n`` real numbers, 2.5 n log2(n)."""
+    """Estimates the number of operations in a Fourier transform of ``n`` real numbers as 2.5 n log2(n)."""
     return 2.5 * n * math.log2(max(n, 2))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Matrices of shape ``(..., rows, groups)`` that have a one where a row is in a group, and zeros elsewhere.
+    """Matrices of shape ``(..., rows, groups)`` that are one where a row is in a group, and zero elsewhere.
 
-    The first ``sizes[0]`` rows are in the first group, the next ``sizes[1]`` in the second, and so on. Rows after those
-    of all groups are zero. For the sizes (2, 1) and 4 rows, the matrix is [[1, 0], [1, 0], [0, 1], [0, 0]].
+    The first ``sizes[0]`` rows are in the first group, the next ``sizes[1]`` rows in the second group, and so on. Any
+    remaining rows are in no group and are zero. For the sizes (2, 1) and 4 rows, the matrix is [[1, 0], [1, 0], [0, 1],
+    [0, 0]].
 
     Attributes:
-      sizes: The number of rows of each group, along the last axis; other axes are batch axes.
+      sizes: The number of rows in each group, along the last axis. All other axes are batch axes.
       rows: The number of rows.
       dtype: The dtype of the matrices.
     """
@@ -530,7 +538,7 @@ class Segments:
     def group_of_row(self) -> Any:
         """Returns the index of the group of each row, of shape ``(..., rows)``.
 
-        A row of no group gets the number of groups. A row is in the group whose index is the number of groups that end
+        A row that is in no group gets the number of groups. The index of a row's group is the number of groups that end
         at or before the row.
         """
         ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
@@ -543,7 +551,7 @@ class Segments:
         return (self.group_of_row()[..., None] == groups).astype(self.dtype)
 
     def row_mask(self) -> Any:
-        """Returns ones for rows that are in a group and zeros for other rows, of shape ``(..., rows)``."""
+        """Returns an array of shape ``(..., rows)`` that is one for each row in a group and zero for all other rows."""
         return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
 
 
@@ -551,9 +559,9 @@ class Segments:
 
 
 def has_range(dtype: Any) -> bool:
-    """Returns whether a dtype has the range of float32.
+    """Returns whether a dtype has at least the range of float32.
 
-    In a dtype with less range, factors may overflow although their product does not.
+    In a dtype with a smaller range, a factor may overflow although the product does not.
     """
     return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
 
@@ -561,7 +569,7 @@ def has_range(dtype: Any) -> bool:
 def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
     """Returns whether a weight of this dtype may be kept as a product of ``arrays``, its factors.
 
-    The dtype must have the range of float32 and of each array, so that no array overflows when it is cast to the dtype.
+    The dtype must cover the range of float32 and of each array, so that no array overflows in a cast to this dtype.
     """
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
@@ -576,7 +584,7 @@ def covers(dtype: Any, other_dtype: Any) -> bool:
     if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
-    # float8_e8m0fnu, for instance, has no negative numbers.
+    # The minimum is checked because float8_e8m0fnu, for instance, has no negative numbers.
     return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
 
@@ -594,7 +602,7 @@ def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
 
 
 def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
-    """Returns whether a cast between floating dtypes keeps the range and adds no digits, like float32 to bfloat16."""
+    """Returns whether a cast keeps the range and adds no precision, as from float32 to bfloat16."""
     keeps_numbers = jnp.issubdtype(new_dtype, jnp.inexact) and covers(new_dtype, dtype)
     return keeps_numbers and jnp.finfo(new_dtype).nmant <= jnp.finfo(dtype).nmant
 
@@ -602,7 +610,8 @@ def is_narrowing_cast(dtype: Any, new_dtype: Any) -> bool:
 def product_dtype(dtype: Any, result: Any) -> Any:
     """Returns the dtype in which to multiply operands of ``dtype`` for a result of dtype ``result``.
 
-    It holds both dtypes exactly. For operands in bfloat16 and a result in float16, it is float32.
+    The returned dtype represents all numbers of both dtypes exactly: float32 for bfloat16 operands and a float16
+    result.
     """
     candidates = (result, dtype, jnp.float32, jnp.complex64)
     return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
@@ -611,17 +620,18 @@ def product_dtype(dtype: Any, result: Any) -> Any:
 def cast_factor(array: Any, dtype: Any) -> Any:
     """Casts the array of a factor to the dtype of its weight.
 
-    Integers that this dtype holds exactly stay integers until they are multiplied, because they may take fewer bytes.
+    Integers that the dtype represents exactly are not cast, because they may take fewer bytes. They stay integers until
+    they are multiplied.
     """
     is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:
-    """Returns whether products at this precision keep the range of float32, as all but some dot algorithms do.
+    """Returns whether products at this precision keep the range of float32. Only some dot algorithms do not.
 
-    An algorithm keeps it if it casts its operands to dtypes with this range. If its dtypes are not known, it counts as
-    not keeping it.
+    A dot algorithm keeps the range if all dtypes to which it casts its operands have this range. If these dtypes are
+    unknown, the result is False.
     """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
