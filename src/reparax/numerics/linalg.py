@@ -1,10 +1,10 @@
 """Linear algebra on a matrix or a batch of matrices, lengths of vectors, and error texts for wrong shapes.
 
-The lengths do not overflow, and their gradients at zero are finite. A naive formula for weight norm, such as ``w = g *
-v / jnp.sqrt(jnp.sum(v * v))``, has two problems. In float32, squares of numbers above 2e19 are infinite, and squares of
-numbers below 1e-23 are zero. The gradient of a square root at zero is NaN, even if ``jnp.where`` then selects another
-value. Therefore, numbers are scaled to about 1 before they are squared, and a sum of zero is replaced before its square
-root is taken.
+The lengths do not overflow, and their gradients at zero are finite. A naive formula for weight norm, such as
+``w = g * v / jnp.sqrt(jnp.sum(v * v))``, has two problems. In float32, squares of numbers above 2e19 are infinite, and
+squares of numbers below 1e-23 are zero. The gradient of a square root at zero is NaN, even if ``jnp.where`` then
+selects another value. Therefore, numbers are scaled to about 1 before they are squared, and a sum of zero is replaced
+before its square root is taken.
 """
 
 import functools

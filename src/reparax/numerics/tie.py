@@ -27,8 +27,7 @@ from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
-    """Returns ``x``; compilers for CPUs neither compute ``x`` before ``barrier`` nor merge ``x`` with an equal
-    value."""
+    """Ties ``x`` to ``barrier``: CPU compilers neither compute ``x`` earlier nor merge it with an equal value."""
     # On an explicit mesh, a single entry of a sharded array has no sharding, so a sharded array cannot be tied. Arrays
     # on two different meshes cannot be tied either: no operation can read both arrays if one mesh has axes that are
     # automatic in the other.
@@ -47,22 +46,22 @@ def _is_sharded(x: Array) -> bool:
 
 
 def store_whole(x: Array) -> Array:
-    """Returns ``x``; compilers for accelerators store ``x`` as an array instead of fusing it into each reader."""
+    """Makes compilers for accelerators store ``x`` as an array instead of fusing it into each reader; returns ``x``."""
     return _whole.bind(x)
 
 
 def compute_once(x: Array) -> Array:
-    """Returns ``x``; compilers compute ``x`` only once for all its readers, including those of the backward pass."""
+    """Makes compilers compute ``x`` only once for all its readers, including the backward pass; returns ``x``."""
     return _once.bind(x)
 
 
 def pull_back_once(x: Array) -> Array:
-    """Returns ``x``; compilers compute the cotangent of ``x`` only once for all its readers."""
+    """Makes compilers compute the cotangent of ``x`` only once for all its readers; returns ``x``."""
     return _once_back.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
-    """Returns ``x``, a float32 weight for one step of a loop; the TPU compiler converts ``x`` only in that step."""
+    """Makes the TPU compiler convert ``x``, a float32 weight of one loop step, only in that step; returns ``x``."""
     return _read.bind(x)
 
 
