@@ -539,7 +539,7 @@ class _Convolution:
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
-        window_size = sums.count_entries(self.kernel_shape(1))  # The number of kernel entries multiplied for one output.
+        window_size = sums.count_entries(self.kernel_shape(1))  # The kernel entries read for one output.
         cost_of_kernel = n_passes * 2.0 * n_places * window_size * split.n_channels + cost(split.kernel)
         if split.mixing is None:
             return cost_of_kernel

@@ -1,12 +1,13 @@
-"""Gives each example noise of its own, drawn for the results of products instead of for the weights.
+"""Draws separate noise for each example, by adding noise to the results of products instead of to the weights.
 
-How it works. While a program is interpreted, a noisy weight is a :class:`reparax.programs.sums.Sum` in which some
-factors are draws: arrays of independent normal numbers. ``Drawing`` holds the rules by which the interpreter follows
-these weights to their products with data. There, ``NoisyWeight`` separates the mean of a weight from its standard
-deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each of its rows.
+How it works. While a program is interpreted, a noisy weight is represented by a :class:`reparax.programs.sums.Sum` in
+which some factors are draws, which are arrays of independent normal samples. ``Drawing`` holds the rules by which the
+interpreter follows these weights to their products with data. At a product, ``NoisyWeight`` separates the mean of the
+weight from its standard deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each row.
 
-Some reads need the array of a weight, so all rows of all products with this weight must share one draw. Only the whole
-program shows which draws these are, so it is rewritten until no more are found (``_draws_to_share``).
+If an equation needs the array of a weight, all rows of all products with this weight must share one draw. Only the
+whole program shows which draws must be shared, so the program is rewritten until ``_draws_to_share`` finds no more of
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class NoisyWeight:
     For ``w + 0.1 * noise``, the mean is ``w``, and the standard deviation is ``0.1`` for each entry.
 
     Attributes:
-      mean: The mean :math:`m`. It has no products if it is zero.
+      mean: The mean :math:`m`. A mean of zero has no products.
       std: The standard deviations, with one product :math:`s_k` for each draw.
       key: The random key, or keys, of the first draw.
       entries_may_repeat: Whether several entries may have the same noise.
@@ -70,7 +71,7 @@ class NoisyWeight:
     def of(cls, x: Sum) -> NoisyWeight | None:
         """Separates a sum into mean and standard deviations; returns None if its entries have no independent noise.
 
-        Products with a draw become standard deviations, without the draw. All other products form the mean.
+        Each product with a draw becomes a standard deviation, without the draw. All other products form the mean.
         """
         if not has_independent_noise(x):
             return None
@@ -79,24 +80,24 @@ class NoisyWeight:
         mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
         deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
         std = replace(x, products=deviations, dtype=dtype)
-        # Along an axis that the draw lacks, for example after a broadcast, all entries read the same numbers.
+        # Along an axis that the draw lacks, for example after a broadcast, all entries read the same samples.
         may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
         _, _, first_draw = draws[0]
         return cls(mean, std, first_draw.key, may_repeat)
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """Yields, for each factor of a sum that is a draw: its product, the factor itself, and its ``Draw``."""
+    """Yields a triple for each factor of a sum that is a draw: the product, the factor, and its ``Draw``."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
 def has_independent_noise(x: Sum) -> bool:
-    """Returns whether a sum has noise that is independent between its entries, except where entries are repeated.
+    """Returns whether a sum has noise that is independent between its entries, apart from repeated entries.
 
-    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not add up if a
-    draw occurs twice, as in ``s * e + t * e``, or if two draws are in one product, as in ``e1 * e2``. Returns False if
-    there is no noise.
+    All draws in the sum must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. Variances do not
+    add up if a draw occurs twice, as in ``s * e + t * e``, or if a product has two draws, as in ``e1 * e2``. Returns
+    False for a sum without noise.
     """
     draws = list(_draws_in(x))
     n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
@@ -105,26 +106,27 @@ def has_independent_noise(x: Sum) -> bool:
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
-    """Returns whether no two entries of a product read the same numbers of a draw, except for repeated entries.
+    """Returns whether different entries of a product read different samples of a draw, apart from repeated entries.
 
-    An entry may sum over several numbers of the draw, as in ``sum(noise, 0)``, because their variances add up. It may
-    not sum over a label that the draw lacks, because ``_square_factors`` would then give a sum of squares instead of
-    the square of a sum. Nor may two axes have the same label, as on a diagonal.
+    An entry may be a sum over several samples of the draw, as in ``sum(noise, 0)``, because the variances of the
+    samples add up. An entry may not be a sum over a label that the draw lacks, because ``_square_factors`` would then
+    give a sum of squares instead of the square of a sum. Two axes may not have the same label, as on a diagonal.
     """
     labels = product.labels_of_axes
     return len(set(labels)) == len(labels) and _long_labels(product.labels) <= {*labels, *draw.labels}
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """Returns the labels of size above 1. An axis of size 1 repeats nothing and sums nothing."""
+    """Returns the labels of size above 1; labels of size 1 have no effect on repeats and sums."""
     return {label for label in labels if label.size != 1}
 
 
 def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
-    """Returns the standard deviation that a product multiplies its draw by: the product of its other factors.
+    """Returns the standard deviation by which a product scales its draw: the product of the other factors.
 
-    If an entry is a sum of n numbers of the draw, its variance is n times as large. So labels that only the draw has,
-    and that are summed over, get a factor of ones in place of the draw. The deviation of a draw alone is 1.
+    If an entry is a sum of n samples of the draw, its variance is n times as large. Therefore, a factor of ones
+    replaces the draw if the product sums over labels that no other factor has. The standard deviation of a draw alone
+    is 1.
     """
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     remaining = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
@@ -136,18 +138,18 @@ def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
 # ---- the mean and the noise of a product
 
 Noise = Callable[[Any, Array], Array]
-"""A function that takes a random key and the mean of a result, and returns the result with noise."""
+"""A function that takes a random key and the mean of an array, and returns the mean plus noise."""
 
 
 def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeight) -> tuple[Array, Noise] | None:
-    """Returns the mean of a product of data and a noisy weight, and the function that adds the noise of each row.
+    """Returns the mean of a product of data with a noisy weight, and a function that adds noise to each row.
 
-    The weight is the operand ``weight_operand``. For ``x @ w``, the mean is ``x @ m``, in float32 or wider, and the
-    noise has the variance ``x**2 @ s**2``. Returns None if the equation is not linear in the weight, or if the entries
-    of a row would not have independent noise.
+    ``weight_operand`` is the index of the weight among the operands. For ``x @ w``, the mean is ``x @ m``, in float32
+    or wider, and the variance of the noise is ``x**2 @ s**2``. Returns None if the equation is not linear in the
+    weight, or if the noise of the entries in a row would not be independent.
     """
     view, operands = operation.view, list(operation.args)
-    is_sum = isinstance(view, equations.Add | equations.Subtract)  # The noise of a sum does not depend on the data.
+    is_sum = isinstance(view, equations.Add | equations.Subtract)  # The noise of a sum does not depend on data.
     data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
@@ -157,12 +159,12 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeigh
 
 
 def _number_labels(std: Sum) -> Sum:
-    """Numbers the labels of standard deviations, so that those of equal sizes are equal, and JAX traces them once."""
+    """Numbers the labels of standard deviations, so that equal structures compare equal and JAX traces them once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
-    """Computes the array of a sum in float32 or wider, and rounds it once to its dtype; zeros if it has no products."""
+    """Computes the array of a sum in float32 or wider, and rounds it once; a sum without products gives zeros."""
     wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
@@ -170,14 +172,15 @@ def array_of(x: Sum) -> Array:
 
 
 def _dtype_to_compute_in(dtype: Any) -> Any:
-    """Returns the dtype in which to compute arrays of a floating dtype: float32, or the dtype itself if it is wider."""
+    """Returns the dtype for computing arrays of a floating-point dtype: float32, or the dtype itself if wider."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _square_factors(x: Sum) -> Sum:
     """Squares all factors of a sum, which turns standard deviations into variances.
 
-    The result is the sum of the squared products, not the square of the sum, because the draws are independent.
+    The result is the sum of the squared products, not the square of the sum, because variances of independent draws add
+    up.
     """
     return map_factors(x, lambda factor: replace(factor, array=jnp.square(factor.dense)))
 
@@ -186,42 +189,43 @@ def _square_factors(x: Sum) -> Sum:
 def _add_noise(
     view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
 ) -> Any:
-    """Returns the mean of an equation's output plus normal noise that has the variance of the output.
+    """Adds normal noise with the variance of an equation's output to the mean of this output.
 
-    ``view`` is the equation, ``weight_operand`` is the position of the weight among its operands, ``std`` holds the
+    ``view`` is the equation, ``weight_operand`` is the index of the weight among the operands, ``std`` holds the
     standard deviations of the weight, and ``data`` holds the other operands. If ``view`` is None, the output is the
-    weight itself. The backward pass computes the noise again from the data, ``std`` and the key. JAX traces this
-    function once for equal equations and types.
+    weight itself. The backward pass recomputes the noise from ``data``, ``std`` and ``key``. JAX traces this function
+    only once for equal equations and types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
         """Draws the noise, which is not stored for the backward pass."""
         variance = _variance(view, weight_operand, data, _square_factors(std))
-        # The cotangent of the variance contains the draw. Unless the deviations are scalars, both their gradients and
-        # those of the data read it.
+        # The cotangent of the variance contains the draw. Unless the standard deviations are scalars, their gradients
+        # and the gradients of the data both read this cotangent.
         variance = pull_back_once(variance) if any(product.labels for product in std.products) else variance
         return _scale_noise(variance.astype(mean.dtype), random.normal(key, mean))
 
-    # Not ``jax.checkpoint``: on a CPU, XLA would merge the recomputed values with those of the forward pass.
+    # Use ``remat``, because on a CPU, XLA would merge values recomputed by ``jax.checkpoint`` with those of the forward
+    # pass.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
 
 
 @jax.custom_jvp
 def _scale_noise(variance: Array, noise: Array) -> Array:
-    """Scales standard normal noise to a variance. Where the variance is zero, the derivative is zero."""
+    """Scales standard normal noise to the given variance. Where the variance is zero, the derivative is zero."""
     return jnp.sqrt(variance) * noise
 
 
 @_scale_noise.defjvp
 def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """Computes the derivative of ``_scale_noise``, which is zero where the variance is zero."""
-    (variance, noise), (variance_dot, _) = primals, tangents  # Noise is drawn from a key and has no tangent.
+    (variance, noise), (variance_dot, _) = primals, tangents  # Noise from a key has no tangent.
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
     return _scale_noise(variance, noise), slope * variance_dot
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """Returns the precision for squares of the operands, without a ``DotAlgorithm``: squares may have other dtypes."""
+    """Returns the precision for squared operands; drops a ``DotAlgorithm``, because squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
@@ -231,17 +235,17 @@ def _square(x: Any) -> Array:
 
 
 def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: NoisyWeight) -> bool:
-    """Returns whether an equation is linear in a weight and gives the entries of each output row independent noise.
+    """Returns whether an equation is linear in a weight, and the noise of the entries in an output row is independent.
 
-    The weight is the operand ``weight_operand``, and ``data`` holds the others. ``_variance`` has a formula for each
-    equation for which this function returns True.
+    ``weight_operand`` is the index of the weight among the operands, and ``data`` holds the other operands.
+    ``_variance`` has a formula for each equation for which this function returns True.
     """
     match view:
         case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
         case equations.Divide():  # The weight must be the numerator: w / x, not x / w.
             return weight_operand == 0
-        case _ if weight.entries_may_repeat:  # A product sums entries, but variances of equal noise do not add up.
+        case _ if weight.entries_may_repeat:  # A product sums entries, but the variances of repeated entries do not add up.
             return False
         case equations.Gather():
             return weight_operand == 0
@@ -258,8 +262,8 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """Returns the variance of an equation's output, given data and the squared standard deviations of a weight.
 
-    The variance is the equation applied to squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that is only added
-    does not change it. If ``view`` is None, it is the variance of the weight itself.
+    The function applies the equation to squared operands: for ``x @ w``, the variance is ``x**2 @ s**2``. Data that is
+    only added does not change the variance. If ``view`` is None, the output is the weight itself.
     """
     match view:
         case equations.Dot() | equations.RaggedDot():
@@ -270,7 +274,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
-        case equations.Gather():  # Rows out of bounds have no noise.
+        case equations.Gather():  # Out-of-bounds rows have no noise.
             new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
             return view.bind(array_of(squares), data[0], **new_params)
         case equations.Multiply():
@@ -284,13 +288,13 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     """Returns the variance of a convolution of ``x``, given the squared standard deviations of the kernel.
 
-    If all output channels of a group share one scale, as with ``VarNoise``, they also share one variance. It is then
-    computed for one channel of each group, and repeated.
+    If all output channels of a group have the same standard deviation, as with ``VarNoise``, they also have the same
+    variance. The variance is then computed for only one channel of each group, and is repeated.
     """
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels  # If equal, one per group suffices.
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # One for each group, or all.
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -301,12 +305,12 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """What is known about a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
+    """A record about a noisy weight, which serves as the ``maker`` of its ``Sum``.
 
     Attributes:
-      facts: The facts about the output of the equation that computed it.
-      type: Its type before it was moved or contracted, for reports.
-      steps: The depths of the scans around it in whose steps data changes the weight but not its noise.
+      facts: The facts about the output of the equation that computed the weight.
+      type: The type of the weight for reports, which is the type before the weight was moved or contracted.
+      steps: The depths of the enclosing scans in whose steps data changes the weight, but not its noise.
     """
 
     facts: Facts
@@ -315,9 +319,9 @@ class WeightRecord:
 
 
 Sides = tuple[frozenset[int], frozenset[int]]
-"""The axes of a draw that a product sums over, and those that it keeps, counted from the back: the last axis is 1.
+"""The axes of a draw that a product sums over, and the axes that it keeps, counted from the last axis, which is 1.
 
-For ``x @ w`` with a draw of the shape of ``w``, (in, out), they are {2} and {1}."""
+For ``x @ w`` with a draw of shape (in, out), like ``w``, the sides are {2} and {1}."""
 
 
 @dataclass(frozen=True)
