@@ -245,7 +245,7 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
             return True
         case equations.Divide():  # The weight must be the numerator: w / x, not x / w.
             return weight_operand == 0
-        case _ if weight.entries_may_repeat:  # A product sums entries, but the variances of repeated entries do not add up.
+        case _ if weight.entries_may_repeat:  # Variances of repeated entries do not add up in a product.
             return False
         case equations.Gather():
             return weight_operand == 0
@@ -329,10 +329,10 @@ class NoisyRead:
     """One read of a noisy weight.
 
     Attributes:
-      eqn: The equation that reads it; None if the weight is the result of a program or of a body.
+      eqn: The equation that reads the weight; None if the weight is the result of a program or of a body.
       weight: The record of the weight.
-      sides: For each draw of the weight, which of its axes the equation sums over and keeps.
-      rows: How many rows of the result have a draw of their own; None if all rows share one.
+      sides: For each draw of the weight, the axes that the equation sums over and the axes that it keeps.
+      rows: The number of rows of the result that draw separately; None if all rows share one draw.
     """
 
     eqn: JaxprEqn | None
@@ -342,37 +342,37 @@ class NoisyRead:
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""Maps the source of each draw that all rows share to the equations that need this, and to what these do.
+"""Maps the source of each draw that all rows share to pairs of an equation that requires this and what it does.
 
-What an equation does is described in words for the report, such as "takes one draw for all"."""
+The second entry of a pair is text for the report, such as "takes one draw for all"."""
 
 
 DRAW_ORIGIN = -1
-"""The origin of values that depend on a draw, beside the numbers of the arguments on which they depend."""
+"""The origin of values that depend on a draw, in addition to the numbers of the arguments on which they depend."""
 
 
 class _FactsOfDraws(AllFacts):
-    """Finds facts about values, plus two more: whether they depend on a draw, and the formulas of keys and integers.
+    """Finds the usual facts about values, whether a value depends on a draw, and the formulas of keys and integers.
 
-    Values with the same formula are equal, so draws whose keys have the same formula are the same draw.
+    Values with the same formula are equal. So if the keys of two draws have the same formula, the draws are equal too.
 
     Attributes:
-      multiplies_data: Whether a value that depends on a draw, but not on data, multiplies data, perhaps in a loop.
+      multiplies_data: Whether data is multiplied, perhaps in a loop, by a value that depends on a draw but not on data.
     """
 
     def __init__(self) -> None:
-        """Starts without any numbered formulas."""
+        """Starts with no formulas."""
         super().__init__()
         self._formulas = dict[Hashable, int]()
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """Returns the facts about an equation's outputs, as in ``AllFacts``, with the formula and the origin of a draw.
+        """Returns the facts about an equation's outputs, as in ``AllFacts``, plus the formula and the origin of a draw.
 
-        Sets ``multiplies_data`` if the equation multiplies data by noise.
+        If the equation multiplies data by noise, ``multiplies_data`` becomes True.
         """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
-        # The body of a loop is not analyzed here. A loop counts if it reads both a draw and data.
+        # The body of a loop is not analyzed here, so a loop counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
@@ -381,22 +381,23 @@ class _FactsOfDraws(AllFacts):
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
         """Returns the number of the formula that computes an equation's output; equal formulas have the same number.
 
-        For example, two calls of ``jax.random.fold_in(key, 3)`` have one number. Returns None if anything but keys and
-        integers is involved, or if the equation has several outputs.
+        For example, two calls of ``jax.random.fold_in(key, 3)`` have the same number. Returns None if the equation
+        reads or computes anything other than keys and integers, or has several outputs.
         """
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # Floating-point, or two runs may differ.
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # With effects, two runs may give different values.
             return None
         try:
             return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
-        except TypeError:  # A parameter of the equation cannot be compared.
+        except TypeError:  # Some parameter of the equation cannot be hashed.
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether the body of an equation is analyzed, as in ``AllFacts``, but never that of a draw."""
+        """Returns whether to analyze the body of an equation, as in ``AllFacts``; the body of a draw is never
+        analyzed."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -404,39 +405,40 @@ class _FactsOfDraws(AllFacts):
 
 
 class Drawing:
-    """Rules of the interpreter that follow noisy weights from their draws to products with data, which draw per row.
+    """Rules of the interpreter that follow noisy weights from their draws to products with data, where each row draws.
 
     Attributes:
-      shared: The draws that all rows share. These stay as ``fun`` computes them.
-      reads: The reads of weights that were found so far, by where they occur in the program.
-      takes_gradients: Whether the program recomputes something for a gradient, as ``jax.checkpoint`` does.
+      shared: The draws that all rows share. Shared draws stay as ``fun`` computes them.
+      reads: The reads of weights that have been found so far, indexed by their position in the program.
+      takes_gradients: Whether the program recomputes values for a gradient, as under ``jax.checkpoint``.
       analysis: The analysis that finds the facts about values.
     """
 
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
-        """Takes the draws to share, without any reads yet. ``analysis`` serves all programs that are interpreted."""
+        """Takes the draws to share, and an analysis for all interpreted programs. No reads are recorded yet."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Returns whether an equation draws normal numbers, itself or in its body: each sum begins with its draw."""
-        del facts, out_facts  # The interpreter passes these to all rules.
+        """Returns whether an equation draws normal samples, itself or in its body: each sum begins with a draw."""
+        del facts, out_facts  # The interpreter passes both to all rules.
         return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        """Returns the outputs as noisy weights, or as arrays with noise per row; None if the equation needs arrays.
+        """Returns the outputs as noisy weights, or as arrays with noise in each row; None if the equation needs arrays.
 
-        Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
-        factor. Products with data come last; an output without rows is still a weight. After None, the interpreter
-        evaluates the equation itself, and calls ``materialize`` for each weight that the equation reads.
+        The order of the rules matters. Draws come first, because a draw is also a call with a body. Casts come before
+        other moves, which would cast each factor. Products with data come last. An output without rows is still a
+        weight. If the result is None, the interpreter calls ``materialize`` for each operand that is a weight, and
+        evaluates the equation on arrays.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):  # JAX marks a `jax.checkpoint` in a derivative.
+        if has_body(eqn):  # In a derivative, JAX sets the flag `differentiated` of `jax.checkpoint`.
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
@@ -451,10 +453,10 @@ class Drawing:
         return None if x is None else [x]
 
     def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
-        """Returns a product of data with a noisy weight, in which each row draws noise of its own.
+        """Multiplies data by a noisy weight, and draws separate noise for each row.
 
-        ``rows`` holds the sizes of the axes of rows: [8] for ``x @ w`` with data of the shape (8, 3). Returns None if
-        there are several weights, if no operand is data, or if rows cannot draw independently.
+        ``rows`` holds the sizes of the axes of rows, such as [8] for ``x @ w`` with data of shape (8, 3). Returns None
+        if several operands are weights, if no operand is data, or if rows cannot draw independently.
         """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
@@ -464,7 +466,7 @@ class Drawing:
         if noisy is None or parts is None:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
-        # Each shard of the data has other rows, and so does each step of a scan in which data changes the weight.
+        # Each shard of the data has different rows, and so has each step of a scan in which data changes the weight.
         mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
         shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
@@ -473,17 +475,18 @@ class Drawing:
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
     def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
-        """Separates ``x`` into mean and deviations; None if rows share one of its draws, or if these are dependent."""
+        """Separates ``x`` into mean and deviations; None if a draw is shared, or if the noise is not independent."""
         return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _draws_in(x)) else None
 
     def _with_noise(
         self, interpreter: Interpreter, read: NoisyRead, noisy: NoisyWeight, facts: Facts, mean: Array, add_noise: Noise
     ) -> Array | None:
-        """Returns the mean with noise that is drawn for a read, and records the read.
+        """Draws the noise for a read, adds the noise to the mean, and records the read.
 
-        The key is that of the weight's first draw, changed by the number of the read, so that two uses of a weight draw
-        independently. So do two shards along the mesh axes over which the result differs, and two steps of a scan.
-        Returns None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
+        The key is derived from the key of the weight's first draw and the number of the read, so that two uses of a
+        weight draw independently. Mesh axes over which the result differs and steps of scans also change the key, so
+        that shards and steps draw independently. Returns None in a ``shard_map`` whose types do not say over which mesh
+        axes the result varies.
         """
         number = self._record_read(interpreter, read)
         key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
@@ -494,9 +497,10 @@ class Drawing:
     def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
         """Records a read and returns its number, which becomes part of the key of its noise.
 
-        The number is the same whenever this equation reads these draws, because JAX traces the body of a scan several
-        times. If a program occurs twice, the equations around it (``interpreter.path``) tell the two apart.
-        ``read.sides`` lists the draws of the weight, because an equation may read two weights.
+        JAX traces the body of a scan several times, so the number must be the same whenever the same equation reads the
+        same draws. A read is identified by three things: the enclosing equations (``interpreter.path``), because a
+        program may occur twice; the equation; and the draws of the weight (``read.sides``), because an equation may
+        read two weights.
         """
         place = (*interpreter.path, id(read.eqn), *read.sides)
         self.reads[place] = read
@@ -505,9 +509,9 @@ class Drawing:
     def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         """Returns the array of a weight, shared by all rows, for an equation that needs it, and records the read.
 
-        ``eqn`` is None if the weight is the result of a program or of a body. If data changes the weight in the steps
-        of a scan although its noise was drawn before, as with a mask that comes from data, the steps count as rows:
-        each draws an array of its own.
+        ``eqn`` is None if the weight is the result of a program or of a body. Data may change the weight in each step
+        of a scan although its noise was drawn before the scan, as with a mask that is computed from data. The steps
+        then count as rows, and each step draws its own array.
         """
         record: WeightRecord = x.maker
         read = NoisyRead(eqn, record, _sides(None, 0, x))
@@ -516,7 +520,7 @@ class Drawing:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:  # Otherwise, the read is recorded again, without rows.
+            if result is not None:  # Otherwise, record the read again, without rows.
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
@@ -529,21 +533,21 @@ LINEAR = (
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
     *(*CONTRACTIONS, equations.Gather),
 )
-"""The equations whose outputs may be noisy weights, or may have noise for each row."""
+"""The equations whose outputs may be noisy weights, or arrays with noise in each row."""
 
 
 def _row_sizes(operation: Operation) -> list[Any]:
-    """Returns the sizes of the output axes along which no weight has noise of its own, so that each index may draw.
+    """Returns the sizes of the output axes along which no weight has separate noise, so that each index may draw.
 
-    For ``x @ w`` with data of the shape (8, 3), it is [8]: the noise of ``w`` differs along outputs, not along
-    examples. If data looked up the weight, the number of look-ups is one of the sizes.
+    For ``x @ w`` with data of shape (8, 3), the result is [8], because the noise of ``w`` differs along outputs but not
+    along examples. If the weight was looked up by data, the number of look-ups is one of the sizes.
     """
     view, weights = operation.view, [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
     contraction = contraction_of(view)
 
     def is_row(axis: int) -> bool:
-        """Returns whether no weight has noise of its own along this axis of the output."""
-        # In an elementwise equation, all operands have the same axes, except scalars, which have none.
+        """Returns whether no weight has separate noise along the given axis of the output."""
+        # In an elementwise equation, all operands except scalars have the same axes as the output.
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
         return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
@@ -554,34 +558,35 @@ def _row_sizes(operation: Operation) -> list[Any]:
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Returns whether any draw of a weight has different numbers along an axis. An axis of size 1 gives False."""
+    """Returns whether any draw of a weight has different samples along an axis; an axis of size 1 gives False."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
 
 def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
-    """Returns the record of an equation's output, which is a weight of the given type, for reports.
+    """Returns the record of an equation's output, which is a weight; reports show the given type.
 
-    Its ``steps`` are those of the scans in which data changes the weight, as a mask does, although its noise is drawn
-    before the scan.
+    The record's ``steps`` are those of the scans in which data changes the weight, for example by a mask, although the
+    noise is drawn before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
+    # If a weight differs between steps of a scan although data does not change the weight there, the scan draws its
+    # noise.
     steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
 def _drawn_sum(operation: Operation) -> Sum:
-    """Draws the normal numbers of an equation, and returns them as a sum of one product with one factor.
+    """Draws the normal samples of an equation, and returns them as a sum of one product with one factor.
 
-    If they are not read as an array later, they are dead code and are not computed.
+    If no equation reads the samples as an array later, the samples are dead code and are not computed.
     """
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws of the same shape whose keys have the same formula are equal, so they get the same source. A key without a
-    # formula is assumed to be different in each equation.
+    # Draws are equal if they have the same shape and their keys have the same formula, so they get the same source. A
+    # key without a formula is assumed to differ in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
@@ -589,21 +594,22 @@ def _drawn_sum(operation: Operation) -> Sum:
 
 
 def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
-    """Returns the separate draws into which an equation splits a batch of draws; None for any other equation.
+    """Returns the separate draws if an equation splits a batch of draws, or None for any other equation.
 
-    The noise of arrays of equal shapes is drawn at once, with a key for each: 3 keys give (3, 8, 4), which is split
-    into 3 draws (1, 8, 4). Their numbers are independent, so each draw gets a source of its own.
+    The noise for arrays of equal shapes is drawn in one batch, with one key for each array. For example, 3 keys give a
+    batch of shape (3, 8, 4), which is split into 3 draws of shape (1, 8, 4). The draws are independent, so each draw
+    gets its own source.
     """
     view, (x, *_) = operation.view, operation.args
     if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
         return None
     draws = [draw for *_, draw in _draws_in(x)]
-    # Only a plain draw is split here, and only along an axis of keys. ``move_sum`` handles all other splits.
+    # Only a plain draw is split here, and only along an axis of keys. All other splits are left to ``move_sum``.
     if len(x.products) > 1 or len(x.products[0].factors) > 1 or view.axis >= draws[0].key.ndim:
         return None
 
     def with_own_source(factor: Factor, i: int) -> Factor:
-        """Gives the factor of the ``i``-th output a source of its own."""
+        """Gives the factor of the ``i``-th output its own source."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
@@ -611,9 +617,9 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
-    """Returns a weight that an equation casts to fewer digits, in the new dtype; None for any other equation.
+    """Returns a weight in a new dtype if an equation casts it to fewer digits, or None for any other equation.
 
-    The factors stay as they are, because the weight is rounded only once, when it is multiplied.
+    The factors keep their dtype, because the weight is rounded only once, when it is multiplied.
     """
     view = operation.view
     if not isinstance(view, equations.ConvertType):
@@ -626,14 +632,14 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 def _combined_sum(operation: Operation) -> Sum | None:
     """Returns the weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    Returns None if the result is not a sum of products, or if its noise would not be independent. The array of each
-    weight that the equation reads is then formed, with one draw for all rows.
+    Returns None if the result is not a sum of products, or if its noise would not be independent. The caller then forms
+    the array of each weight that the equation reads, and all rows share one draw.
     """
-    # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
+    # An array that depends on a draw, such as the norm of a noisy weight, is not independent of the noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
-    weight = next(x for x in args if isinstance(x, Sum))  # Reports show the type of the first one.
+    weight = next(x for x in args if isinstance(x, Sum))  # Reports show the type of the first weight.
     match view:
         case equations.Select():
             x = select_sum(args)
@@ -649,11 +655,11 @@ def _combined_sum(operation: Operation) -> Sum | None:
 def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
     """Maps the source of each draw of a weight to the axes that an equation sums over and those that it keeps.
 
-    ``operand`` is the number of the weight among the operands. ``view`` is None if only the array of the weight is
-    formed, which keeps all axes. ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its
-    gradient with respect to the data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both
-    directions, so its axes are on both sides. Sums and look-ups have no sides, because their gradients do not read the
-    weight.
+    ``operand`` is the index of the weight among the operands. If ``view`` is None, only the array of the weight is
+    formed, which keeps all axes. For a matrix, with axes counted from the back, ``x @ w`` sums over axis 2 and keeps
+    axis 1. The gradient with respect to the data, ``g @ w.T``, sums over axis 1 and keeps axis 2. A gain is multiplied
+    elementwise in both passes, so its axes are on both sides. For sums and look-ups, both sides are empty, because the
+    gradients do not read the weight.
     """
     if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
         return {draw.source: (frozenset(), frozenset()) for *_, draw in _draws_in(weight)}
@@ -662,7 +668,7 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
     axes_of_batch = contraction.batch(operand) if contraction else ()
 
     def sides(product: Product, draw: Factor) -> Sides:
-        """Returns the sides of a draw in a product. Batch axes are on neither side, because a gradient has them too."""
+        """Returns the sides of a draw in a product. Batch axes are on neither side, because gradients keep them too."""
         kept_labels = {label for axis in axes_kept for label in product.axes[axis]}
         batch_labels = {label for axis in axes_of_batch for label in product.axes[axis]}
         axes = {label: len(draw.labels) - i for i, label in enumerate(draw.labels) if label.size != 1}
@@ -680,7 +686,7 @@ def _facts_of_arrays(operation: Operation) -> list[Facts]:
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation draws independent normal numbers, recognized as a call with our function's name."""
+    """Returns whether an equation draws independent normal samples, which shows in the name of the called function."""
     view = equations.view_of(eqn)
     has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
@@ -695,12 +701,12 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """Returns the draws that all rows must share, beyond those already shared; empty if there are no more.
+    """Returns the draws that all rows must share, without those already shared; empty if there are no more.
 
-    All rows share a draw if something needs the array of its weight. A gradient that the loss itself takes must also
-    see the same weights as the value. So if a product sums over an axis that another one keeps, as such a gradient
-    does, all rows share each draw that is read more than once: ``x @ w`` and ``g @ w.T`` in one program are a sign that
-    gradients are taken, and these may read other weights too.
+    All rows must share a draw in two cases. First, an equation needs the array of the weight. Second, the loss itself
+    takes a gradient, which must see the same weights as the value. A sign of such a gradient is that one product sums
+    over an axis that another product keeps, as in ``x @ w`` and ``g @ w.T``. Because the gradient may read other
+    weights too, all rows then share each draw that is read more than once.
     """
     reads_of = dict[Hashable, list[NoisyRead]]()
     for read in rules.reads.values():
@@ -714,16 +720,16 @@ def _draws_to_share(rules: Drawing) -> Shared:
     if any(conflicting.values()) or rules.takes_gradients:
         for draw, reads in reads_of.items():
             how = "along the other side, as a gradient does" if conflicting[draw] else "again, beside a gradient"
-            # The first read alone is no reason: a draw that is read only once remains separate for each row.
+            # A single read is not enough to share the draw: a draw that is read only once stays separate for each row.
             shared[draw] += [(read.eqn, f"reads it {how}") for read in conflicting[draw] or reads[1:]]
     return {draw: reasons for draw, reasons in shared.items() if reasons}
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """Yields reads by rows that use a draw along the other side than an earlier read, as ``g @ w.T`` after ``x @ w``.
+    """Yields per-row reads that use a draw along the opposite side of an earlier read: ``g @ w.T`` after ``x @ w``.
 
-    They sum over an axis of the draw that an earlier read keeps, or keep one that it sums over. ``reads`` holds all
-    reads of this draw, in the order of the program.
+    Such a read sums over an axis that an earlier read keeps, or keeps an axis that an earlier read sums over. ``reads``
+    holds all reads of the draw, in the order of the program.
     """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
