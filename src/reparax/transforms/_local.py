@@ -396,8 +396,7 @@ class _FactsOfDraws(AllFacts):
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether to analyze the body of an equation, as in ``AllFacts``; the body of a draw is never
-        analyzed."""
+        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never the body of a draw."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -751,11 +750,15 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     draws that vector instead: random numbers for the result rather than for the weight, and new ones for each row. The
     network's code does not change.
 
-    It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
-    all operations that leave the entries independent: sums, multiples, selections and contractions with other arrays,
-    such as the masks of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along
-    axes, single rows of a table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
-    ``jax.checkpoint`` and ``vmap``. A result without rows is still a weight. Each row gets its own draw in
+    The function finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows
+    the noise through all operations that leave the entries independent:
+
+    - sums, multiples, selections and contractions with other arrays, such as the masks of :class:`Mask`, or a scale
+      that is computed from data;
+    - transposes, reshapes, slices, sums along axes, single rows of a table, and casts to fewer digits;
+    - ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``.
+
+    A result without rows is still a weight. Each row gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
@@ -763,36 +766,44 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     A row is anything that the noise does not index: an example, a position in a sentence or an image, a look-up in a
     table, or a step of a loop. The rows of ``A`` in ``A @ w`` are rows too, because ``A`` looks like a batch. Two rows
-    of one example get different draws, whereas a weight drawn for the example would be the same in both; the mean and
-    the variance of each entry of the result are still those of such weights. Each use of a weight draws independently:
-    both uses of a tied table, and each step of a loop over time. Therefore, the mean of the gradient stays the same for
-    a loss that is linear in the products of each weight, or a sum of functions of one product each; its variance falls
-    with the number of examples.
+    of the same example get different draws, whereas a weight drawn for the example would be the same in both rows. The
+    mean and the variance of each entry of the result are still the same as with such a weight. Each use of a weight
+    draws independently, such as both uses of a tied table, and each step of a loop over time. Therefore, the mean of
+    the gradient stays the same for a loss that is linear in the products of each weight, or is a sum of functions of
+    one product each. The variance of the gradient falls with the number of examples.
 
-    In all other cases, all rows share one draw, the one that ``fun`` itself computes from the key. This applies to
-    factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and weights in float16; to weights
-    whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; to products with arrays that
-    depend only on named arguments; to any other read, such as the square of a weight; and to a ``shard_map`` with
-    ``check_vma=False``. If one read of a weight requires this, all of its reads take the same draw. Under
+    In all other cases, all rows share one draw, which is the draw that ``fun`` itself computes from the key. These
+    cases are
+
+    - factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights, and weights in float16;
+    - weights whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``;
+    - products with arrays that depend only on named arguments;
+    - any other read, such as the square of a weight;
+    - a ``shard_map`` with ``check_vma=False``.
+
+    If one read of a weight requires a shared draw, all reads of this weight use the shared draw. Under
     ``WeightDropout(0.1) >> VarNoise(0.1)``, all rows share the mask, but not the Gaussian noise, and ``rpx.explain``
-    counts the latter alone.
+    counts only the Gaussian noise.
 
     If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
-    weights as the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is
-    recomputed for a gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is
-    not recognized, nor is a gradient that does not multiply by a noisy weight; in these cases, value and derivative
-    draw independently. ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw
-    for how many rows, and where and why others share one draw.
+    weights as the value. Such a gradient is recognized if a weight is read along both sides, as in ``x @ w`` and
+    ``g @ w.T``, or if values are recomputed for a gradient. All weights that are read more than once then take one draw
+    for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that does not multiply by a noisy weight. In
+    these cases, value and derivative draw independently.
+    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
+    where and why other weights share one draw.
 
-    Means are computed as in ``fun``, and variances in float32 or wider. Gradients pass through both; the backward pass
-    computes variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of
-    this function. With a single key, ``jax.vmap`` outside of it gives every example the same draws: map inside, or over
-    keys too. ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+    Means are computed as in ``fun``, and variances are computed in float32 or wider. Gradients pass through both means
+    and variances. The backward pass recomputes variances and noise. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and
+    :func:`factored` outside of this function. With a single key, ``jax.vmap`` outside of this function gives every
+    example the same draws. To avoid this, apply ``jax.vmap`` inside, or map over keys too. ``VarNoise(-s)`` no longer
+    mirrors ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
-        first, and keys. All other arguments are data. Closed-over arrays are not, so pass the data as an argument.
+        first, and keys. All other arguments are data. Closed-over arrays do not count as data, so pass data as an
+        argument.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
@@ -829,14 +840,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         rules, program, consts = _rewrite(arguments, call)
         if all(read.rows is None for read in rules.reads.values()):
             _require_data(who, rules, arguments, call)
-        # Removing dead code removes the draws that nothing reads.
+        # Draws that nothing reads are dead code, and are removed.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
         """Returns the report for these arguments, or for their shapes and dtypes.
 
-        If a weight has one draw for all rows only because what multiplies it does not count as data, its reason says
-        so.
+        If a weight has one draw for all rows only because the array that multiplies the weight does not count as data,
+        the reason says so.
         """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
@@ -853,14 +864,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
 
 _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
-"""The reason in a report for a weight with one draw for all rows, which would draw for each row if this were fixed."""
+"""The reason in a report for a weight that has one draw for all rows only because the caller passed no data."""
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
-    """Raises an error if no row draws because nothing counts as data, or because ``apply`` was called outside.
+    """Raises an error if no row draws because no array counts as data, or because ``apply`` is called outside ``fun``.
 
-    This function is called if no row draws. It raises no error if ``fun`` calls ``apply`` and draws no noise, as with a
-    deterministic chain, or if noise is combined with data but all rows must share it.
+    The caller has checked that no row draws. There is no error if ``fun`` calls ``apply`` but draws no noise, as with a
+    deterministic chain, or if noise multiplies data but all rows must share the noise.
     """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
@@ -868,7 +879,7 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
             "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
         )
     if rules.reads and not rules.analysis.multiplies_data:
-        for weight in _weights_if_all_is_data(arguments, call):  # The error names the first one, if any.
+        for weight in _weights_if_all_is_data(arguments, call):  # The error names the first weight, if any.
             raise ValueError(
                 f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
                 "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
@@ -877,19 +888,20 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """Returns the weights that would draw for each row if everything were data, except what an ``apply`` reads.
+    """Returns the weights that would draw for each row if all inputs were data, except those that an ``apply`` reads.
 
-    For these weights, one draw for all rows is a mistake of the caller, not something that the program needs.
+    If all rows share a draw of such a weight, the program does not require this; the caller has passed data in the
+    wrong way.
     """
     rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
 
 
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
-    """Yields the entries of the report of ``explain``, one for each parameter path, which may be read several times.
+    """Yields the entries of the report of ``explain``, one for each parameter path, even if it is read several times.
 
-    A weight counts as transformed, which means that each row draws, if none of its draws is shared. The reason says how
-    many rows draw, and which reads of the weight require its draws to be shared (``rules.shared``).
+    A weight counts as transformed, so that each row draws, if none of its draws is shared. The reason says how many
+    rows draw, and which reads of the weight require a shared draw (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
@@ -903,25 +915,25 @@ def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterat
 
 
 def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
-    """Returns how many rows draw in how many uses, as in ``["2 uses, 3 and 8 rows"]``; an empty list if no rows do."""
+    """Returns how many rows draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; empty if no rows draw."""
     rows = [read.rows for read in reads if read.rows is not None]
     sizes = " and ".join(dict.fromkeys(map(str, rows)))
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
 
 
 def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
-    """Rewrites the program of a call so that rows draw.
+    """Rewrites the program of a call so that each row draws its own noise.
 
     With ``all_is_data``, arguments for weights and closed-over arrays count as data too, unless an ``apply`` reads
     them.
 
-    Returns the rules of the last rewriting, which hold all reads and shared draws; the new program; and its constants,
-    which are its first inputs. The program of the call is not changed.
+    Returns three values: the rules of the last rewriting, which hold all reads and shared draws; the new program; and
+    the constants of the new program, which are its first inputs. ``call.program`` is not changed.
     """
     program = jaxprs.without_dead_code(call.program)  # Dead equations must not count as reads.
     n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays are the first inputs, not data.
     flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
-    # The formulas of inputs have negative numbers, and those of equations have the numbers from 0 on.
+    # Formulas of inputs have negative numbers, and formulas of equations have numbers from 0 on.
     facts = [
         replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
         for i, each in enumerate(facts_of_inputs(program, flags))
@@ -930,7 +942,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
-        """Rewrites the program with these draws shared, and again with more, until no more draws must be shared."""
+        """Rewrites the program with these draws shared, and repeats with more shared draws until no more are found."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)
