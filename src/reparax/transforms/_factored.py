@@ -272,9 +272,9 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
     """Returns the product for one declared term, given unlabeled factors and the type of the declared array.
 
-    Each letter of the spec becomes a label. For ``"ir,rj->ij"``, factors of shapes (8, 2) and (2, 3) get the labels (i,
-    r) and (r, j), and the product has axes i and j. Under ``vmap``, the output has leading batch axes, and so does each
-    factor that differs in the batch. For example, a factor of shape (5, 8, 2) gets the labels (batch, i, r). Returns
+    Each letter of the spec becomes a label. For ``"ir,rj->ij"``, factors of shapes (8, 2) and (2, 3) get labels
+    (i, r) and (r, j), and the product has axes i and j. Under ``vmap``, the output has leading batch axes, and so does
+    each factor that differs in the batch. For example, a factor of shape (5, 8, 2) gets labels (batch, i, r). Returns
     None if a factor has only some of several batch axes, because it is unknown which axes these are.
     """
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
@@ -577,8 +577,8 @@ class _Convolution:
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     """Returns the product that maps the channels of ``x`` to all output channels, which become the last axis.
 
-    For ``x`` of shape (8, 4, 32, 32), ``channel_axis`` 1 and ``mixing`` of shape (4, 64), the product has shape (8, 32,
-    32, 64).
+    For ``x`` of shape (8, 4, 32, 32), ``channel_axis`` 1 and ``mixing`` of shape (4, 64), the product has shape
+    (8, 32, 32, 64).
     """
     few, many = mixing.axes
     other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]

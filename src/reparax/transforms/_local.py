@@ -294,7 +294,7 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels  # One for each group, or all.
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # One per group, or all channels.
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -388,7 +388,8 @@ class _FactsOfDraws(AllFacts):
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # With effects, two runs may give different values.
+        # A floating-point output gets no formula. With effects, two runs of an equation may give different values.
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
             return None
         try:
             return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
@@ -631,8 +632,8 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 def _combined_sum(operation: Operation) -> Sum | None:
     """Returns the weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    Returns None if the result is not a sum of products, or if its noise would not be independent. The caller then forms
-    the array of each weight that the equation reads, and all rows share one draw.
+    Returns None if the result is not a sum of products, or if its noise would not be independent. The
+    interpreter then forms the array of each weight that the equation reads, and all rows share one draw.
     """
     # An array that depends on a draw, such as the norm of a noisy weight, is not independent of the noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
@@ -685,7 +686,7 @@ def _facts_of_arrays(operation: Operation) -> list[Facts]:
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation draws independent normal samples, which shows in the name of the called function."""
+    """Returns whether an equation draws independent normal samples, by the name of the function that it calls."""
     view = equations.view_of(eqn)
     has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
@@ -703,9 +704,10 @@ def _draws_to_share(rules: Drawing) -> Shared:
     """Returns the draws that all rows must share, without those already shared; empty if there are no more.
 
     All rows must share a draw in two cases. First, an equation needs the array of the weight. Second, the loss itself
-    takes a gradient, which must see the same weights as the value. A sign of such a gradient is that one product sums
-    over an axis that another product keeps, as in ``x @ w`` and ``g @ w.T``. Because the gradient may read other
-    weights too, all rows then share each draw that is read more than once.
+    takes a gradient, which must see the same weights as the value. There are two signs of such a gradient: one product
+    sums over an axis that another product keeps, as in ``x @ w`` and ``g @ w.T``, or the program recomputes values for
+    a gradient. Because the gradient may read other weights too, all rows then share each draw that is read more than
+    once.
     """
     reads_of = dict[Hashable, list[NoisyRead]]()
     for read in rules.reads.values():
@@ -864,7 +866,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
 
 _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
-"""The reason in a report for a weight that has one draw for all rows only because the caller passed no data."""
+"""The reason in a report for a weight that has one draw for all rows only because its other operand is not data."""
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:

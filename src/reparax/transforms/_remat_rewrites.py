@@ -262,9 +262,10 @@ def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
 def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var, set[Var]]:
     """Maps each large known mask to the random arrays from which it is computed, if they are at least as large.
 
-    A random array is any array that is computed from a key and is not boolean. For ``mask = uniform(key, (64, 64)) <
-    0.9``, the random arrays are the uniform numbers and the bits from which these numbers are computed. Only the first
-    boolean array on a path counts as a mask. ``~mask`` does not, because it is computed only from a boolean array.
+    A random array is any array that is computed from a key and is not boolean. For
+    ``mask = uniform(key, (64, 64)) < 0.9``, the random arrays are the uniform numbers and the bits from which these
+    numbers are computed. Only the first boolean array on a path counts as a mask. ``~mask`` does not count, because it
+    is computed only from a boolean array.
     """
     key_type = jax.dtypes.prng_key
     # Maps each value to the random arrays from which it is computed, without keys.
@@ -304,9 +305,9 @@ def _is_bool(v: Any) -> bool:
 def _packed_axis(type_: Any) -> int | None:
     """Returns the first axis whose entries can be packed into bytes.
 
-    The size of the axis must be a multiple of 8, and the axis must not be sharded in the type. For the shape (3, 16,
-    64), the result is axis 1. Returns None if there is no such axis, or if the array is small or has a symbolic size.
-    Such an array is not stored in bits.
+    The size of the axis must be a multiple of 8, and the axis must not be sharded in the type. For the shape
+    (3, 16, 64), the result is axis 1. Returns None if there is no such axis, or if the array is small or has a symbolic
+    size. Such an array is not stored in bits.
     """
     if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < SMALLEST_MASK:
         return None
