@@ -174,8 +174,8 @@ def _length(x: Array, axes: Indices) -> Array:
 def _length_or_zero(x: Array, axes: Indices) -> Array:
     """Computes the Euclidean length along ``axes``.
 
-    The function sums the squares of ``x`` scaled up and the squares of ``x`` scaled down. It uses the second sum if the
-    first one overflows. This saves a pass over ``x`` that would find the largest magnitude. In float32, the result is
+    The function sums the squares of ``x`` scaled up, and the squares of ``x`` scaled down. If the first sum overflows,
+    the second sum is used. No extra pass over ``x`` is needed to find the largest magnitude. In float32, the result is
     accurate for lengths from 4e-34 to 5e33.
     """
     upscale = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
@@ -221,7 +221,7 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 def norm(x: Array, axes: Indices) -> Array:
     """Computes the Euclidean length along ``axes``, which is real; the gradient at zero is defined as zero.
 
-    The result is accurate for any finite length. This takes an extra pass, which finds the largest magnitude.
+    The result is accurate for any finite length, because an extra pass finds the largest magnitude.
     """
     size = max_abs(x, axes)
     length = size * _nonzero_length(x / size.astype(x.dtype), axes)

@@ -88,7 +88,7 @@ def normal(words: Array) -> Array:
     upper = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(31)  # -1 in the upper half of the words, else 0.
     below = jax.lax.bitcast_convert_type(words, jnp.int32) ^ upper  # The distance to the nearer end of the range.
     beyond = (below.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-31)
-    bits = _bits_of(beyond * (np.float32(2) - beyond))  # These are the bits of 1 - u^2, where u is 1 - beyond.
+    bits = _bits_of(beyond * (np.float32(2) - beyond))  # The bits of 1 - u^2, where u is 1 - beyond.
     exponent = (bits >> np.uint32(23)).astype(jnp.int32).astype(jnp.float32) - np.float32(127 - CENTER)
     mantissa = _number_of(bits & np.uint32(2**23 - 1) | np.uint32(127 << 23)) - np.float32(1)
     size = (np.float32(1) - beyond) * _polynomial(RATIO, exponent + _polynomial(LOG, mantissa))

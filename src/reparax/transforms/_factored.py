@@ -383,7 +383,7 @@ def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
 
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
-    """Returns three costs of looking up matrices in a stacked weight, as in ``w[expert]`` for shape (experts, 8, 3).
+    """Returns three costs of looking up matrices in a stacked weight, such as ``w[expert]`` in (experts, 8, 3).
 
     The first cost is that of looking up the factors. The second cost is that of forming the matrices from these
     factors. The third cost is that of looking up the matrices in the array of the weight. ``rows`` holds the matrices
@@ -626,7 +626,7 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
 
 
 class Factoring:
-    """Rules of the interpreter that keep weights in factors, except those that a plan forms.
+    """Rules of the interpreter that keep weights in factors, except the weights that a plan forms.
 
     Attributes:
       plan: The plan that decides which weights to form. Until then, the rules record the reads of weights in the plan.
@@ -740,7 +740,7 @@ class Factoring:
 
 
 def _with_data_formed(operation: Operation) -> Sequence[Any]:
-    """Returns the operands. If several operands are sums, forms those that depend on data, such as looked-up matrices.
+    """Returns the operands; if several operands are sums, forms those that depend on data, such as looked-up matrices.
 
     A product can use the factors of only one operand, so all other operands must be arrays.
     """
@@ -766,9 +766,9 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
     For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
     then require no gradient of the whole ``W``. The factors are found in the jaxpr of ``fun``, so the network's code
-    does not change. They are found wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`,
-    :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`,
-    :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
+    does not change. Factors are found wherever arrays of parameters are multiplied, scaled or added, as in
+    :class:`LoRA`, :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`,
+    :class:`Gain`, :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
@@ -780,8 +780,8 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
     - before a cast to more digits, because the cast keeps an earlier rounding;
     - if the factors cost more operations than the array, including all gradients.
 
-    :func:`explain` says which weights are formed, where and why. Values and gradients are those of ``fun`` up to
-    rounding.
+    :func:`explain` says which weights are formed, where and why. Values and gradients are the same as those of ``fun``,
+    up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
     ``jax.vmap``, ``jax.jit`` and other transformations to the result. If ``fun`` itself takes gradients, as in

@@ -205,7 +205,7 @@ def _add_noise(
         variance = pull_back_once(variance) if any(product.labels for product in std.products) else variance
         return _scale_noise(variance.astype(mean.dtype), random.normal(key, mean))
 
-    # Use ``remat``, because on a CPU, XLA would merge values recomputed by ``jax.checkpoint`` with those of the forward
+    # Use ``remat``: on CPUs, XLA would merge the values that ``jax.checkpoint`` recomputes with values of the forward
     # pass.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
 
@@ -354,7 +354,8 @@ DRAW_ORIGIN = -1
 class _FactsOfDraws(AllFacts):
     """Finds the usual facts about values, whether a value depends on a draw, and the formulas of keys and integers.
 
-    Values with the same formula are equal. So if the keys of two draws have the same formula, the draws are equal too.
+    Values with the same formula are equal. Therefore, draws of the same type are equal if their keys have the same
+    formula.
 
     Attributes:
       multiplies_data: Whether data is multiplied, perhaps in a loop, by a value that depends on a draw but not on data.
@@ -653,7 +654,7 @@ def _combined_sum(operation: Operation) -> Sum | None:
 
 
 def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
-    """Maps the source of each draw of a weight to the axes that an equation sums over and those that it keeps.
+    """Maps the source of each draw of a weight to the axes that an equation sums over, and the axes that it keeps.
 
     ``operand`` is the index of the weight among the operands. If ``view`` is None, only the array of the weight is
     formed, which keeps all axes. For a matrix, with axes counted from the back, ``x @ w`` sums over axis 2 and keeps
@@ -701,7 +702,7 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """Returns the draws that all rows must share, without those already shared; empty if there are no more.
+    """Returns the draws that all rows must share but do not share yet; empty if there are no such draws.
 
     All rows must share a draw in two cases. First, an equation needs the array of the weight. Second, the loss itself
     takes a gradient, which must see the same weights as the value. There are two signs of such a gradient: one product
@@ -748,9 +749,9 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
     batch, so the errors of their gradients are correlated. In a product :math:`x w`, each row of the result is a
-    Gaussian vector with the mean :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This function
-    draws that vector instead: random numbers for the result rather than for the weight, and new ones for each row. The
-    network's code does not change.
+    Gaussian vector with mean :math:`x m`, whose entries are independent with variance :math:`x^2 s^2`. The returned
+    function draws this vector instead of the weight, and draws a new vector for each row. The network's code does not
+    change.
 
     The function finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows
     the noise through all operations that leave the entries independent:
@@ -810,8 +811,8 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
-      ValueError: If no row draws because the data is not among the data arguments, or because ``fun`` does not call
-        ``apply``.
+      ValueError: If no row draws because the data is closed over or in an argument for weights, or because ``fun`` does
+        not call ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -890,7 +891,7 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """Returns the weights that would draw for each row if all inputs were data, except those that an ``apply`` reads.
+    """Returns the weights that would draw for each row if all inputs that no ``apply`` reads were data.
 
     If all rows share a draw of such a weight, the program does not require this; the caller has passed data in the
     wrong way.

@@ -33,8 +33,7 @@ def run_delayed(
         """Runs the program of a batch; ``env`` holds all values computed so far."""
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
-        # One array suffices as a barrier. If a batch has no reader that needs data, as for the outputs, it runs at
-        # once.
+        # One array suffices as a barrier. A batch whose reader needs no data runs at once, without a barrier.
         barrier = max(data, key=lambda x: x.ndim, default=None)
         return jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
 
@@ -148,8 +147,8 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 def barrier_inputs(program: Jaxpr) -> set[Var]:
     """Returns the smallest values of a program that must wait so that all of its large or costly values wait.
 
-    The result includes all small inputs. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w`` waits
-    if the lengths wait. The result is empty if the program computes only views of its inputs.
+    All small inputs are part of the result. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w``
+    waits if the lengths wait. The result is empty if the program computes only views of its inputs.
     """
     views = _views(program)
     operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
@@ -224,8 +223,7 @@ def costly_outputs(program: Jaxpr) -> set[Var]:
             if eqn is not None and id(eqn) not in counted:
                 counted.add(id(eqn))
                 total += _count_equations(eqn) if _is_of(_CHEAP, eqn) else FEW + 1
-                # Skip operands that are much smaller, such as lengths, because they cost little per entry of the
-                # output.
+                # Skip much smaller operands, such as lengths, because they cost little per entry of the output.
                 stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
         return total
 
