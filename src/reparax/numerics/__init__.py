@@ -1,1 +1,1 @@
-"""Formulas shared by many stages, which also work where naive ones fail: zero rows, half precision, huge numbers."""
+"""Formulas for many stages, which also work where naive formulas fail: zero rows, half precision, huge numbers."""

@@ -1,7 +1,7 @@
-"""Checks of the arguments of stages: ``check(value, who, name)`` returns the value to keep, or raises an error.
+"""Checks the arguments of stages: ``check(value, who, name)`` returns the value to store, or raises an error.
 
-``who`` is the name of the class, and ``name`` is the name of the argument. Numbers that may change during training may
-be traced scalars.
+``who`` is the name of the stage's class, and ``name`` is the name of the argument. A number that may change during
+training may be a traced scalar.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reparax.numerics.arithmetic import is_array
 
 
 def describe_argument(value: Any) -> str:
-    """Describes a value for an error: arrays and trees of arrays by their type, and anything else by its ``repr``."""
+    """Describes a value for an error text: arrays and trees of arrays by type, and any other value by its ``repr``."""
     if is_array(value):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     holds_arrays = any(map(is_array, jax.tree.leaves(value)))
@@ -27,7 +27,7 @@ def describe_argument(value: Any) -> str:
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """Converts a known real number to a float, and returns a traced scalar unchanged."""
+    """Checks that ``value`` is a real number; returns a float, or the scalar itself if it is traced."""
     if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
     if isinstance(value, np.floating):
@@ -45,7 +45,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
-    """Converts a number like :func:`check_number`, but raises an error for a traced one."""
+    """Converts a number like :func:`check_number`, but raises an error if the number is traced."""
     number = check_number(value, who, name)
     if isinstance(number, Tracer):
         raise TypeError(
@@ -56,9 +56,9 @@ def check_known_number(value: Any, who: str, name: str) -> float:
 
 
 def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
-    """Makes a check that raises an error, which ends with ``rule``, unless ``holds(number)`` for a known number.
+    """Makes a check that raises an error ending with ``rule`` if ``holds`` returns False for a number.
 
-    Traced numbers pass the check, unless ``known`` is set.
+    A traced number passes the check, because its value is unknown. With ``known``, a traced number raises an error.
     """
 
     def check(value: Any, who: str, name: str) -> Any:
@@ -95,7 +95,7 @@ def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str],
 
 
 def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
-    """Makes a check that accepts the words of a ``Literal``."""
+    """Makes a check that accepts only the strings listed in a ``Literal``."""
     words: tuple[str, ...] = get_args(literal)
     *most, last = map(repr, words)
 
@@ -127,22 +127,22 @@ def check_positive_integer(value: Any, who: str, name: str) -> int:
 
 
 def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """Checks that ``value`` consists of two integers of at least 1, and returns them as a tuple."""
+    """Checks that ``value`` is a tuple or list of two integers of at least 1, and returns a tuple of these integers."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
     return tuple(check_positive_integer(size, who, name) for size in value)
 
 
 def shortest(x: Any) -> float:
-    """Returns the decimal number with the fewest digits that equals ``x`` in float32; wider numbers are unchanged."""
+    """Returns the decimal number with the fewest digits that rounds to ``x`` in float32; keeps wider dtypes exact."""
     exact = float(x)
     if x.dtype.itemsize > 4:
         return exact
-    with np.errstate(over="ignore"):  # The largest number becomes infinite when it is rounded up.
+    with np.errstate(over="ignore"):  # Rounding the largest float32 up gives infinity.
         numbers = (float(f"{exact:.{digits}g}") for digits in range(1, 10))
         return next((number for number in numbers if np.float32(number) == np.float32(exact)), exact)
 
 
 def shortest_parts(x: Any) -> complex:
-    """Applies :func:`shortest` to both parts of a complex number."""
+    """Applies :func:`shortest` to the real and the imaginary part of a complex number."""
     return complex(shortest(x.real), shortest(x.imag))

@@ -1,4 +1,4 @@
-"""Predicates on arrays and their dtypes, arithmetic in float32 or wider, and ``jit`` for a few operations."""
+"""Predicates on arrays and dtypes, arithmetic in float32 or wider, and a ``jit`` that is inlined under tracing."""
 
 import functools
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ def is_array(x: object) -> bool:
 
 
 def widened(w: Array) -> Array:
-    """Converts ``w`` to the dtype to compute in: float32 for half precision, and its own dtype otherwise."""
+    """Converts ``w`` to float32 if its dtype is narrower, and returns ``w`` in its own dtype otherwise."""
     return w.astype(jnp.float32) if jnp.finfo(w.dtype).bits < 32 else w
 
 
 def is_inexact(w: Array) -> bool:
-    """Returns whether the dtype of ``w`` is floating or complex."""
+    """Returns whether ``w`` has a floating-point or complex dtype."""
     return jnp.issubdtype(w.dtype, jnp.inexact)
 
 
@@ -32,17 +32,17 @@ def is_numeric(x: Any) -> bool:
 
 
 def has_gradient(x: Any) -> bool:
-    """Returns whether ``x`` is a floating or complex array."""
+    """Returns whether ``x`` is an array of a floating-point or complex dtype."""
     return is_array(x) and is_inexact(x)
 
 
 def inexact_places(leaves: Sequence[Any]) -> list[int]:
-    """Returns the indices of floating and complex arrays in a list of leaves."""
+    """Returns the indices of the leaves that are floating-point or complex arrays."""
     return [i for i, x in enumerate(leaves) if has_gradient(x)]
 
 
 def add_up(numbers: Sequence[Array]) -> Array:
-    """Sums real numbers in float64 if any of them has this dtype, and in float32 otherwise."""
+    """Sums real arrays in float64 if any of the arrays is float64, and in float32 otherwise."""
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in numbers) else jnp.float32
     return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
@@ -57,8 +57,9 @@ def scalar(value: ArrayLike, like: Array) -> Array:
     return jnp.asarray(value).astype(like.dtype)
 
 
-# Since JAX 0.12.0, ``inline=True`` leaves the call in the jaxpr until it is compiled.
+# Since JAX 0.12.0, ``inline=True`` keeps the call in the jaxpr until compilation.
 _AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 inlined = partial(jax.jit, inline=_AT_ONCE)
-"""A decorator like ``jax.jit``, except that calls under tracing are inlined; they are traced once for equal types."""
+"""A decorator like ``jax.jit``, except that calls are inlined under tracing. JAX traces the function only once for
+arguments of equal types."""

@@ -1,10 +1,10 @@
-"""Linear algebra on one matrix or a batch of matrices, lengths of vectors, and the errors for wrong shapes.
+"""Linear algebra on a matrix or a batch of matrices, lengths of vectors, and error texts for wrong shapes.
 
-The lengths do not overflow, and their gradients are finite at zero. A naive formula does not ensure this: weight norm
-in one line is ``w = g * v / jnp.sqrt(jnp.sum(v * v))``. In float32, squares of numbers above 2e19 are infinite, and
-squares of numbers below 1e-23 are zero. The gradient of a square root at zero is NaN, even if ``jnp.where`` chooses
-another branch afterwards. Therefore, numbers are scaled to about 1 before they are squared, and a sum of zero is
-replaced before its square root is taken.
+The lengths do not overflow, and their gradients at zero are finite. A naive formula for weight norm, such as
+``w = g * v / jnp.sqrt(jnp.sum(v * v))``, has two problems. In float32, squares of numbers above 2e19 are infinite, and
+squares of numbers below 1e-23 are zero. The gradient of a square root at zero is NaN, even if ``jnp.where`` then
+selects another value. Therefore, numbers are scaled to about 1 before they are squared, and a sum of zero is replaced
+before its square root is taken.
 """
 
 import functools
@@ -17,7 +17,7 @@ from reparax.numerics.arithmetic import inlined
 
 
 def product(*factors: Array) -> Array:
-    """Computes the matrix product of ``factors`` in the full precision of the dtype on every device."""
+    """Multiplies matrices from left to right, in the full precision of their dtype on every device."""
     return functools.reduce(lambda a, b: jnp.matmul(a, b, precision="highest"), factors)
 
 
@@ -27,33 +27,33 @@ def adjoint(w: Array) -> Array:
 
 
 def identity(like: Array) -> Array:
-    """Returns identity matrices of the shape and dtype of ``like``."""
+    """Returns identity matrices with the shape and dtype of ``like``."""
     return jnp.broadcast_to(jnp.eye(*like.shape[-2:], dtype=like.dtype), like.shape)
 
 
 def polar(w: Array) -> Array:
-    """Computes the matrix nearest to ``w`` that has orthonormal columns or rows."""
+    """Computes the matrix with orthonormal columns or rows that is nearest to ``w``."""
     u, _, v = jnp.linalg.svd(w, full_matrices=False)
     return product(u, v)
 
 
 def without_reflection(left: Array, right: Array) -> Array:
-    """Returns ``left``, with its last column negated if the product with ``right`` has determinant -1."""
+    """Returns ``left``, with its last column negated if ``left @ right`` has determinant -1."""
     return left.at[..., -1].multiply(jnp.sign(jnp.linalg.det(product(left, right)))[..., None])
 
 
 def resolution(w: Array, largest: Array) -> Array:
     """Returns the threshold below which singular values of ``w`` may be rounding errors.
 
-    ``largest`` is the largest singular value of ``w``. The threshold is the one that numpy's ``matrix_rank`` uses, and
-    for a zero matrix, the threshold of a matrix with norm 1.
+    ``largest`` is the largest singular value of ``w``. The threshold equals that of ``numpy.linalg.matrix_rank``. For a
+    zero matrix, it is the threshold of a matrix whose largest singular value is 1.
     """
     unit = max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
     return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
 
 
 def as_blocks(w: Array, rows: int, columns: int) -> Array:
-    """Reshapes ``w`` to ``rows`` times ``columns`` blocks, with shape ``(..., rows, height, columns, width)``."""
+    """Splits ``w`` into ``rows`` by ``columns`` blocks: reshapes it to ``(..., rows, height, columns, width)``."""
     return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
 
 
@@ -75,7 +75,7 @@ def rank_error(rank: int, w: Array) -> str | None:
 
 
 def not_divisible_error(blocks: tuple[int, int], w: Array) -> str | None:
-    """Returns the error text if ``w`` cannot be divided into ``blocks`` rows and columns of equal blocks, or None."""
+    """Returns the error text if ``w`` cannot be split into ``(rows, columns)`` equal blocks, or None if it can."""
     if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
         return None
     return (
@@ -89,9 +89,9 @@ Indices = tuple[int, ...]
 
 @functools.partial(inlined, static_argnums=1)
 def max_abs(x: Array, axes: Indices) -> Array:
-    """Computes the largest magnitude along ``axes``, or 1 if it is zero.
+    """Computes the largest magnitude along ``axes``, or 1 if all numbers are zero.
 
-    Numbers divided by the result do not overflow when squared.
+    Squares of numbers that were divided by the result do not overflow.
     """
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
@@ -104,20 +104,20 @@ def is_zero(x: Array, axes: Indices) -> Array:
 
 
 def _nonzero_length(u: Array, axes: Indices) -> Array:
-    """Computes the Euclidean length along ``axes``, or 1 if it is zero. Its gradients are finite everywhere."""
+    """Computes the Euclidean length along ``axes``, or 1 if the length is zero. The gradient is finite everywhere."""
     total = _sum_of_squares(u, axes)
     return jnp.sqrt(jnp.where(total == 0, 1, total))
 
 
 def _sum_of_squares(u: Array, axes: Indices) -> Array:
-    """Computes the sum of squared magnitudes along ``axes``, which are kept with size 1."""
+    """Sums squared magnitudes along ``axes``, and keeps these axes with size 1."""
     squares = jnp.square(u.real) + jnp.square(u.imag) if jnp.iscomplexobj(u) else jnp.square(u)
     return jnp.sum(squares, axis=axes, keepdims=True)
 
 
 @functools.partial(inlined, static_argnums=1)
 def unit(x: Array, axes: Indices) -> Array:
-    """Divides ``x`` by its length along ``axes``; zero stays zero."""
+    """Divides ``x`` by its length along ``axes``; a zero vector stays zero."""
     u = x / max_abs(x, axes).astype(x.dtype)
     return u / _nonzero_length(u, axes).astype(x.dtype)
 
@@ -132,18 +132,18 @@ def scale_near_one(x: Array, length: Array) -> Array:
 
 
 def with_length(x: Array, length: Array, axes: Indices) -> Array:
-    """Scales ``x`` to the given length along ``axes``; zero stays zero.
+    """Scales ``x`` to the given length along ``axes``; a zero vector stays zero.
 
-    The formula sums two arrays along ``axes`` in one pass, and one more array for the gradients. If ``axes`` are
-    sharded, devices exchange only these sums. The sum for the gradients reads ``x`` itself, so no normalized copy of
-    ``x`` is stored.
+    The forward pass sums two arrays along ``axes`` in a single pass, and the gradient sums one more array. If ``axes``
+    are sharded, the devices exchange only these sums. The gradient reads ``x`` itself, so no normalized copy of ``x``
+    is stored.
     """
     return x * _stretch(x, length, axes).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _stretch(x: Array, length: Array, axes: Indices) -> Array:
-    """Computes the factor by which to multiply ``x`` to give it the given length."""
+    """Computes the factor that scales ``x`` to the given length."""
     return length / _length(x, axes)
 
 
@@ -174,8 +174,9 @@ def _length(x: Array, axes: Indices) -> Array:
 def _length_or_zero(x: Array, axes: Indices) -> Array:
     """Computes the Euclidean length along ``axes``.
 
-    This sums the squares of ``x`` scaled up and of ``x`` scaled down, and uses the second sum if the first overflows,
-    which saves a pass to find the largest magnitude. In float32, the result is accurate for lengths from 4e-34 to 5e33.
+    The function sums the squares of ``x`` scaled up, and the squares of ``x`` scaled down. If the first sum overflows,
+    the second sum is used. No extra pass over ``x`` is needed to find the largest magnitude. In float32, the result is
+    accurate for lengths from 4e-34 to 5e33.
     """
     upscale = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     sum_of_scaled_squares = _sum_of_squares(x * upscale, axes)
@@ -188,7 +189,7 @@ def _length_or_zero(x: Array, axes: Indices) -> Array:
 
 @_length.defjvp
 def _length_jvp(axes: Indices, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """Returns the length, and its derivative, which is the component of ``dx`` in the direction of ``x``."""
+    """Returns the length and its tangent: the component of the tangent ``dx`` in the direction of ``x``."""
     length = _length(*primals, axes)
     return length, _part_along(*primals, length, *tangents, axes)
 
@@ -200,7 +201,7 @@ def _part_along(x: Array, length: Array, dx: Array, axes: Indices) -> Array:
 
 @jax.custom_jvp
 def inverse(length: Array) -> Array:
-    """Computes 1 over a length, or 1 if it is zero.
+    """Computes the reciprocal of a length, or 1 if the length is zero.
 
     The derivative does not square the length, because the square may overflow.
     """
@@ -209,7 +210,7 @@ def inverse(length: Array) -> Array:
 
 @inverse.defjvp
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """Returns ``1 / l``, and its derivative ``-(1 / l) ((1 / l) dl)``, which is zero where the length is zero."""
+    """Returns ``1 / l`` and its tangent ``-(1 / l) ((1 / l) dl)``, which is zero where the length is zero."""
     (length,), (dlength,) = primals, tangents
     result = inverse(length)
     slope = jnp.where(length == 0, 0, result)
@@ -218,9 +219,9 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 @functools.partial(inlined, static_argnums=1)
 def norm(x: Array, axes: Indices) -> Array:
-    """Computes the Euclidean length along ``axes`` as a real number; its gradient at zero is defined as zero.
+    """Computes the Euclidean length along ``axes``, which is real; the gradient at zero is defined as zero.
 
-    The result is accurate for any finite length, at the cost of an extra pass to find the largest magnitude.
+    The result is accurate for any finite length, because an extra pass finds the largest magnitude.
     """
     size = max_abs(x, axes)
     length = size * _nonzero_length(x / size.astype(x.dtype), axes)

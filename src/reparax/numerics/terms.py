@@ -1,8 +1,8 @@
-"""Terms, which are products of arrays, and how a jaxpr records that an array is a sum of terms.
+"""Defines terms, which are products of arrays, and records in a jaxpr that an array is a sum of terms.
 
-:func:`record_terms` computes an array in a call whose name holds the specs of its terms, and whose other results are
-the arrays of the terms. ``factored`` reads the name with :func:`specs_of`, and multiplies data by the terms instead of
-their sum.
+:func:`record_terms` computes an array in a call. The name of the call holds the specs of the terms, and the other
+outputs of the call are the arrays of the terms. ``factored`` reads the specs with :func:`specs_of`, and multiplies data
+by the terms instead of their sum.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ class Spec:
 
     @property
     def letters(self) -> list[str]:
-        """The letters of the axes of each array; the last axis of a circulant matrix has two."""
+        """The axis letters of each array; the last axis of a circulant matrix has two letters."""
         return [re.sub("[()-]", "", operand) for operand in self.text.split("->")[0].split(",")]
 
     @property
     def circulant_flags(self) -> list[bool]:
-        """The flags that say, for each array, whether it is the first column of a circulant matrix."""
+        """One flag for each array: whether the array is the first column of a circulant matrix."""
         return ["-" in operand for operand in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
-        """The letters of each axis of the product; a merged axis has several."""
+        """The letters of each axis of the product; a merged axis has several letters."""
         return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
 
     def encoded(self) -> str:
-        """Encodes this spec as a part of a function name."""
+        """Encodes the spec in characters that a function name allows."""
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
     def decoded(cls, text: str) -> Spec:
-        """Decodes a spec from a part of a function name."""
+        """Decodes a spec from the text that :meth:`encoded` returns."""
         return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
 
 
 class Term:
     r"""A product of arrays, summed over the letters that are not in the result, as in :func:`jax.numpy.einsum`.
 
-    ``terms_leaf`` of a stage returns a list of terms, so that :func:`factored` never forms their sum:
+    The method ``terms_leaf`` of a stage returns a list of terms, so that :func:`factored` never forms their sum:
 
     ===========================  ===============================================
     a plain array                ``Term("ij->ij", w)``
@@ -114,7 +114,7 @@ class Term:
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
-    """Says what is wrong with a spec for the given arrays, as the end of an error text; returns None if it fits."""
+    """Returns the end of an error text if a spec does not fit the given arrays, or None if it does."""
     if not _SPEC.fullmatch(spec.text):
         return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
     if len(spec.letters) != len(arrays):
@@ -141,9 +141,9 @@ def circulant(x: Array) -> Array:
 
 
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
-    """Expands ``x``, which has one axis for each distinct name in ``axes``, to one axis for each entry of ``axes``.
+    """Expands ``x`` from one axis for each distinct name in ``axes`` to one axis for each entry of ``axes``.
 
-    Axes with equal names form diagonals, with zeros elsewhere.
+    Axes with equal names become diagonals, and all entries off the diagonals are zero.
     """
     for i, name in enumerate(axes):
         first_axis = axes.index(name)
@@ -160,7 +160,7 @@ def sum_terms(terms: Any) -> Array:
 
 
 def _require_terms(terms: Any) -> Sequence[Term]:
-    """Checks that ``terms`` is a list or tuple of at least one term, and returns it."""
+    """Checks that ``terms`` is a nonempty list or tuple of terms, and returns it."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
         raise TypeError(f"terms_leaf must return a list of one Term or more, but returned {kinds}.")
@@ -168,9 +168,9 @@ def _require_terms(terms: Any) -> Sequence[Term]:
 
 
 def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
-    """Computes ``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
+    """Computes ``formula(*args)``; under tracing, in a call whose name and other outputs hold the terms.
 
-    The name holds the specs because every transformation of JAX keeps the name of a call.
+    The specs are part of the name because every JAX transformation keeps the name of a call.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return formula(*args)
@@ -178,7 +178,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
     def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
-        # The integer is a sentinel that marks this call, because a derivative has no integer output.
+        # The integer is a sentinel: it tells this call from its derivative, which has no integer output.
         return formula(*args), arrays, jnp.int32(0)
 
     def sum_of_terms(*args: Any) -> Array:
@@ -187,7 +187,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
         return sum_terms(checked_terms)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
-    # The checkpoint puts the batch axis first in each output under vmap.
+    # Under vmap, `jax.checkpoint` moves the batch axis of each output to the front.
     formula_under_vmap = jax.checkpoint(array_and_terms, prevent_cse=False)
 
     def call(*args: Any) -> Any:
@@ -204,7 +204,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
 
 def specs_of(name: str) -> list[Spec] | None:
-    """Returns the specs of the terms that the name of a call holds, or None if it holds none."""
+    """Decodes the specs of terms from the name of a call; returns None if the name holds no specs."""
     if not name.startswith(_MARK):
         return None
     return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

@@ -1,17 +1,17 @@
 """Identity functions that control when and how often compilers compute a value.
 
-``tie`` delays a computation: it makes a value depend on another one, so that the compiler cannot compute it earlier.
-XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
-dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
-cannot know that it is zero. Compilers for accelerators find a good order without help, so ``tie`` does nothing there.
+``tie`` delays a computation. XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs,
+but it cannot drop a data dependence. So on CPUs, ``tie(x, barrier)`` adds a zero to the bits of ``x``. The zero is
+computed from ``barrier``, and the compiler cannot know that the result is zero. Compilers for accelerators find a good
+order without help, so ``tie`` does nothing there.
 
-``read_in_step`` is for TPUs. They multiply in bfloat16, and their compiler converts the weights of all layers before
-the loop that reads them, which requires another array. The compiler does not move integer operations, so on TPUs
+``read_in_step`` is for TPUs, which multiply in bfloat16. Their compiler converts the weights of all layers before the
+loop that reads the weights, and stores another array. The compiler does not move integer operations, so on TPUs
 ``read_in_step`` adds a zero to the bits of each entry.
 
-``compute_once`` is for CPUs, where XLA copies cheap operations into each operation that reads their result, and keeps
-their operands until all these readers have run. XLA does not copy a division, so on CPUs ``compute_once`` divides by
-ones, and ``pull_back_once`` divides cotangents by ones.
+``compute_once`` is for CPUs. There, XLA duplicates a cheap operation for each reader of its result, and keeps the
+operands until all readers have run. XLA does not duplicate a division, so on CPUs ``compute_once`` divides by ones, and
+``pull_back_once`` divides cotangents by ones.
 """
 
 import contextlib
@@ -27,41 +27,41 @@ from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
-    """Returns ``x``, which compilers for CPUs neither compute before ``barrier`` nor merge with another ``x``."""
-    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are returned as they are.
-    # Arrays on two meshes are also returned as they are: if one mesh has axes that the region of the other leaves to
-    # the compiler, no operation can read both arrays.
+    """Ties ``x`` to ``barrier``: CPU compilers neither compute ``x`` earlier nor merge it with an equal value."""
+    # On an explicit mesh, a single entry of a sharded array has no sharding, so a sharded array cannot be tied. Arrays
+    # on two different meshes cannot be tied either: no operation can read both arrays if one mesh has axes that are
+    # automatic in the other.
     cannot_tie = _is_sharded(x) or _is_sharded(barrier) or _mesh_of(x) != _mesh_of(barrier)
     return x if cannot_tie else _tie.bind(x, barrier)
 
 
 def _mesh_of(x: Array) -> AbstractMesh:
-    """Returns the mesh of the region of the jaxpr in which an array was computed."""
+    """Returns the mesh under which an array was computed."""
     return jax.typeof(x).sharding.mesh
 
 
 def _is_sharded(x: Array) -> bool:
-    """Returns whether an array is split over the devices of an explicit mesh."""
+    """Returns whether an array is sharded over an explicit mesh."""
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 def store_whole(x: Array) -> Array:
-    """Returns ``x``, which compilers for accelerators store as an array instead of fusing it into each of its uses."""
+    """Makes compilers for accelerators store ``x`` as an array instead of fusing it into each reader; returns ``x``."""
     return _whole.bind(x)
 
 
 def compute_once(x: Array) -> Array:
-    """Returns ``x``, which compilers compute only once for all operations that read it, including the backward pass."""
+    """Makes compilers compute ``x`` only once for all its readers, including the backward pass; returns ``x``."""
     return _once.bind(x)
 
 
 def pull_back_once(x: Array) -> Array:
-    """Returns ``x``, whose cotangent compilers compute only once for all operations that read the cotangent."""
+    """Makes compilers compute the cotangent of ``x`` only once for all its readers; returns ``x``."""
     return _once_back.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
-    """Returns ``x``, a float32 weight of one step of a loop, which compilers for TPUs convert only in that step."""
+    """Makes the TPU compiler convert ``x``, a float32 weight of one loop step, only in that step; returns ``x``."""
     return _read.bind(x)
 
 
@@ -78,7 +78,7 @@ class _Identity(Primitive):
     """A primitive whose result is its first operand."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """Binds the primitive under the mesh of its first operand, under which JAX then also lowers it."""
+        """Binds the primitive under the mesh of its first operand, so that JAX lowers the primitive under this mesh."""
         if has_series(args):
             return args[0]
         mesh = _mesh_of(args[0])
@@ -87,7 +87,7 @@ class _Identity(Primitive):
 
 
 def _tie_on_cpu(x: Array, barrier: Array) -> Array:
-    """Adds a zero that is computed from one entry of ``barrier`` to the bits of ``x``."""
+    """Adds a zero, computed from the first entry of ``barrier``, to the bits of ``x``."""
     entry = lax.reshape(lax.slice(barrier, (0,) * barrier.ndim, (1,) * barrier.ndim), ())
     if jnp.iscomplexobj(entry):
         entry = lax.real(entry)
@@ -97,18 +97,18 @@ def _tie_on_cpu(x: Array, barrier: Array) -> Array:
 
 
 def _zero_from_bits(bits: Array) -> Array:
-    """Computes zeros that a compiler does not recognize: counts of set bits, which are below 64, shifted right by 6."""
+    """Computes zeros that no compiler recognizes: counts of set bits, which are below 64, shifted right by 6."""
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
 def by_integers(x: Array) -> Array:
-    """Returns ``x``, in float32, after integer operations, which compilers do not swap with a cast."""
+    """Returns a float32 array unchanged, after integer operations that compilers do not swap with a cast."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
 
 
 def _add_to_bits(x: Array, zero: Array) -> Array:
-    """Adds a uint32 zero to the bits of ``x``, or to the bits of each part of a PRNG key or complex number."""
+    """Adds a uint32 zero to the bits of ``x``; for PRNG keys, to the key data; for complex numbers, to both parts."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
@@ -122,13 +122,13 @@ def _add_to_bits(x: Array, zero: Array) -> Array:
 
 
 def _divide_by_ones(x: Array) -> Array:
-    """Divides ``x`` by ones that compilers do not recognize. On CPUs, they do not copy a division into its readers."""
+    """Divides ``x`` by ones that compilers do not recognize, because XLA does not duplicate a division on CPUs."""
     wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
     return lax.div(x, lax.add(lax.convert_element_type(_zero_from_bits(wide), x.dtype), jnp.ones_like(x)))
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
-    """Implements batching of ``tie``, which reads only one ``barrier`` of a batch, and ignores a sharded batch."""
+    """Batches ``tie``: reads only the first ``barrier`` of a batch, and skips the tie if the batch is sharded."""
     (x, barrier), (place, batch) = args, dims
     if batch is not None:
         if _is_sharded(barrier):
@@ -138,15 +138,15 @@ def _batch_tie(args: Any, dims: Any) -> Any:
 
 
 def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
-    """Implements partial evaluation of ``tie``, where a known ``x`` stays known even if ``barrier`` is not known.
+    """Partially evaluates ``tie``: a known ``x`` stays known even if ``barrier`` is unknown.
 
-    This matters because JAX transposes only functions whose weights are already known.
+    Without this rule, a known weight would become unknown, and JAX could not transpose the function that reads it.
     """
     return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
 def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[..., Any]) -> _Identity:
-    """Makes a primitive that returns its operand; ``lowering`` and ``on_platform`` define how devices compute it."""
+    """Makes an identity primitive, lowered by ``lowering``, or by the function in ``on_platform`` for a platform."""
     primitive = _Identity(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
@@ -181,5 +181,5 @@ mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False)
 
 
 def has_series(args: Iterable[Any]) -> bool:
-    """Returns whether ``jax.experimental.jet``, which does not support our primitives, traces any of ``args``."""
+    """Returns whether ``jax.experimental.jet`` traces any of ``args``; ``jet`` does not support our primitives."""
     return any(type(x).__name__ == "JetTracer" for x in args)

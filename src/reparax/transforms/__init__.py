@@ -1,9 +1,10 @@
-"""Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do.
+"""Transforms of a loss that save memory or operations or draw noise for each example, and reports on them.
 
-``_remat`` (with three files of its own), ``_factored`` and ``_local`` hold the transforms; each starts with a
-description of how it works. ``_explain`` and ``_saved_residuals`` hold the reports. To write a new transform, follow
-``_factored``: check the function with ``check_call``, which also rejects a function that ``remat`` returned, trace it
-with ``Arguments.of(...).trace()``, and follow weights with a class of ``Rules`` for the ``Interpreter``.
+``_remat`` (with three helper modules), ``_factored`` and ``_local`` define the transforms. Each of these modules starts
+with a description of how it works. ``_explain`` and ``_saved_residuals`` define the reports. To write a new transform,
+follow ``_factored``: check the function with ``check_call``, which also rejects a function that ``remat`` returned;
+trace the function with ``Arguments.of(...).trace()``; and follow the weights with a class of ``Rules`` for the
+``Interpreter``.
 """
 
 from reparax.transforms._explain import explain as explain

@@ -15,21 +15,22 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
     """Reports which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and why it forms others.
 
     For ``rpx.transforms.local_reparametrization(loss)``, the report says which noisy weights draw separately for each
-    row and for how many rows; and where and why all rows share a single draw.
+    row, and for how many rows. For the other noisy weights, it says where and why all rows share a single draw.
 
     ``explain`` traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The result of :func:`factored` or :func:`local_reparametrization`, possibly under ``jax.jit``; or a loss, for
-        which the report says what :func:`factored` would do.
-      args: Its arguments, or their shapes and dtypes.
+      fun: The result of :func:`factored` or :func:`local_reparametrization`, possibly under ``jax.jit``; or a plain
+        loss, for which the report says what :func:`factored` would do.
+      args: The arguments of ``fun``, or their shapes and dtypes.
       argnums: If ``fun`` is a loss, the positions of the arguments from which weights are computed, as in
         :func:`factored`.
-      kwargs: Its keyword arguments.
+      kwargs: The keyword arguments of ``fun``.
 
     Returns:
-      A report that prints as a table. Each entry of its ``weights`` has a ``path``, a ``type`` with the shape, a flag
-      ``is_transformed`` that says whether all products with the weight are transformed, and a ``reason``.
+      A report that prints as a table. Each entry of ``weights`` has four attributes: ``path``; ``type``, which is the
+      dtype and shape; ``is_transformed``, which says whether all products with the weight are transformed; and
+      ``reason``.
 
     Raises:
       TypeError: If ``fun`` is not a function, or for the same reasons as in :func:`factored`.
@@ -49,7 +50,7 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     who = check_call("explain", fun, argnums, follows_weights=True, own_options=given_options(argnums=argnums))
-    for function in (fun, getattr(fun, "__wrapped__", None)):  # The second is the function that `jax.jit` wraps.
+    for function in (fun, getattr(fun, "__wrapped__", None)):  # `jax.jit` wraps a function and keeps it there.
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)
     report = explain_sums(who, fun, argnums, args, kwargs)

@@ -12,10 +12,11 @@ class Weight:
     """One line of a report: what a transform does with one weight.
 
     Attributes:
-      path: The path of the parameter that it is computed from, or the common path of several parameters.
-      type: Its dtype and shape.
-      is_transformed: Whether all products with it are transformed: they multiply by its factors, or draw for each row.
-      reason: Why it is transformed or not, and where.
+      path: The path of the parameter from which the weight is computed, or the common path of several parameters.
+      type: The dtype and shape of the weight.
+      is_transformed: Whether all products with the weight are transformed, so that they multiply by its factors or draw
+        noise for each row.
+      reason: Why the weight is transformed or not, and where.
     """
 
     path: str
@@ -26,12 +27,12 @@ class Weight:
 
 @dataclass(frozen=True, repr=False)
 class Explained:
-    """A report of what a transform does with each weight. Its repr is a table.
+    """A report of what a transform does with each weight. The repr is a table.
 
     Attributes:
-      weights: The weights that have factors, or those with Gaussian noise.
+      weights: The weights with factors, or the weights with Gaussian noise.
       head: The first line, in which ``{}`` stands for the number of transformed weights, such as "1 of 2".
-      titles: The title of the transformed weights, and the title of the others.
+      titles: The title above the transformed weights, and the title above the others.
     """
 
     weights: tuple[Weight, ...]

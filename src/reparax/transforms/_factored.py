@@ -1,9 +1,9 @@
-"""Computes the products of a loss with the factors of weights, as of adapters, without materializing the weights.
+"""Multiplies data by the factors of weights, such as those of adapters, without materializing the weights.
 
-If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
-gradient costs as much as for a dense weight of its size. This is not necessary: a product is linear in the weight, so
-it can multiply by one factor after the other, in the cheapest order. You need not rewrite the network, because the
-jaxpr of the loss shows which arrays are multiplied.
+Many weights are sums and products of other arrays, such as ``W + A B``, integers times scales, or a direction times a
+length. If the weight is formed as an array, each product and each gradient costs as much as for a dense weight. But a
+product is linear in the weight, so it can multiply by one factor after the other, in the cheapest order. You need not
+rewrite the network, because the jaxpr of the loss shows which arrays are multiplied.
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
 >>> p = rpx.Freeze() >> rpx.LoRA(8)
@@ -17,15 +17,16 @@ jaxpr of the loss shows which arrays are multiplied.
 >>> operations(rpx.factored(loss)) < 0.6 * operations(loss)
 True
 
-How it works. While a program is interpreted, a weight is represented by a :class:`reparax.programs.sums.Sum`: a sum of
-products of smaller arrays, its factors. A sum is created where an equation multiplies arrays of named arguments, or
-where a stage declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the factors.
-Products with data multiply by one factor after the other (``weight_use``). To form a sum is to compute its array.
+How it works. While a program is interpreted, a weight is represented by a :class:`reparax.programs.sums.Sum`, which is
+a sum of products of smaller arrays, called factors. A sum is created where an equation multiplies arrays of named
+arguments, or where a stage declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the
+factors. Products with data multiply by one factor after the other (``weight_use``). Forming a sum means computing its
+array.
 
-``Factoring`` holds these rules for the interpreter, which goes through the program twice. The first time, it evaluates
-only types, and ``SumPlan`` records what reads each sum and what each read costs, with the factors and with the array.
-The plan then decides which sums are cheaper to form. The second time, the program is computed accordingly. The plan
-identifies each sum by its ``maker``, which stands for the equation that created it.
+``Factoring`` holds these rules for the interpreter, which runs the program twice. The first run evaluates only types,
+and ``SumPlan`` records which equations read each sum, and what each read costs with the factors and with the array. The
+plan then decides which sums are cheaper to form. The second run computes the values accordingly. The plan identifies
+each sum by its ``maker``, which stands for the equation that created the sum.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class SumRead:
     """One read of a sum by an equation.
 
     Attributes:
-      eqn: The equation; None if the sum is the result of a program or of a body.
+      eqn: The equation that reads the sum; None if the sum is the result of a program or of a body.
       times: How often the equation runs.
       in_formula: Whether the equation is part of a parametrization rather than of the network.
-      cost_in_factors: The cost of the read if it multiplies by the factors; None if it needs the array.
-      cost_as_array: The cost of the read if it multiplies by the array. It is zero if the read needs the array anyway,
-        because the cost is then the same whatever the plan decides.
+      cost_in_factors: The cost of the read with the factors; None if the equation needs the array.
+      cost_as_array: The cost of the read with the array. The cost counts as zero if the equation needs the array,
+        because the plan then cannot change the cost.
     """
 
     eqn: JaxprEqn | None
@@ -88,18 +89,19 @@ class SumRead:
 
 @dataclass
 class Record:
-    """What a plan records about one sum.
+    """The record of one sum in a plan.
 
     Attributes:
-      eqn: The equation that creates it.
-      type: Its shape and dtype.
-      origins: The numbers of the arguments that it depends on.
-      parents: The makers of the sums that it is computed from.
-      cost_to_form: The cost to form it and its parents.
-      times: How often it is created.
-      reads: All reads of it, except by equations that compute other sums from it.
-      is_formed: Whether it is formed where it is created.
-      read_if_formed: How it reads its parents if it is formed; None if it then needs their arrays.
+      eqn: The equation that creates the sum.
+      type: The shape and dtype of the sum.
+      origins: The numbers of the arguments on which the sum depends.
+      parents: The makers of the sums from which the sum is computed.
+      cost_to_form: The cost of forming the sum and its parents.
+      times: How often the sum is created.
+      reads: All reads of the sum, except by equations that compute other sums from it.
+      is_formed: Whether the sum is formed where it is created.
+      read_if_formed: The read of the parents if the sum is formed; None if forming the sum needs the arrays of the
+        parents.
     """
 
     eqn: JaxprEqn
@@ -114,13 +116,13 @@ class Record:
 
     @property
     def costs(self) -> tuple[float, float]:
-        """The cost of all reads of the sum if it stays in factors, and the cost if it is formed where it is created.
+        """The total cost if the sum stays in factors, and the total cost if the sum is formed where it is created.
 
-        A read that needs the array costs nothing by itself in either case, but if the sum stays in factors, the array
-        must be formed for that read.
+        A read that needs the array costs nothing by itself in either case. But if the sum stays in factors, the array
+        must be formed for this read.
         """
-        # A sum in factors is formed at each read that needs the array, perhaps more often than it is created. A sum
-        # that is created in a loop without steps has ``times`` 0.
+        # A sum in factors is formed again at each read that needs the array, perhaps more often than the sum is
+        # created. If a sum is created in a loop without steps, ``times`` is 0.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
@@ -128,18 +130,18 @@ class Record:
 
     @property
     def is_cheaper_formed(self) -> bool:
-        """Whether forming the sum costs less than keeping its factors, or the same while something needs the array."""
+        """Whether forming the sum costs less than keeping its factors, or equally much if a read needs the array."""
         cost_in_factors, cost_formed = self.costs
         is_array_needed = any(read.needs_array for read in self.reads)
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
 
 class SumPlan:
-    """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
+    """Records all reads of sums in a first run of a program, then decides which sums are formed in the second run.
 
     Attributes:
-      records: The record of each sum, by its maker, in the order of the program.
-      is_decided: Whether :meth:`decide` has been called. Nothing is recorded after that.
+      records: Maps the maker of each sum to its record, in the order of the program.
+      is_decided: Whether :meth:`decide` has been called. No reads are recorded after this call.
     """
 
     def __init__(self) -> None:
@@ -147,23 +149,24 @@ class SumPlan:
         self.is_decided = False
 
     def record_read(self, x: Sum, read: SumRead) -> None:
-        """Adds a read to the record of a sum. Does nothing once the plan is decided, in the second evaluation."""
+        """Adds a read to the record of a sum, unless the plan is already decided, as in the second run."""
         if not self.is_decided:
             self.records[x.maker].reads.append(read)
 
     def forms(self, maker: Hashable) -> bool:
         """Returns whether a sum is formed where it is created.
 
-        A sum without a record is formed too: it arises only in the second evaluation, from sums that were formed.
+        A sum without a record is also formed. Such sums occur only in the second run, and are computed from sums that
+        were formed.
         """
         return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
-        """Decides which sums are formed: sets ``is_formed`` of each record.
+        """Decides which sums are formed, and sets ``is_formed`` of each record.
 
-        Sums are decided from the last to the first, for two reasons. A sum that stays in factors needs its parents in
-        factors too. A sum that is formed reads its parents once more, which is added to their records. For
-        ``w = a @ b`` and ``v = 2 * w``, ``v`` is decided before ``w``.
+        The method goes from the last sum to the first, for two reasons. If a sum stays in factors, its parents must
+        stay in factors too. If a sum is formed, it reads its parents once more, and this read is added to the records
+        of the parents. For ``w = a @ b`` and ``v = 2 * w``, ``v`` is decided before ``w``.
         """
         needed_in_factors = set[Hashable]()
         for maker, record in reversed(self.records.items()):
@@ -177,16 +180,15 @@ class SumPlan:
         self.is_decided = True
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-        """Yields the entries of the report: each sum that the network reads, with the reason why it is formed or not.
+        """Yields a report entry for each sum that the network reads, with the reason why the sum is formed or not.
 
         If only formulas of the parametrization read the sums of a parameter, the last of these sums is listed.
-        ``paths`` maps the numbers of arguments to their paths, and ``lines`` gives the source lines of equations, as in
-        ``sources``.
+        ``paths`` maps the numbers of arguments to paths. ``lines`` maps equations to source lines, as in ``sources``.
         """
         listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
         listed = [(record, reads) for record, reads in listed if reads]
         listed_paths = {common_path(record.origins, paths) for record, _ in listed}
-        # A later record replaces an earlier one of the same path.
+        # Of several records with the same path, the last one is kept.
         by_path = {common_path(record.origins, paths): record for record in self.records.values() if record.reads}
         listed += [(record, record.reads) for path, record in by_path.items() if path not in listed_paths]
         for record, reads in listed:
@@ -196,9 +198,9 @@ class SumPlan:
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-    """Yields the parts of a reason: how many products use the factors, at what cost, and what needs the array.
+    """Yields the parts of a reason: how many products use the factors at what cost, and which reads need the array.
 
-    For example, the two parts may be "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
+    For example, the parts may be "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
     """
     n_products = sum(not read.needs_array for read in reads)
     if n_products:
@@ -215,8 +217,8 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
 def declares_terms(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a call of ``record_terms``, which declares the terms of its first output.
 
-    The name of the call holds the specs of the terms, such as ``"ir,rj->ij"``. Its other outputs are the arrays of the
-    terms, and an integer, the sentinel, which is absent from the derivative of the call.
+    The name of the call holds the specs of the terms, such as ``"ir,rj->ij"``. The other outputs are the arrays of the
+    terms, and an integer that serves as a sentinel. The derivative of the call has no sentinel.
     """
     view = view_of(eqn)
     return isinstance(view, Jit) and specs_of(view.name) is not None
@@ -225,32 +227,36 @@ def declares_terms(eqn: JaxprEqn) -> bool:
 def declared_sum(operation: Operation) -> Sum | None:
     """Returns the sum whose terms an equation declares; for the spec ``"ir,rj->ij"``, a product of two factors.
 
-    Returns None if the equation declares no terms, depends on data or is a derivative; if outputs other than the array
-    are read; if factors may overflow in its dtype; or if some array of the terms has only some of several batch axes,
-    because it is then not known which. The caller then interprets the body of the call, as for any other call.
+    In the following cases, the function returns None, and the caller interprets the body of the call as usual:
+
+    - The equation declares no terms, depends on data, or is a derivative.
+    - An output other than the declared array is read.
+    - The factors may overflow in the dtype of the declared array.
+    - An array of the terms has only some of several batch axes, because it is then unknown which axes these are.
     """
     if not (operation.out_facts.known and operation.only_first_read and declares_terms(operation.eqn)):
         return None
     specs = specs_of(Jit(operation.eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
     outvars = operation.eqn.outvars
-    # The outputs are the array, the arrays of the terms and the sentinel. A derivative has other outputs.
+    # The outputs are the array, the arrays of the terms, and the sentinel. The derivative of such a call has other
+    # outputs.
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
     if not sums.holds_factors(output.dtype, array_types):
         return None
-    factors = iter(_declared_factors(operation, n_arrays))  # The factors are in the order of the terms.
+    factors = iter(_declared_factors(operation, n_arrays))  # Factors follow the order of the terms.
     factors_of_terms = [[next(factors) for _ in spec.letters] for spec in specs]
     products = sums.all_or_none(map(_declared_product, specs, factors_of_terms, itertools.repeat(output)))
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
 def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
-    """Returns the arrays of the terms that an equation declares, as factors whose labels are still empty.
+    """Returns the arrays of the terms that an equation declares, as factors without labels.
 
-    The arrays are outputs of the body, which is interpreted without its other outputs. So the declared array is not
-    computed.
+    The arrays are outputs of the body of the call. The body is interpreted without its other outputs, so the declared
+    array is not computed.
     """
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
@@ -264,12 +270,12 @@ def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
 
 
 def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
-    """Returns the product of one declared term, given its unlabeled factors and the type of the declared array.
+    """Returns the product for one declared term, given unlabeled factors and the type of the declared array.
 
-    Each letter of the spec becomes a label. For ``"ir,rj->ij"``, factors of the shapes (8, 2) and (2, 3) get the labels
-    (i, r) and (r, j), and the product has the axes i and j. Under ``vmap``, the output has batch axes in front, and so
-    does each factor that differs in the batch: a factor (5, 8, 2) gets (batch, i, r). Returns None if a factor has only
-    some of several batch axes, because it is not known which.
+    Each letter of the spec becomes a label. For ``"ir,rj->ij"``, factors of shapes (8, 2) and (2, 3) get labels
+    (i, r) and (r, j), and the product has axes i and j. Under ``vmap``, the output has leading batch axes, and so does
+    each factor that differs in the batch. For example, a factor of shape (5, 8, 2) gets labels (batch, i, r). Returns
+    None if a factor has only some of several batch axes, because it is unknown which axes these are.
     """
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
@@ -289,7 +295,7 @@ def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Pro
 
 
 def _is_sentinel(v: Any) -> bool:
-    """Returns whether an output has the type of the integer by which ``record_terms`` marks its calls."""
+    """Returns whether an output may be the sentinel of ``record_terms``, which is an integer scalar."""
     output = jaxprs.type_of(v)
     return output.shape == () and jnp.issubdtype(output.dtype, jnp.integer)
 
@@ -299,12 +305,13 @@ def _is_sentinel(v: Any) -> bool:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A product of data and a weight in factors.
+    """A product of data with a weight that is kept in factors.
 
     Attributes:
       weight: The weight.
-      costs: Returns the cost with the factors, and the cost with the weight as one array, both including gradients.
-      compute: Computes the product with the factors.
+      costs: Returns the cost of the product with the factors and with the array of the weight, both including
+        gradients.
+      compute: Computes the product from the factors.
     """
 
     weight: Sum
@@ -313,10 +320,11 @@ class WeightUse:
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
-    """Returns the product of data and one sum that an equation computes; None if it needs the array of the weight.
+    """Returns how an equation multiplies data by one sum, or None if the equation needs the array of the sum.
 
-    The array is needed if the equation is not a product, look-up or convolution, if several operands are sums, if the
-    sharding of the output is specified, or if the rule for this kind of equation returns None. Nothing is computed yet.
+    An equation needs the array if it is not a product, look-up or convolution, if several of its operands are sums, if
+    it specifies the sharding of its output, or if the rule for this kind of equation returns None. The function
+    computes no arrays.
     """
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -331,7 +339,7 @@ def _is_fixed(x: Sum) -> bool:
 
 
 def _as_one_factor(x: Sum) -> Product:
-    """Returns a product of one factor that has the shape and dtype of a sum, to compute the costs of its array."""
+    """Returns a product with one factor of the shape and dtype of a sum, for the cost of products with its array."""
     return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
@@ -339,20 +347,20 @@ def _as_one_factor(x: Sum) -> Product:
 
 
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
-    """Returns the use of a weight in a matrix product, or in one for each group of rows (``ragged_dot``).
+    """Returns the use of a weight in a matrix product, or in a product for each group of rows (``ragged_dot``).
 
-    For ``x @ w`` with ``w = a @ b``, the use computes ``(x @ a) @ b``. Returns None if the operands have different
-    dtypes, if the product may overflow in factors, if it does not compute all groups, or if the factors cannot be
+    For ``x @ w`` with ``w = a @ b``, the result computes ``(x @ a) @ b``. Returns None if the operands have different
+    dtypes, if the product may overflow in factors, if the product leaves out some groups, or if the factors cannot be
     contracted along the axes of the product.
     """
     x, y, *group_sizes = args
     if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(group_sizes[0], Sum)):
         return None
-    # With different dtypes, JAX would round neither operand to the dtype of the other.
+    # JAX does not round operands of different dtypes to the same dtype.
     if x.dtype != y.dtype or not _multiplies_in_range(view):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
-    data = (args[1 - operand], *group_sizes)  # The other operand is data.
+    data = (args[1 - operand], *group_sizes)  # The other operand holds data.
     products = sums.contract_with_data(view, operand, data, weight.products)
     products_with_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_with_array is None:
@@ -367,7 +375,7 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
 
 
 def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
-    """Returns whether an equation multiplies floating-point numbers at a precision that keeps their range."""
+    """Returns whether an equation multiplies floating-point numbers at a precision that preserves their range."""
     return jnp.issubdtype(view.type.dtype, jnp.inexact) and sums.keeps_range(view.precision)
 
 
@@ -377,23 +385,23 @@ def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     """Returns three costs of looking up matrices in a stacked weight, such as ``w[expert]`` in (experts, 8, 3).
 
-    The first is the cost to look up only the factors, the second to form the matrices from these factors, and the third
-    to look up the matrices in the array of the weight. ``rows`` holds the matrices in factors, as ``move_sum`` looks
-    them up in ``weight``.
+    The first cost is that of looking up the factors. The second cost is that of forming the matrices from these
+    factors. The third cost is that of looking up the matrices in the array of the weight. ``rows`` holds the matrices
+    in factors, as returned by ``move_sum`` for ``weight``.
     """
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
-    # A factor without the look-up axis is shared by all matrices: it keeps its labels and is not looked up.
+    # All matrices share a factor without the look-up axis. Such a factor keeps its labels and is not looked up.
     looked_up = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
-    # Entries are written in the forward pass and, if the factor gets a gradient, once more in the backward pass.
+    # Entries are written in the forward pass, and again in the backward pass if the factor gets a gradient.
     cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in looked_up)
     return cost_of_factors, *_costs_of_rows(weight, rows)
 
 
 def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
-    """Returns the cost to compute rows of a weight from their factors, and to look them up in the weight's array.
+    """Returns the cost of computing rows of a weight from factors, and of looking up the rows in the weight's array.
 
-    With the array, the gradient has the size of the whole weight, however few rows are looked up.
+    With the array, the gradient is as large as the whole weight, even if few rows are looked up.
     """
     cost_of_writing = ENTRY * sums.count_entries(rows.shape)
     cost_of_gradient = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
@@ -403,12 +411,12 @@ def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     """Returns the use of a weight as a table whose rows are looked up along one axis; None for other look-ups.
 
-    For ``w[ids]`` with ``w = a @ b``, the use computes ``a[ids] @ b``.
+    For ``w[ids]`` with ``w = a @ b``, the result computes ``a[ids] @ b``.
     """
     weight, indices = args
     if not isinstance(weight, Sum) or isinstance(indices, Sum) or view.axis is None or view.mode not in _MODES:
         return None
-    # In a smaller integer dtype, the indices could not be compared with the number of rows.
+    # A narrower integer dtype may be unable to hold the number of rows, with which the indices are compared.
     indices = indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
     rows, size = look_up(view, weight, [indices], nearest=True), weight.shape[view.axis]
     if rows is None:
@@ -423,19 +431,19 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
-"""The ways to treat indices out of bounds that a look-up in factors supports."""
+"""The modes for out-of-bounds indices that a look-up in factors supports."""
 
 
 def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
-    """Returns ``rows``, where those with indices out of bounds are treated as the mode of the look-up says.
+    """Returns ``rows``, with out-of-bounds rows changed according to the mode of the look-up.
 
-    The rows come from a table of ``size`` rows. Where an index is out of bounds, the row given here is that of the
-    nearest index. The mode CLIP keeps it. FILL_OR_DROP replaces it by the fill value, which is NaN by default. The
-    other mode keeps its values, but stops its gradient.
+    ``size`` is the number of rows in the table. For an out-of-bounds index, ``rows`` holds the row of the nearest valid
+    index. The mode CLIP keeps this row. FILL_OR_DROP replaces the row by the fill value, which is NaN by default.
+    PROMISE_IN_BOUNDS keeps the values of the row, but stops its gradient.
     """
     if view.mode == lax.GatherScatterMode.CLIP:
         return rows
-    offset = view.dimension_numbers.offset_dims  # The axes of the result that belong to a row.
+    offset = view.dimension_numbers.offset_dims  # The axes of the result within one row.
     is_inside = ((indices >= 0) & (indices < size)).reshape([1 if i in offset else n for i, n in enumerate(rows.shape)])
     if view.mode != lax.GatherScatterMode.FILL_OR_DROP:
         return _stop_gradient_outside(rows, is_inside)
@@ -444,9 +452,10 @@ def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> An
 
 @jax.custom_jvp
 def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
-    """Returns ``rows`` unchanged, but without gradients where the index was out of bounds.
+    """Returns ``rows`` unchanged, but stops the gradient of rows whose index is out of bounds.
 
-    JAX clips such indices when it reads rows, but drops their updates when it adds up gradients.
+    JAX clips out-of-bounds indices when it reads rows, but drops the updates for these indices when it adds up
+    gradients.
     """
     del is_inside
     return rows
@@ -454,7 +463,7 @@ def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
 
 @_stop_gradient_outside.defjvp
 def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Computes the derivative, which is zero where the index was out of bounds."""
+    """Implements the JVP rule: the tangent is zero for rows whose index is out of bounds."""
     return _stop_gradient_outside(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
@@ -462,14 +471,15 @@ def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 class _SplitKernel(NamedTuple):
-    """A kernel that is split into a smaller one and a matrix that then mixes its output channels.
+    """A kernel that is split into a smaller kernel and a matrix that mixes the output channels of the smaller kernel.
 
-    For example, a kernel (3, 3, 16, 64) of rank 4 is split into a kernel (3, 3, 16, 4) and a matrix (4, 64).
+    For example, a kernel of shape (3, 3, 16, 64) and rank 4 is split into a kernel of shape (3, 3, 16, 4) and a matrix
+    of shape (4, 64).
 
     Attributes:
       kernel: The smaller kernel.
-      n_channels: Its number of output channels.
-      mixing: The matrix from these channels to all output channels; None if the kernel is not split.
+      n_channels: The number of output channels of the smaller kernel.
+      mixing: The matrix that maps these channels to all output channels; None if the kernel is not split.
     """
 
     kernel: Product
@@ -480,12 +490,12 @@ class _SplitKernel(NamedTuple):
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     """Returns the use of a weight as the kernel of a convolution without groups.
 
-    Returns None for other convolutions, and for a kernel that is a diagonal along its output channels and another axis.
+    Returns None for all other convolutions, and for a kernel whose output channels form a diagonal with another axis.
     """
     data, weight = args
     if not isinstance(weight, Sum) or not _multiplies_in_range(view):
         return None
-    # With groups, a matrix after a smaller kernel would mix channels of different groups.
+    # With groups, the matrix after the smaller kernel would mix channels of different groups.
     if view.feature_group_count != 1 or view.batch_group_count != 1:
         return None
     channel_axis = view.dimension_numbers.rhs_spec[0]
@@ -503,11 +513,11 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of data with a weight: the sum of the convolutions with each product of the weight.
+    """A convolution of data with a weight, computed as the sum of the convolutions with each product of the weight.
 
     Attributes:
-      view: The equation, a convolution without groups.
-      data: The data.
+      view: The equation, which is a convolution without groups.
+      data: The array that is convolved.
       weight: The kernel, as a sum of products.
     """
 
@@ -516,32 +526,32 @@ class _Convolution:
     weight: Sum
 
     def kernel_shape(self, n_channels: int) -> list[int]:
-        """Returns the shape of the weight, but with the given number of output channels."""
+        """Returns the shape of the weight with its number of output channels replaced by ``n_channels``."""
         channel_axis = self.view.dimension_numbers.rhs_spec[0]
         return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
 
     def cost(self, split: _SplitKernel) -> float:
-        """Returns the cost of the convolution with a kernel and of mixing its channels, including gradients.
+        """Returns the cost of the convolution with a split kernel and of mixing its channels, including gradients.
 
-        The cost of multiplying the factors of the kernel is included.
+        The cost also includes the multiplication of the factors of the kernel.
         """
-        # The passes are the forward pass, the gradient of the data, and the gradient of the kernel if it has one.
+        # The passes compute the output, the gradient of the data and, if the kernel is trainable, its gradient.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
-        window_size = sums.count_entries(self.kernel_shape(1))  # The entries multiplied for one output.
+        window_size = sums.count_entries(self.kernel_shape(1))  # The kernel entries read for one output.
         cost_of_kernel = n_passes * 2.0 * n_places * window_size * split.n_channels + cost(split.kernel)
         if split.mixing is None:
             return cost_of_kernel
-        # To compute costs, all positions of the output are merged into axis 0, and the channels are axis 1.
+        # For the cost, all positions of the output are merged into axis 0, and axis 1 holds the channels.
         channels = jax.ShapeDtypeStruct((n_places, split.n_channels), self.weight.dtype)
         mix = functools.partial(_mix_channels, channel_axis=1, mixing=split.mixing)
         return cost_of_kernel + cost(jax.eval_shape(mix, channels))
 
     def output(self, split: _SplitKernel) -> Any:
-        """Computes the convolution with a kernel, in the dtype of its sums, and mixes its channels.
+        """Computes the convolution with a split kernel, in the dtype of its sums, and mixes the channels.
 
-        The factors of the kernel are multiplied first, because the kernel is small beside the data.
+        The factors of the kernel are multiplied first, because the kernel is small compared with the data.
         """
         view, dtype, output = self.view, self.weight.dtype, self.view.type
         result_dtype = sums.product_dtype(dtype, output.dtype)
@@ -558,21 +568,21 @@ class _Convolution:
         if split.mixing is None:
             return channels
         channel_axis = view.dimension_numbers.out_spec[1]
-        product = _mix_channels(channels, channel_axis, split.mixing)  # The channels are the last axis.
+        product = _mix_channels(channels, channel_axis, split.mixing)  # The last axis holds the channels.
         shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
         mixed = array_of_products([product], shape, Numerics(dtype, result_dtype, view.precision))
         return jnp.moveaxis(mixed, -1, channel_axis)
 
 
 def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
-    """Returns the product that computes all output channels, as the last axis, from the fewer channels of ``x``.
+    """Returns the product that maps the channels of ``x`` to all output channels, which become the last axis.
 
-    For ``x`` of the shape (8, 4, 32, 32) with ``channel_axis`` 1 and a ``mixing`` of (4, 64), its shape is
+    For ``x`` of shape (8, 4, 32, 32), ``channel_axis`` 1 and ``mixing`` of shape (4, 64), the product has shape
     (8, 32, 32, 64).
     """
     few, many = mixing.axes
     other_axes: list[AxisLabels] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
-    # Label the axes of ``x``. The channel axis may be divided into several labels, which the mixing sums over.
+    # Label the axes of ``x``. The channel axis may have several labels, and the mixing sums over all of them.
     labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
     data = Factor(x.reshape([label.size for label in labels]), labels, fixed=False)
     axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
@@ -580,14 +590,14 @@ def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
 
 
 def _split_kernel(product: Product, channel_axis: int) -> _SplitKernel | None:
-    """Splits a kernel into the factors that have axes of the window, and those that mix channels after them.
+    """Splits a kernel into the factors with axes of the window, and the factors that only mix channels.
 
-    If a kernel has the factors (3, 3, 16, 4) and (4, 64), the second of which has only the output channels and the
-    rank, it is split into these two. If no factor only mixes channels, the kernel stays whole. Returns None if the
-    output channels share a label with another axis, as on a diagonal.
+    For example, a kernel with factors of shapes (3, 3, 16, 4) and (4, 64) is split into these two factors, because the
+    second one has only the axes of the rank and of the output channels. If no factor only mixes channels, the kernel
+    stays whole. Returns None if the output channels share a label with another axis, as on a diagonal.
     """
     channels = product.axes[channel_axis]
-    # All axes except the output channels count as the window, including the axis of the input features.
+    # All axes except the output channels count as the window, even the axis of input features.
     window = {label for i, axis in enumerate(product.axes) if i != channel_axis for label in axis}
     if window.intersection(channels):
         return None
@@ -609,24 +619,24 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
-"""Maps each kind of equation to the function that finds the use of a weight in it, from its view and its operands."""
+"""Maps each kind of equation to the function that returns the use of a weight, given the view and the operands."""
 
 
 # ---- the rules, and the transform
 
 
 class Factoring:
-    """Rules of the interpreter that keep weights in factors, except those that a plan forms.
+    """Rules of the interpreter that keep weights in factors, except the weights that a plan forms.
 
     Attributes:
-      plan: The plan of which weights to form. Until it is decided, reads of weights are recorded in it.
-      analysis: The analysis that finds which values depend on named arguments only, and which get gradients.
+      plan: The plan that decides which weights to form. Until then, the rules record the reads of weights in the plan.
+      analysis: The analysis that finds which values depend only on named arguments, and which values get gradients.
     """
 
     counts_steps = False
 
     def __init__(self, plan: SumPlan) -> None:
-        """Takes a plan, which is decided or still empty. One analysis serves all programs that are interpreted."""
+        """Takes a plan, either decided or still empty, and creates one analysis for all interpreted programs."""
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
@@ -639,12 +649,12 @@ class Factoring:
     def outputs(self, operation: Operation) -> Outs:
         """Returns the outputs as sums, or as arrays computed from factors; None if the equation needs arrays.
 
-        After None, the interpreter evaluates the equation itself, and calls ``materialize`` for each sum that it
-        reads.
+        If the result is None, the interpreter calls ``materialize`` for each operand that is a sum, and evaluates the
+        equation on arrays.
 
-        Declared sums come first, because a declaration is also a call with a body. Moves, such as transposes and
-        slices, come before new sums, because they cost nothing. Products come last, when only products with data
-        remain.
+        The order of the rules matters. Declared sums come first, because a declaration is also a call with a body.
+        Moves, such as transposes and slices, come before new sums, because moves cost nothing. Products come last,
+        because only products with data then remain.
         """
         eqn = operation.eqn
         declared = declared_sum(operation)
@@ -655,12 +665,12 @@ class Factoring:
         moved = move_sum(eqn, operation.args)
         if moved is not None:
             return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-        # Only values that are computed from parameters and keys become sums. A product with data is an activation.
+        # Only a value that is computed from parameters and keys becomes a sum. A product with data is an activation.
         known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
         return self._multiply(operation) if known_sum is None else self._create_sum(operation, known_sum)
 
     def _multiply(self, operation: Operation) -> Outs:
-        """Returns the product of data with a weight in factors; None if the equation needs the array of the weight.
+        """Multiplies data by a weight in factors; returns None if the equation needs the array of the weight.
 
         Until the plan is decided, the product is only recorded, and a stand-in of its type is returned.
         """
@@ -682,9 +692,9 @@ class Factoring:
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """Returns the matrices looked up in a stacked weight: as a sum, or as an array if the plan forms them.
+        """Returns matrices that are looked up in a stacked weight, as a sum, or as an array if the plan forms them.
 
-        The matrices get a maker of their own, and so a record of their own in the plan.
+        The matrices have their own maker, and therefore their own record in the plan.
         """
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
@@ -692,10 +702,10 @@ class Factoring:
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
     def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
-        """Returns the record of looked-up matrices, formed from their factors or taken from the array of the weight.
+        """Returns the record of looked-up matrices, which can be formed from factors or read from the weight's array.
 
-        The cost to form them is that of the cheaper way. The first read in the record is the look-up of the factors,
-        which costs something only if the matrices stay in factors.
+        ``cost_to_form`` is the cost of the cheaper of these two ways. The first read in the record is the look-up of
+        the factors. This read has a cost only if the matrices stay in factors.
         """
         eqn, weight, interpreter = operation.eqn, operation.args[0], operation.interpreter
         times, origins = interpreter.times, operation.facts[0].origins
@@ -708,9 +718,10 @@ class Factoring:
         return record
 
     def _create_sum(self, operation: Operation, weight: Sum) -> Outs:
-        """Returns the outputs of an equation whose first output is the sum ``weight``; None if the plan forms it.
+        """Returns the outputs of an equation that creates the sum ``weight``, or None if the plan forms the sum.
 
-        An equation that declares terms has more outputs. Nothing reads these, so they are None.
+        The sum is the first output. An equation that declares terms has more outputs, which are None because nothing
+        reads them.
         """
         weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
@@ -719,7 +730,7 @@ class Factoring:
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
         """Returns the record of a sum that an equation creates from arrays, or from other sums, its parents."""
-        # The cost is a total: the cost of the equation times how often it runs, plus the cost to form the parents.
+        # The total cost is the cost of the equation times the number of its runs, plus the cost of forming the parents.
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
@@ -729,9 +740,9 @@ class Factoring:
 
 
 def _with_data_formed(operation: Operation) -> Sequence[Any]:
-    """Returns the operands. If several are sums, those that depend on data, such as looked-up matrices, are formed.
+    """Returns the operands; if several operands are sums, forms those that depend on data, such as looked-up matrices.
 
-    A product can multiply by the factors of one operand only, so the others must be arrays.
+    A product can use the factors of only one operand, so all other operands must be arrays.
     """
     args, eqn = operation.args, operation.eqn
     if sum(isinstance(x, Sum) for x in args) <= 1:
@@ -741,7 +752,7 @@ def _with_data_formed(operation: Operation) -> Sequence[Any]:
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation declares a sum, or may create one in its body."""
+    """Returns whether an equation declares a sum, or has a body that may create a sum."""
     return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
@@ -755,17 +766,22 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
     For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
     then require no gradient of the whole ``W``. The factors are found in the jaxpr of ``fun``, so the network's code
-    does not change. They are found wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`,
-    :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`,
-    :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
+    does not change. Factors are found wherever arrays of parameters are multiplied, scaled or added, as in
+    :class:`LoRA`, :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`,
+    :class:`Gain`, :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
     ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For any other operation, the array is formed
-    once. The array is also formed in float16 and float8 and before a cast to a dtype of smaller range, because factors
-    may overflow although their product does not; before a cast to more digits, which keeps an earlier rounding; and if
-    the factors cost more operations than the array, including all gradients. :func:`explain` says which weights are
-    formed, where and why. Values and gradients are those of ``fun`` up to rounding.
+    once. The array is also formed in three more cases:
+
+    - in float16 and float8, and before a cast to a dtype of smaller range, because factors may overflow even if their
+      product does not;
+    - before a cast to more digits, because the cast keeps an earlier rounding;
+    - if the factors cost more operations than the array, including all gradients.
+
+    :func:`explain` says which weights are formed, where and why. Values and gradients are the same as those of ``fun``,
+    up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
     ``jax.vmap``, ``jax.jit`` and other transformations to the result. If ``fun`` itself takes gradients, as in
@@ -774,7 +790,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`remat`. Default: the first,
-        and keys. Pass these by position: keyword arguments count as data.
+        and keys. Pass weights and keys by position, because keyword arguments count as data.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
@@ -825,7 +841,7 @@ def check_this_jax() -> None:
 
 def _is_compatible() -> bool:
     """Returns whether all three products with the one weight of ``jaxprs.small_network`` use its factors."""
-    # The weight is ``a @ b`` of rank 1, so factors are cheaper for every product.
+    # The weight is ``a @ b`` with rank 1, so the factors are cheaper for every product.
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(lambda a, b, x: jaxprs.small_network(a @ b, x))(a, b, x))
     plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
@@ -834,10 +850,10 @@ def _is_compatible() -> bool:
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
-    """Returns the plan for a program with inputs of these types, and the facts about the inputs that it is based on.
+    """Returns the plan for a program and the types of its inputs, and the facts about the inputs behind the plan.
 
     ``is_chosen`` says which inputs are parameters or keys. The program is interpreted once, for types only. The second
-    evaluation, which computes values, must take the same facts, so that it meets the same sums.
+    run, which computes values, must use the same facts, so that the same sums occur.
     """
     plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)

@@ -1,12 +1,13 @@
-"""Gives each example noise of its own, drawn for the results of products instead of for the weights.
+"""Draws separate noise for each example, by adding noise to the results of products instead of to the weights.
 
-How it works. While a program is interpreted, a noisy weight is a :class:`reparax.programs.sums.Sum` in which some
-factors are draws: arrays of independent normal numbers. ``Drawing`` holds the rules by which the interpreter follows
-these weights to their products with data. There, ``NoisyWeight`` separates the mean of a weight from its standard
-deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each of its rows.
+How it works. While a program is interpreted, a noisy weight is represented by a :class:`reparax.programs.sums.Sum` in
+which some factors are draws, which are arrays of independent normal samples. ``Drawing`` holds the rules by which the
+interpreter follows these weights to their products with data. At a product, ``NoisyWeight`` separates the mean of the
+weight from its standard deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each row.
 
-Some reads need the array of a weight, so all rows of all products with this weight must share one draw. Only the whole
-program shows which draws these are, so it is rewritten until no more are found (``_draws_to_share``).
+If an equation needs the array of a weight, all rows of all products with this weight must share one draw. Only the
+whole program shows which draws must be shared, so the program is rewritten until ``_draws_to_share`` finds no more of
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class NoisyWeight:
     For ``w + 0.1 * noise``, the mean is ``w``, and the standard deviation is ``0.1`` for each entry.
 
     Attributes:
-      mean: The mean :math:`m`. It has no products if it is zero.
+      mean: The mean :math:`m`. A mean of zero has no products.
       std: The standard deviations, with one product :math:`s_k` for each draw.
       key: The random key, or keys, of the first draw.
       entries_may_repeat: Whether several entries may have the same noise.
@@ -70,7 +71,7 @@ class NoisyWeight:
     def of(cls, x: Sum) -> NoisyWeight | None:
         """Separates a sum into mean and standard deviations; returns None if its entries have no independent noise.
 
-        Products with a draw become standard deviations, without the draw. All other products form the mean.
+        Each product with a draw becomes a standard deviation, without the draw. All other products form the mean.
         """
         if not has_independent_noise(x):
             return None
@@ -79,24 +80,24 @@ class NoisyWeight:
         mean = replace(x, products=tuple(product for product in x.products if id(product) not in noisy_products))
         deviations = tuple(_deviation_of_draw(product, factor, dtype) for product, factor, _ in draws)
         std = replace(x, products=deviations, dtype=dtype)
-        # Along an axis that the draw lacks, for example after a broadcast, all entries read the same numbers.
+        # Along an axis that the draw lacks, for example after a broadcast, all entries read the same samples.
         may_repeat = any(not _long_labels(y.labels_of_axes) <= set(factor.labels) for y, factor, _ in draws)
         _, _, first_draw = draws[0]
         return cls(mean, std, first_draw.key, may_repeat)
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """Yields, for each factor of a sum that is a draw: its product, the factor itself, and its ``Draw``."""
+    """Yields a triple for each factor of a sum that is a draw: the product, the factor, and its ``Draw``."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
 def has_independent_noise(x: Sum) -> bool:
-    """Returns whether a sum has noise that is independent between its entries, except where entries are repeated.
+    """Returns whether a sum has noise that is independent between its entries, apart from repeated entries.
 
-    All of its draws must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. They do not add up if a
-    draw occurs twice, as in ``s * e + t * e``, or if two draws are in one product, as in ``e1 * e2``. Returns False if
-    there is no noise.
+    All draws in the sum must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. Variances do not
+    add up if a draw occurs twice, as in ``s * e + t * e``, or if a product has two draws, as in ``e1 * e2``. Returns
+    False for a sum without noise.
     """
     draws = list(_draws_in(x))
     n_sources, n_products = len({draw.source for *_, draw in draws}), len({id(product) for product, *_ in draws})
@@ -105,26 +106,27 @@ def has_independent_noise(x: Sum) -> bool:
 
 
 def _is_entrywise(product: Product, draw: Factor) -> bool:
-    """Returns whether no two entries of a product read the same numbers of a draw, except for repeated entries.
+    """Returns whether different entries of a product read different samples of a draw, apart from repeated entries.
 
-    An entry may sum over several numbers of the draw, as in ``sum(noise, 0)``, because their variances add up. It may
-    not sum over a label that the draw lacks, because ``_square_factors`` would then give a sum of squares instead of
-    the square of a sum. Nor may two axes have the same label, as on a diagonal.
+    An entry may be a sum over several samples of the draw, as in ``sum(noise, 0)``, because the variances of the
+    samples add up. An entry may not be a sum over a label that the draw lacks, because ``_square_factors`` would then
+    give a sum of squares instead of the square of a sum. Two axes may not have the same label, as on a diagonal.
     """
     labels = product.labels_of_axes
     return len(set(labels)) == len(labels) and _long_labels(product.labels) <= {*labels, *draw.labels}
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """Returns the labels of size above 1. An axis of size 1 repeats nothing and sums nothing."""
+    """Returns the labels of size above 1; labels of size 1 have no effect on repeats and sums."""
     return {label for label in labels if label.size != 1}
 
 
 def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
-    """Returns the standard deviation that a product multiplies its draw by: the product of its other factors.
+    """Returns the standard deviation by which a product scales its draw: the product of the other factors.
 
-    If an entry is a sum of n numbers of the draw, its variance is n times as large. So labels that only the draw has,
-    and that are summed over, get a factor of ones in place of the draw. The deviation of a draw alone is 1.
+    If an entry is a sum of n samples of the draw, its variance is n times as large. Therefore, a factor of ones
+    replaces the draw if the product sums over labels that no other factor has. The standard deviation of a draw alone
+    is 1.
     """
     others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
     remaining = {*product.labels_of_axes}.union(*(factor.labels for factor in others))
@@ -136,18 +138,18 @@ def _deviation_of_draw(product: Product, draw: Factor, dtype: Any) -> Product:
 # ---- the mean and the noise of a product
 
 Noise = Callable[[Any, Array], Array]
-"""A function that takes a random key and the mean of a result, and returns the result with noise."""
+"""A function that takes a random key and the mean of an array, and returns the mean plus noise."""
 
 
 def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeight) -> tuple[Array, Noise] | None:
-    """Returns the mean of a product of data and a noisy weight, and the function that adds the noise of each row.
+    """Returns the mean of a product of data with a noisy weight, and a function that adds noise to each row.
 
-    The weight is the operand ``weight_operand``. For ``x @ w``, the mean is ``x @ m``, in float32 or wider, and the
-    noise has the variance ``x**2 @ s**2``. Returns None if the equation is not linear in the weight, or if the entries
-    of a row would not have independent noise.
+    ``weight_operand`` is the index of the weight among the operands. For ``x @ w``, the mean is ``x @ m``, in float32
+    or wider, and the variance of the noise is ``x**2 @ s**2``. Returns None if the equation is not linear in the
+    weight, or if the noise of the entries in a row would not be independent.
     """
     view, operands = operation.view, list(operation.args)
-    is_sum = isinstance(view, equations.Add | equations.Subtract)  # The noise of a sum does not depend on the data.
+    is_sum = isinstance(view, equations.Add | equations.Subtract)  # The noise of a sum does not depend on data.
     data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
@@ -157,12 +159,12 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeigh
 
 
 def _number_labels(std: Sum) -> Sum:
-    """Numbers the labels of standard deviations, so that those of equal sizes are equal, and JAX traces them once."""
+    """Numbers the labels of standard deviations, so that equal structures compare equal and JAX traces them once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
 def array_of(x: Sum) -> Array:
-    """Computes the array of a sum in float32 or wider, and rounds it once to its dtype; zeros if it has no products."""
+    """Computes the array of a sum in float32 or wider, and rounds it once; a sum without products gives zeros."""
     wide = _dtype_to_compute_in(x.dtype)
     if not x.products:
         return jnp.zeros(x.shape, wide).astype(x.dtype)
@@ -170,14 +172,15 @@ def array_of(x: Sum) -> Array:
 
 
 def _dtype_to_compute_in(dtype: Any) -> Any:
-    """Returns the dtype in which to compute arrays of a floating dtype: float32, or the dtype itself if it is wider."""
+    """Returns the dtype for computing arrays of a floating-point dtype: float32, or the dtype itself if wider."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _square_factors(x: Sum) -> Sum:
     """Squares all factors of a sum, which turns standard deviations into variances.
 
-    The result is the sum of the squared products, not the square of the sum, because the draws are independent.
+    The result is the sum of the squared products, not the square of the sum, because variances of independent draws add
+    up.
     """
     return map_factors(x, lambda factor: replace(factor, array=jnp.square(factor.dense)))
 
@@ -186,42 +189,43 @@ def _square_factors(x: Sum) -> Sum:
 def _add_noise(
     view: equations.View | None, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array
 ) -> Any:
-    """Returns the mean of an equation's output plus normal noise that has the variance of the output.
+    """Adds normal noise with the variance of an equation's output to the mean of this output.
 
-    ``view`` is the equation, ``weight_operand`` is the position of the weight among its operands, ``std`` holds the
+    ``view`` is the equation, ``weight_operand`` is the index of the weight among the operands, ``std`` holds the
     standard deviations of the weight, and ``data`` holds the other operands. If ``view`` is None, the output is the
-    weight itself. The backward pass computes the noise again from the data, ``std`` and the key. JAX traces this
-    function once for equal equations and types.
+    weight itself. The backward pass recomputes the noise from ``data``, ``std`` and ``key``. JAX traces this function
+    only once for equal equations and types.
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
         """Draws the noise, which is not stored for the backward pass."""
         variance = _variance(view, weight_operand, data, _square_factors(std))
-        # The cotangent of the variance contains the draw. Unless the deviations are scalars, both their gradients and
-        # those of the data read it.
+        # The cotangent of the variance contains the draw. Unless the standard deviations are scalars, their gradients
+        # and the gradients of the data both read this cotangent.
         variance = pull_back_once(variance) if any(product.labels for product in std.products) else variance
         return _scale_noise(variance.astype(mean.dtype), random.normal(key, mean))
 
-    # Not ``jax.checkpoint``: on a CPU, XLA would merge the recomputed values with those of the forward pass.
+    # Use ``remat``: on CPUs, XLA would merge the values that ``jax.checkpoint`` recomputes with values of the forward
+    # pass.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
 
 
 @jax.custom_jvp
 def _scale_noise(variance: Array, noise: Array) -> Array:
-    """Scales standard normal noise to a variance. Where the variance is zero, the derivative is zero."""
+    """Scales standard normal noise to the given variance. Where the variance is zero, the derivative is zero."""
     return jnp.sqrt(variance) * noise
 
 
 @_scale_noise.defjvp
 def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """Computes the derivative of ``_scale_noise``, which is zero where the variance is zero."""
-    (variance, noise), (variance_dot, _) = primals, tangents  # Noise is drawn from a key and has no tangent.
+    (variance, noise), (variance_dot, _) = primals, tangents  # Noise from a key has no tangent.
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
     return _scale_noise(variance, noise), slope * variance_dot
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """Returns the precision for squares of the operands, without a ``DotAlgorithm``: squares may have other dtypes."""
+    """Returns the precision for squared operands; drops a ``DotAlgorithm``, because squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
@@ -231,17 +235,17 @@ def _square(x: Any) -> Array:
 
 
 def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: NoisyWeight) -> bool:
-    """Returns whether an equation is linear in a weight and gives the entries of each output row independent noise.
+    """Returns whether an equation is linear in a weight, and the noise of the entries in an output row is independent.
 
-    The weight is the operand ``weight_operand``, and ``data`` holds the others. ``_variance`` has a formula for each
-    equation for which this function returns True.
+    ``weight_operand`` is the index of the weight among the operands, and ``data`` holds the other operands.
+    ``_variance`` has a formula for each equation for which this function returns True.
     """
     match view:
         case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
         case equations.Divide():  # The weight must be the numerator: w / x, not x / w.
             return weight_operand == 0
-        case _ if weight.entries_may_repeat:  # A product sums entries, but variances of equal noise do not add up.
+        case _ if weight.entries_may_repeat:  # Variances of repeated entries do not add up in a product.
             return False
         case equations.Gather():
             return weight_operand == 0
@@ -258,8 +262,8 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
 def _variance(view: equations.View | None, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """Returns the variance of an equation's output, given data and the squared standard deviations of a weight.
 
-    The variance is the equation applied to squared operands: ``x**2 @ s**2`` for ``x @ w``. Data that is only added
-    does not change it. If ``view`` is None, it is the variance of the weight itself.
+    The function applies the equation to squared operands: for ``x @ w``, the variance is ``x**2 @ s**2``. Data that is
+    only added does not change the variance. If ``view`` is None, the output is the weight itself.
     """
     match view:
         case equations.Dot() | equations.RaggedDot():
@@ -270,7 +274,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
-        case equations.Gather():  # Rows out of bounds have no noise.
+        case equations.Gather():  # Out-of-bounds rows have no noise.
             new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
             return view.bind(array_of(squares), data[0], **new_params)
         case equations.Multiply():
@@ -284,13 +288,13 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     """Returns the variance of a convolution of ``x``, given the squared standard deviations of the kernel.
 
-    If all output channels of a group share one scale, as with ``VarNoise``, they also share one variance. It is then
-    computed for one channel of each group, and repeated.
+    If all output channels of a group have the same standard deviation, as with ``VarNoise``, they also have the same
+    variance. The variance is then computed for only one channel of each group, and is repeated.
     """
     kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     are_channels_equal = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
     n_channels = squares.shape[kernel_axis]
-    n_different = view.feature_group_count if are_channels_equal else n_channels  # If equal, one per group suffices.
+    n_different = view.feature_group_count if are_channels_equal else n_channels  # One per group, or all channels.
     kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
     variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
     return jnp.repeat(variance, n_channels // n_different, output_axis)
@@ -301,12 +305,12 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """What is known about a weight. Each ``Sum`` of a noisy weight has such a record as its ``maker``.
+    """A record about a noisy weight, which serves as the ``maker`` of its ``Sum``.
 
     Attributes:
-      facts: The facts about the output of the equation that computed it.
-      type: Its type before it was moved or contracted, for reports.
-      steps: The depths of the scans around it in whose steps data changes the weight but not its noise.
+      facts: The facts about the output of the equation that computed the weight.
+      type: The type of the weight for reports, which is the type before the weight was moved or contracted.
+      steps: The depths of the enclosing scans in whose steps data changes the weight, but not its noise.
     """
 
     facts: Facts
@@ -315,9 +319,9 @@ class WeightRecord:
 
 
 Sides = tuple[frozenset[int], frozenset[int]]
-"""The axes of a draw that a product sums over, and those that it keeps, counted from the back: the last axis is 1.
+"""The axes of a draw that a product sums over, and the axes that it keeps, counted from the last axis, which is 1.
 
-For ``x @ w`` with a draw of the shape of ``w``, (in, out), they are {2} and {1}."""
+For ``x @ w`` with a draw of shape (in, out), like ``w``, the sides are {2} and {1}."""
 
 
 @dataclass(frozen=True)
@@ -325,10 +329,10 @@ class NoisyRead:
     """One read of a noisy weight.
 
     Attributes:
-      eqn: The equation that reads it; None if the weight is the result of a program or of a body.
+      eqn: The equation that reads the weight; None if the weight is the result of a program or of a body.
       weight: The record of the weight.
-      sides: For each draw of the weight, which of its axes the equation sums over and keeps.
-      rows: How many rows of the result have a draw of their own; None if all rows share one.
+      sides: For each draw of the weight, the axes that the equation sums over and the axes that it keeps.
+      rows: The number of rows of the result that draw separately; None if all rows share one draw.
     """
 
     eqn: JaxprEqn | None
@@ -338,37 +342,38 @@ class NoisyRead:
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""Maps the source of each draw that all rows share to the equations that need this, and to what these do.
+"""Maps the source of each draw that all rows share to pairs of an equation that requires this and what it does.
 
-What an equation does is described in words for the report, such as "takes one draw for all"."""
+The second entry of a pair is text for the report, such as "takes one draw for all"."""
 
 
 DRAW_ORIGIN = -1
-"""The origin of values that depend on a draw, beside the numbers of the arguments on which they depend."""
+"""The origin of values that depend on a draw, in addition to the numbers of the arguments on which they depend."""
 
 
 class _FactsOfDraws(AllFacts):
-    """Finds facts about values, plus two more: whether they depend on a draw, and the formulas of keys and integers.
+    """Finds the usual facts about values, whether a value depends on a draw, and the formulas of keys and integers.
 
-    Values with the same formula are equal, so draws whose keys have the same formula are the same draw.
+    Values with the same formula are equal. Therefore, draws of the same type are equal if their keys have the same
+    formula.
 
     Attributes:
-      multiplies_data: Whether a value that depends on a draw, but not on data, multiplies data, perhaps in a loop.
+      multiplies_data: Whether data is multiplied, perhaps in a loop, by a value that depends on a draw but not on data.
     """
 
     def __init__(self) -> None:
-        """Starts without any numbered formulas."""
+        """Starts with no formulas."""
         super().__init__()
         self._formulas = dict[Hashable, int]()
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """Returns the facts about an equation's outputs, as in ``AllFacts``, with the formula and the origin of a draw.
+        """Returns the facts about an equation's outputs, as in ``AllFacts``, plus the formula and the origin of a draw.
 
-        Sets ``multiplies_data`` if the equation multiplies data by noise.
+        If the equation multiplies data by noise, ``multiplies_data`` becomes True.
         """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
-        # The body of a loop is not analyzed here. A loop counts if it reads both a draw and data.
+        # The body of a loop is not analyzed here, so a loop counts if it reads both a draw and data.
         if isinstance(equations.view_of(eqn), CONTRACTIONS) or has_body(eqn):
             reads_draw = any(each.known and DRAW_ORIGIN in each.origins for each in operands)
             self.multiplies_data |= reads_draw and not all(each.known for each in operands)
@@ -377,22 +382,23 @@ class _FactsOfDraws(AllFacts):
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
         """Returns the number of the formula that computes an equation's output; equal formulas have the same number.
 
-        For example, two calls of ``jax.random.fold_in(key, 3)`` have one number. Returns None if anything but keys and
-        integers is involved, or if the equation has several outputs.
+        For example, two calls of ``jax.random.fold_in(key, 3)`` have the same number. Returns None if the equation
+        reads or computes anything other than keys and integers, or has several outputs.
         """
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
         if any(number is None and not isinstance(v, Literal) for v, number in pairs) or len(eqn.outvars) != 1:
             return None
-        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):  # Floating-point, or two runs may differ.
+        # A floating-point output gets no formula. With effects, two runs of an equation may give different values.
+        if has_tangent(eqn.outvars[0]) or jaxprs.has_effects(eqn):
             return None
         try:
             return self._formulas.setdefault(jaxprs.key_of(eqn, numbers), len(self._formulas))
-        except TypeError:  # A parameter of the equation cannot be compared.
+        except TypeError:  # Some parameter of the equation cannot be hashed.
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether the body of an equation is analyzed, as in ``AllFacts``, but never that of a draw."""
+        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never the body of a draw."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -400,39 +406,40 @@ class _FactsOfDraws(AllFacts):
 
 
 class Drawing:
-    """Rules of the interpreter that follow noisy weights from their draws to products with data, which draw per row.
+    """Rules of the interpreter that follow noisy weights from their draws to products with data, where each row draws.
 
     Attributes:
-      shared: The draws that all rows share. These stay as ``fun`` computes them.
-      reads: The reads of weights that were found so far, by where they occur in the program.
-      takes_gradients: Whether the program recomputes something for a gradient, as ``jax.checkpoint`` does.
+      shared: The draws that all rows share. Shared draws stay as ``fun`` computes them.
+      reads: The reads of weights that have been found so far, indexed by their position in the program.
+      takes_gradients: Whether the program recomputes values for a gradient, as under ``jax.checkpoint``.
       analysis: The analysis that finds the facts about values.
     """
 
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
-        """Takes the draws to share, without any reads yet. ``analysis`` serves all programs that are interpreted."""
+        """Takes the draws to share, and an analysis for all interpreted programs. No reads are recorded yet."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Returns whether an equation draws normal numbers, itself or in its body: each sum begins with its draw."""
-        del facts, out_facts  # The interpreter passes these to all rules.
+        """Returns whether an equation draws normal samples, itself or in its body: each sum begins with a draw."""
+        del facts, out_facts  # The interpreter passes both to all rules.
         return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        """Returns the outputs as noisy weights, or as arrays with noise per row; None if the equation needs arrays.
+        """Returns the outputs as noisy weights, or as arrays with noise in each row; None if the equation needs arrays.
 
-        Draws come first, because they are also calls with a body. Casts come before other moves, which would cast each
-        factor. Products with data come last; an output without rows is still a weight. After None, the interpreter
-        evaluates the equation itself, and calls ``materialize`` for each weight that the equation reads.
+        The order of the rules matters. Draws come first, because a draw is also a call with a body. Casts come before
+        other moves, which would cast each factor. Products with data come last. An output without rows is still a
+        weight. If the result is None, the interpreter calls ``materialize`` for each operand that is a weight, and
+        evaluates the equation on arrays.
         """
         eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
             return [_drawn_sum(operation)]
-        if has_body(eqn):  # JAX marks a `jax.checkpoint` in a derivative.
+        if has_body(eqn):  # In a derivative, JAX sets the flag `differentiated` of `jax.checkpoint`.
             self.takes_gradients |= isinstance(operation.view, equations.Checkpoint) and operation.view.differentiated
             return interpret_bodies(operation)
         moved_sums = _rounded_sum(operation) or _split_batch_of_draws(operation) or move_sum(eqn, args)
@@ -447,10 +454,10 @@ class Drawing:
         return None if x is None else [x]
 
     def _draw_rows(self, operation: Operation, rows: Sequence[Any]) -> Outs:
-        """Returns a product of data with a noisy weight, in which each row draws noise of its own.
+        """Multiplies data by a noisy weight, and draws separate noise for each row.
 
-        ``rows`` holds the sizes of the axes of rows: [8] for ``x @ w`` with data of the shape (8, 3). Returns None if
-        there are several weights, if no operand is data, or if rows cannot draw independently.
+        ``rows`` holds the sizes of the axes of rows, such as [8] for ``x @ w`` with data of shape (8, 3). Returns None
+        if several operands are weights, if no operand is data, or if rows cannot draw independently.
         """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
@@ -460,7 +467,7 @@ class Drawing:
         if noisy is None or parts is None:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
-        # Each shard of the data has other rows, and so does each step of a scan in which data changes the weight.
+        # Each shard of the data has different rows, and so has each step of a scan in which data changes the weight.
         mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
         shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
@@ -469,17 +476,18 @@ class Drawing:
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
     def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
-        """Separates ``x`` into mean and deviations; None if rows share one of its draws, or if these are dependent."""
+        """Separates ``x`` into mean and deviations; None if a draw is shared, or if the noise is not independent."""
         return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _draws_in(x)) else None
 
     def _with_noise(
         self, interpreter: Interpreter, read: NoisyRead, noisy: NoisyWeight, facts: Facts, mean: Array, add_noise: Noise
     ) -> Array | None:
-        """Returns the mean with noise that is drawn for a read, and records the read.
+        """Draws the noise for a read, adds the noise to the mean, and records the read.
 
-        The key is that of the weight's first draw, changed by the number of the read, so that two uses of a weight draw
-        independently. So do two shards along the mesh axes over which the result differs, and two steps of a scan.
-        Returns None in a ``shard_map`` whose types do not say over which mesh axes the result varies.
+        The key is derived from the key of the weight's first draw and the number of the read, so that two uses of a
+        weight draw independently. Mesh axes over which the result differs and steps of scans also change the key, so
+        that shards and steps draw independently. Returns None in a ``shard_map`` whose types do not say over which mesh
+        axes the result varies.
         """
         number = self._record_read(interpreter, read)
         key = key_of_use(noisy.key, jnp.uint32(number), sorted(facts.mesh_axes))
@@ -490,9 +498,10 @@ class Drawing:
     def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
         """Records a read and returns its number, which becomes part of the key of its noise.
 
-        The number is the same whenever this equation reads these draws, because JAX traces the body of a scan several
-        times. If a program occurs twice, the equations around it (``interpreter.path``) tell the two apart.
-        ``read.sides`` lists the draws of the weight, because an equation may read two weights.
+        JAX traces the body of a scan several times, so the number must be the same whenever the same equation reads the
+        same draws. A read is identified by three things: the enclosing equations (``interpreter.path``), because a
+        program may occur twice; the equation; and the draws of the weight (``read.sides``), because an equation may
+        read two weights.
         """
         place = (*interpreter.path, id(read.eqn), *read.sides)
         self.reads[place] = read
@@ -501,9 +510,9 @@ class Drawing:
     def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         """Returns the array of a weight, shared by all rows, for an equation that needs it, and records the read.
 
-        ``eqn`` is None if the weight is the result of a program or of a body. If data changes the weight in the steps
-        of a scan although its noise was drawn before, as with a mask that comes from data, the steps count as rows:
-        each draws an array of its own.
+        ``eqn`` is None if the weight is the result of a program or of a body. Data may change the weight in each step
+        of a scan although its noise was drawn before the scan, as with a mask that is computed from data. The steps
+        then count as rows, and each step draws its own array.
         """
         record: WeightRecord = x.maker
         read = NoisyRead(eqn, record, _sides(None, 0, x))
@@ -512,7 +521,7 @@ class Drawing:
             mean, add_noise = widened(array_of(noisy.mean)), partial(_add_noise, None, 0, (), _number_labels(noisy.std))
             read_of_rows = replace(read, rows=math.prod([interpreter.steps[i].length for i in record.steps]))
             result = self._with_noise(interpreter, read_of_rows, noisy, record.facts, mean, add_noise)
-            if result is not None:  # Otherwise, the read is recorded again, without rows.
+            if result is not None:  # Otherwise, record the read again, without rows.
                 return result.astype(x.dtype)
         self._record_read(interpreter, read)
         return array_of(x)
@@ -525,21 +534,21 @@ LINEAR = (
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Select),
     *(*CONTRACTIONS, equations.Gather),
 )
-"""The equations whose outputs may be noisy weights, or may have noise for each row."""
+"""The equations whose outputs may be noisy weights, or arrays with noise in each row."""
 
 
 def _row_sizes(operation: Operation) -> list[Any]:
-    """Returns the sizes of the output axes along which no weight has noise of its own, so that each index may draw.
+    """Returns the sizes of the output axes along which no weight has separate noise, so that each index may draw.
 
-    For ``x @ w`` with data of the shape (8, 3), it is [8]: the noise of ``w`` differs along outputs, not along
-    examples. If data looked up the weight, the number of look-ups is one of the sizes.
+    For ``x @ w`` with data of shape (8, 3), the result is [8], because the noise of ``w`` differs along outputs but not
+    along examples. If the weight was looked up by data, the number of look-ups is one of the sizes.
     """
     view, weights = operation.view, [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
     contraction = contraction_of(view)
 
     def is_row(axis: int) -> bool:
-        """Returns whether no weight has noise of its own along this axis of the output."""
-        # In an elementwise equation, all operands have the same axes, except scalars, which have none.
+        """Returns whether no weight has separate noise along the given axis of the output."""
+        # In an elementwise equation, all operands except scalars have the same axes as the output.
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
         return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
@@ -550,34 +559,35 @@ def _row_sizes(operation: Operation) -> list[Any]:
 
 
 def _has_noise_along(x: Sum, axis: int) -> bool:
-    """Returns whether any draw of a weight has different numbers along an axis. An axis of size 1 gives False."""
+    """Returns whether any draw of a weight has different samples along an axis; an axis of size 1 gives False."""
     axes = ((product.axes[axis], factor.labels) for product, factor, _ in _draws_in(x))
     return any(labels and set(labels) <= set(labels_of_draw) for labels, labels_of_draw in axes)
 
 
 def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
-    """Returns the record of an equation's output, which is a weight of the given type, for reports.
+    """Returns the record of an equation's output, which is a weight; reports show the given type.
 
-    Its ``steps`` are those of the scans in which data changes the weight, as a mask does, although its noise is drawn
-    before the scan.
+    The record's ``steps`` are those of the scans in which data changes the weight, for example by a mask, although the
+    noise is drawn before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    # If a weight differs in steps of a scan although data does not change it there, its noise is drawn in the scan.
+    # If a weight differs between steps of a scan although data does not change the weight there, the scan draws its
+    # noise.
     steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
 
 def _drawn_sum(operation: Operation) -> Sum:
-    """Draws the normal numbers of an equation, and returns them as a sum of one product with one factor.
+    """Draws the normal samples of an equation, and returns them as a sum of one product with one factor.
 
-    If they are not read as an array later, they are dead code and are not computed.
+    If no equation reads the samples as an array later, the samples are dead code and are not computed.
     """
     (array,) = operation.view.bind(*operation.args)
     product = Product.of(array, fixed=True)
     (factor,) = product.factors
-    # Draws of the same shape whose keys have the same formula are equal, so they get the same source. A key without a
-    # formula is assumed to be different in each equation.
+    # Draws are equal if they have the same shape and their keys have the same formula, so they get the same source. A
+    # key without a formula is assumed to differ in each equation.
     formula = operation.facts[0].formula
     source = operation.maker if formula is None else (formula, array.shape, array.dtype)
     product = replace(product, factors=(replace(factor, draw=Draw(source, operation.args[0])),))
@@ -585,21 +595,22 @@ def _drawn_sum(operation: Operation) -> Sum:
 
 
 def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
-    """Returns the separate draws into which an equation splits a batch of draws; None for any other equation.
+    """Returns the separate draws if an equation splits a batch of draws, or None for any other equation.
 
-    The noise of arrays of equal shapes is drawn at once, with a key for each: 3 keys give (3, 8, 4), which is split
-    into 3 draws (1, 8, 4). Their numbers are independent, so each draw gets a source of its own.
+    The noise for arrays of equal shapes is drawn in one batch, with one key for each array. For example, 3 keys give a
+    batch of shape (3, 8, 4), which is split into 3 draws of shape (1, 8, 4). The draws are independent, so each draw
+    gets its own source.
     """
     view, (x, *_) = operation.view, operation.args
     if not isinstance(view, equations.SplitAxis) or set(view.sizes) != {1}:
         return None
     draws = [draw for *_, draw in _draws_in(x)]
-    # Only a plain draw is split here, and only along an axis of keys. ``move_sum`` handles all other splits.
+    # Only a plain draw is split here, and only along an axis of keys. All other splits are left to ``move_sum``.
     if len(x.products) > 1 or len(x.products[0].factors) > 1 or view.axis >= draws[0].key.ndim:
         return None
 
     def with_own_source(factor: Factor, i: int) -> Factor:
-        """Gives the factor of the ``i``-th output a source of its own."""
+        """Gives the factor of the ``i``-th output its own source."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
@@ -607,9 +618,9 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
 
 
 def _rounded_sum(operation: Operation) -> list[Sum] | None:
-    """Returns a weight that an equation casts to fewer digits, in the new dtype; None for any other equation.
+    """Returns a weight in a new dtype if an equation casts it to fewer digits, or None for any other equation.
 
-    The factors stay as they are, because the weight is rounded only once, when it is multiplied.
+    The factors keep their dtype, because the weight is rounded only once, when it is multiplied.
     """
     view = operation.view
     if not isinstance(view, equations.ConvertType):
@@ -622,14 +633,14 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
 def _combined_sum(operation: Operation) -> Sum | None:
     """Returns the weight that an equation computes from weights and arrays, such as ``w * mask`` or ``w[0]``.
 
-    Returns None if the result is not a sum of products, or if its noise would not be independent. The array of each
-    weight that the equation reads is then formed, with one draw for all rows.
+    Returns None if the result is not a sum of products, or if its noise would not be independent. The
+    interpreter then forms the array of each weight that the equation reads, and all rows share one draw.
     """
-    # An array that depends on a draw, such as the norm of a noisy weight, is not independent of that noise.
+    # An array that depends on a draw, such as the norm of a noisy weight, is not independent of the noise.
     if any(DRAW_ORIGIN in facts.origins for facts in _facts_of_arrays(operation)):
         return None
     view, args = operation.view, operation.args
-    weight = next(x for x in args if isinstance(x, Sum))  # Reports show the type of the first one.
+    weight = next(x for x in args if isinstance(x, Sum))  # Reports show the type of the first weight.
     match view:
         case equations.Select():
             x = select_sum(args)
@@ -643,13 +654,13 @@ def _combined_sum(operation: Operation) -> Sum | None:
 
 
 def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hashable, Sides]:
-    """Maps the source of each draw of a weight to the axes that an equation sums over and those that it keeps.
+    """Maps the source of each draw of a weight to the axes that an equation sums over, and the axes that it keeps.
 
-    ``operand`` is the number of the weight among the operands. ``view`` is None if only the array of the weight is
-    formed, which keeps all axes. ``x @ w`` sums over axis 2 and keeps axis 1 of a matrix, counted from the back; its
-    gradient with respect to the data, ``g @ w.T``, does the opposite. A gain is multiplied elementwise in both
-    directions, so its axes are on both sides. Sums and look-ups have no sides, because their gradients do not read the
-    weight.
+    ``operand`` is the index of the weight among the operands. If ``view`` is None, only the array of the weight is
+    formed, which keeps all axes. For a matrix, with axes counted from the back, ``x @ w`` sums over axis 2 and keeps
+    axis 1. The gradient with respect to the data, ``g @ w.T``, sums over axis 1 and keeps axis 2. A gain is multiplied
+    elementwise in both passes, so its axes are on both sides. For sums and look-ups, both sides are empty, because the
+    gradients do not read the weight.
     """
     if isinstance(view, equations.Add | equations.Subtract | equations.Gather):
         return {draw.source: (frozenset(), frozenset()) for *_, draw in _draws_in(weight)}
@@ -658,7 +669,7 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
     axes_of_batch = contraction.batch(operand) if contraction else ()
 
     def sides(product: Product, draw: Factor) -> Sides:
-        """Returns the sides of a draw in a product. Batch axes are on neither side, because a gradient has them too."""
+        """Returns the sides of a draw in a product. Batch axes are on neither side, because gradients keep them too."""
         kept_labels = {label for axis in axes_kept for label in product.axes[axis]}
         batch_labels = {label for axis in axes_of_batch for label in product.axes[axis]}
         axes = {label: len(draw.labels) - i for i, label in enumerate(draw.labels) if label.size != 1}
@@ -676,7 +687,7 @@ def _facts_of_arrays(operation: Operation) -> list[Facts]:
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation draws independent normal numbers, recognized as a call with our function's name."""
+    """Returns whether an equation draws independent normal samples, by the name of the function that it calls."""
     view = equations.view_of(eqn)
     has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
@@ -691,12 +702,13 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """Returns the draws that all rows must share, beyond those already shared; empty if there are no more.
+    """Returns the draws that all rows must share but do not share yet; empty if there are no such draws.
 
-    All rows share a draw if something needs the array of its weight. A gradient that the loss itself takes must also
-    see the same weights as the value. So if a product sums over an axis that another one keeps, as such a gradient
-    does, all rows share each draw that is read more than once: ``x @ w`` and ``g @ w.T`` in one program are a sign that
-    gradients are taken, and these may read other weights too.
+    All rows must share a draw in two cases. First, an equation needs the array of the weight. Second, the loss itself
+    takes a gradient, which must see the same weights as the value. There are two signs of such a gradient: one product
+    sums over an axis that another product keeps, as in ``x @ w`` and ``g @ w.T``, or the program recomputes values for
+    a gradient. Because the gradient may read other weights too, all rows then share each draw that is read more than
+    once.
     """
     reads_of = dict[Hashable, list[NoisyRead]]()
     for read in rules.reads.values():
@@ -710,16 +722,16 @@ def _draws_to_share(rules: Drawing) -> Shared:
     if any(conflicting.values()) or rules.takes_gradients:
         for draw, reads in reads_of.items():
             how = "along the other side, as a gradient does" if conflicting[draw] else "again, beside a gradient"
-            # The first read alone is no reason: a draw that is read only once remains separate for each row.
+            # A single read is not enough to share the draw: a draw that is read only once stays separate for each row.
             shared[draw] += [(read.eqn, f"reads it {how}") for read in conflicting[draw] or reads[1:]]
     return {draw: reasons for draw, reasons in shared.items() if reasons}
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """Yields reads by rows that use a draw along the other side than an earlier read, as ``g @ w.T`` after ``x @ w``.
+    """Yields per-row reads that use a draw along the opposite side of an earlier read: ``g @ w.T`` after ``x @ w``.
 
-    They sum over an axis of the draw that an earlier read keeps, or keep one that it sums over. ``reads`` holds all
-    reads of this draw, in the order of the program.
+    Such a read sums over an axis that an earlier read keeps, or keeps an axis that an earlier read sums over. ``reads``
+    holds all reads of the draw, in the order of the program.
     """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
@@ -737,15 +749,19 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
     batch, so the errors of their gradients are correlated. In a product :math:`x w`, each row of the result is a
-    Gaussian vector with the mean :math:`x m` and independent entries of the variance :math:`x^2 s^2`. This function
-    draws that vector instead: random numbers for the result rather than for the weight, and new ones for each row. The
-    network's code does not change.
+    Gaussian vector with mean :math:`x m`, whose entries are independent with variance :math:`x^2 s^2`. The returned
+    function draws this vector instead of the weight, and draws a new vector for each row. The network's code does not
+    change.
 
-    It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
-    all operations that leave the entries independent: sums, multiples, selections and contractions with other arrays,
-    such as the masks of :class:`Mask`, or a scale that is computed from data; transposes, reshapes, slices, sums along
-    axes, single rows of a table, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
-    ``jax.checkpoint`` and ``vmap``. A result without rows is still a weight. Each row gets its own draw in
+    The function finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows
+    the noise through all operations that leave the entries independent:
+
+    - sums, multiples, selections and contractions with other arrays, such as the masks of :class:`Mask`, or a scale
+      that is computed from data;
+    - transposes, reshapes, slices, sums along axes, single rows of a table, and casts to fewer digits;
+    - ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``.
+
+    A result without rows is still a weight. Each row gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
@@ -753,42 +769,50 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     A row is anything that the noise does not index: an example, a position in a sentence or an image, a look-up in a
     table, or a step of a loop. The rows of ``A`` in ``A @ w`` are rows too, because ``A`` looks like a batch. Two rows
-    of one example get different draws, whereas a weight drawn for the example would be the same in both; the mean and
-    the variance of each entry of the result are still those of such weights. Each use of a weight draws independently:
-    both uses of a tied table, and each step of a loop over time. Therefore, the mean of the gradient stays the same for
-    a loss that is linear in the products of each weight, or a sum of functions of one product each; its variance falls
-    with the number of examples.
+    of the same example get different draws, whereas a weight drawn for the example would be the same in both rows. The
+    mean and the variance of each entry of the result are still the same as with such a weight. Each use of a weight
+    draws independently, such as both uses of a tied table, and each step of a loop over time. Therefore, the mean of
+    the gradient stays the same for a loss that is linear in the products of each weight, or is a sum of functions of
+    one product each. The variance of the gradient falls with the number of examples.
 
-    In all other cases, all rows share one draw, the one that ``fun`` itself computes from the key. This applies to
-    factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and weights in float16; to weights
-    whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; to products with arrays that
-    depend only on named arguments; to any other read, such as the square of a weight; and to a ``shard_map`` with
-    ``check_vma=False``. If one read of a weight requires this, all of its reads take the same draw. Under
+    In all other cases, all rows share one draw, which is the draw that ``fun`` itself computes from the key. These
+    cases are
+
+    - factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights, and weights in float16;
+    - weights whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``;
+    - products with arrays that depend only on named arguments;
+    - any other read, such as the square of a weight;
+    - a ``shard_map`` with ``check_vma=False``.
+
+    If one read of a weight requires a shared draw, all reads of this weight use the shared draw. Under
     ``WeightDropout(0.1) >> VarNoise(0.1)``, all rows share the mask, but not the Gaussian noise, and ``rpx.explain``
-    counts the latter alone.
+    counts only the Gaussian noise.
 
     If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
-    weights as the value: if a weight is read along both sides, as in ``x @ w`` and ``g @ w.T``, or if something is
-    recomputed for a gradient, all weights that are read more than once take one draw for all rows. ``jax.jvp`` alone is
-    not recognized, nor is a gradient that does not multiply by a noisy weight; in these cases, value and derivative
-    draw independently. ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw
-    for how many rows, and where and why others share one draw.
+    weights as the value. Such a gradient is recognized if a weight is read along both sides, as in ``x @ w`` and
+    ``g @ w.T``, or if values are recomputed for a gradient. All weights that are read more than once then take one draw
+    for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that does not multiply by a noisy weight. In
+    these cases, value and derivative draw independently.
+    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
+    where and why other weights share one draw.
 
-    Means are computed as in ``fun``, and variances in float32 or wider. Gradients pass through both; the backward pass
-    computes variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of
-    this function. With a single key, ``jax.vmap`` outside of it gives every example the same draws: map inside, or over
-    keys too. ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+    Means are computed as in ``fun``, and variances are computed in float32 or wider. Gradients pass through both means
+    and variances. The backward pass recomputes variances and noise. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and
+    :func:`factored` outside of this function. With a single key, ``jax.vmap`` outside of this function gives every
+    example the same draws. To avoid this, apply ``jax.vmap`` inside, or map over keys too. ``VarNoise(-s)`` no longer
+    mirrors ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.
       argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
-        first, and keys. All other arguments are data. Closed-over arrays are not, so pass the data as an argument.
+        first, and keys. All other arguments are data. Closed-over arrays do not count as data, so pass data as an
+        argument.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
-      ValueError: If no row draws because the data is not among the data arguments, or because ``fun`` does not call
-        ``apply``.
+      ValueError: If no row draws because the data is closed over or in an argument for weights, or because ``fun`` does
+        not call ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -819,14 +843,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         rules, program, consts = _rewrite(arguments, call)
         if all(read.rows is None for read in rules.reads.values()):
             _require_data(who, rules, arguments, call)
-        # Removing dead code removes the draws that nothing reads.
+        # Draws that nothing reads are dead code, and are removed.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
         """Returns the report for these arguments, or for their shapes and dtypes.
 
-        If a weight has one draw for all rows only because what multiplies it does not count as data, its reason says
-        so.
+        If a weight has one draw for all rows only because the array that multiplies the weight does not count as data,
+        the reason says so.
         """
         check_this_jax()
         arguments = Arguments.of(who, fun, argnums, args, kwargs)
@@ -843,14 +867,14 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
 
 _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights: pass it as an argument of its own"
-"""The reason in a report for a weight with one draw for all rows, which would draw for each row if this were fixed."""
+"""The reason in a report for a weight that has one draw for all rows only because its other operand is not data."""
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
-    """Raises an error if no row draws because nothing counts as data, or because ``apply`` was called outside.
+    """Raises an error if no row draws because no array counts as data, or because ``apply`` is called outside ``fun``.
 
-    This function is called if no row draws. It raises no error if ``fun`` calls ``apply`` and draws no noise, as with a
-    deterministic chain, or if noise is combined with data but all rows must share it.
+    The caller has checked that no row draws. There is no error if ``fun`` calls ``apply`` but draws no noise, as with a
+    deterministic chain, or if noise multiplies data but all rows must share the noise.
     """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
@@ -858,7 +882,7 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
             "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
         )
     if rules.reads and not rules.analysis.multiplies_data:
-        for weight in _weights_if_all_is_data(arguments, call):  # The error names the first one, if any.
+        for weight in _weights_if_all_is_data(arguments, call):  # The error names the first weight, if any.
             raise ValueError(
                 f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
                 "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
@@ -867,19 +891,20 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """Returns the weights that would draw for each row if everything were data, except what an ``apply`` reads.
+    """Returns the weights that would draw for each row if all inputs that no ``apply`` reads were data.
 
-    For these weights, one draw for all rows is a mistake of the caller, not something that the program needs.
+    If all rows share a draw of such a weight, the program does not require this; the caller has passed data in the
+    wrong way.
     """
     rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
 
 
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
-    """Yields the entries of the report of ``explain``, one for each parameter path, which may be read several times.
+    """Yields the entries of the report of ``explain``, one for each parameter path, even if it is read several times.
 
-    A weight counts as transformed, which means that each row draws, if none of its draws is shared. The reason says how
-    many rows draw, and which reads of the weight require its draws to be shared (``rules.shared``).
+    A weight counts as transformed, so that each row draws, if none of its draws is shared. The reason says how many
+    rows draw, and which reads of the weight require a shared draw (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
@@ -893,25 +918,25 @@ def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterat
 
 
 def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
-    """Returns how many rows draw in how many uses, as in ``["2 uses, 3 and 8 rows"]``; an empty list if no rows do."""
+    """Returns how many rows draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; empty if no rows draw."""
     rows = [read.rows for read in reads if read.rows is not None]
     sizes = " and ".join(dict.fromkeys(map(str, rows)))
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
 
 
 def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
-    """Rewrites the program of a call so that rows draw.
+    """Rewrites the program of a call so that each row draws its own noise.
 
     With ``all_is_data``, arguments for weights and closed-over arrays count as data too, unless an ``apply`` reads
     them.
 
-    Returns the rules of the last rewriting, which hold all reads and shared draws; the new program; and its constants,
-    which are its first inputs. The program of the call is not changed.
+    Returns three values: the rules of the last rewriting, which hold all reads and shared draws; the new program; and
+    the constants of the new program, which are its first inputs. ``call.program`` is not changed.
     """
     program = jaxprs.without_dead_code(call.program)  # Dead equations must not count as reads.
     n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays are the first inputs, not data.
     flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
-    # The formulas of inputs have negative numbers, and those of equations have the numbers from 0 on.
+    # Formulas of inputs have negative numbers, and formulas of equations have numbers from 0 on.
     facts = [
         replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
         for i, each in enumerate(facts_of_inputs(program, flags))
@@ -920,7 +945,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
-        """Rewrites the program with these draws shared, and again with more, until no more draws must be shared."""
+        """Rewrites the program with these draws shared, and repeats with more shared draws until no more are found."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)

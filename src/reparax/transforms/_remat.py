@@ -1,9 +1,9 @@
 """Computes gradients that recompute noise, masks and effective weights instead of storing them.
 
-The policies of ``jax.checkpoint`` choose what to recompute by operation or by name. But the same ``add`` or
-``transpose`` computes a weight in one place and an activation in another, and you cannot add names to a network that is
-not yours. ``remat`` looks at inputs instead: a value that is computed from parameters and keys alone can be recomputed
-from these, which are in memory anyway. So it finds two programs in the loss:
+The policies of ``jax.checkpoint`` choose what to recompute by operation or by name. But the same operation, such as
+``add``, computes a weight in one place and an activation in another, and you cannot add names to the code of a library.
+``remat`` looks at inputs instead. A value that is computed only from parameters and keys can be recomputed, because
+parameters and keys are in memory anyway. So ``remat`` splits the loss into two programs:
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
 >>> def early(w, key):  # computed from parameters and key alone
@@ -17,14 +17,14 @@ from these, which are in memory anyway. So it finds two programs in the loss:
 >>> [rpx.transforms.saved_residuals(f, *args).bytes("weights") for f in (loss, rpx.remat(loss))]
 [512, 0]
 
-The loss is linearized. Residuals that depend on ``x`` are stored as they are without ``remat``; here, these are ``x``
-and what ``tanh`` needs. The other residuals are values of the early half, here ``noisy.T``. They are not stored,
-because the backward pass runs the early half again. No product of ``late`` runs twice.
+The loss is linearized. Residuals that depend on ``x`` are stored, as without ``remat``. In this example, they are ``x``
+and the residual of ``tanh``. The other residuals are values of the early half, such as ``noisy.T``. These values are
+not stored, because the backward pass runs the early half again. No product of ``late`` runs twice.
 
-In both passes, each output of the early half is computed just before the late half uses it.
+In both passes, each output of the early half is computed just before its first use in the late half.
 
-``_remat_rewrites`` rewrites the program before it is differentiated, ``_remat_derivative`` defines the derivative and
-the primitives that hold a program, and ``_remat_order`` orders the equations and decides which values must wait.
+``_remat_rewrites`` rewrites the program before it is differentiated. ``_remat_derivative`` defines the derivative, and
+the primitives that hold a program. ``_remat_order`` orders the equations, and decides which values must wait.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ R = TypeVar("R")
 def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"] | None = None) -> Callable[P, R]:
     """Returns ``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
-    The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
-    the key. Everything else, such as activations, is stored exactly as without ``remat``, and no matmul of the network
-    runs twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in
-    memory at a time. Values, gradients and noise are those of ``fun``. Inside and outside of ``remat``, you can use
-    ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``,
-    ``jax.linear_transpose``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``.
-    Outside, you can also use ``jax.experimental.jet``, as far as ``jet`` supports what ``fun`` does: it has no rules
-    for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, and therefore none for ``apply`` without ``remat``, nor for
-    most norms.
+    Everything that the network computes from weights alone, such as casts and transposes, is recomputed too, from the
+    raw parameters and the key. Everything else, such as activations, is stored exactly as without ``remat``, and no
+    matmul of the network runs twice. In both passes, each weight is computed just before it is used, so only one
+    layer's weights are in memory at a time. Values, gradients and noise are the same as without ``remat``. Inside and
+    outside of ``remat``, you can use ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``,
+    ``jax.hessian``, ``jax.linear_transpose``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and
+    ``checkify``. Outside, you can also use ``jax.experimental.jet`` if ``jet`` supports the operations of ``fun``.
+    ``jet`` has no rules for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, and therefore none for ``apply``
+    without ``remat``, nor for most norms.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
     weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
@@ -61,19 +61,19 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
     apply ``remat`` outermost.
 
     Args:
-      fun: A loss, or any pure function of arrays. Writes to an argument, such as the statistics of nnx modules, are
-        lost. Leaves of the arguments that are not arrays are treated as constants; such leaves of the result are
-        returned unchanged.
+      fun: A loss, or any pure function of arrays. Writes to an argument, such as updates of the statistics of nnx
+        modules, are lost. Argument leaves that are not arrays are treated as constants. Result leaves that are not
+        arrays are returned unchanged.
       argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and every argument that holds only PRNG keys (or uint32 arrays
-        whose last axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from
-        which they are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun``
-        closes over count as data.
-      keep: ``"masks"`` stores the random masks of dropout for the backward pass instead of drawing them again. This
-        takes one bit per entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn only
-        once. A mask is any boolean array that is computed from a key, has at least 1024 entries, and has an axis whose
-        size is a multiple of 8 and that is not sharded by its type. Noise is still drawn again, because it cannot be
-        stored in bits.
+        whose last axis has size 2 or 4, like a legacy key). The inputs of ``p.apply``, and the keys and numbers from
+        which these inputs are computed, always count as named, even if ``fun`` closes over them. Other arrays that
+        ``fun`` closes over count as data.
+      keep: ``"masks"`` stores the random masks of dropout for the backward pass instead of drawing the masks again. A
+        mask takes one bit per entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn
+        only once. A mask is any boolean array that is computed from a key, has at least 1024 entries, and has an axis
+        whose size is a multiple of 8 and that is not sharded in the array's type. Noise is still drawn again, because
+        noise cannot be stored in bits.
 
     Raises:
       TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
@@ -110,5 +110,5 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
         recomputing = recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")
         return call.restore(recomputing(*call.inputs))
 
-    vars(function)["hides_weights"] = True  # Transforms that follow weights reject this function.
+    vars(function)["hides_weights"] = True  # Transforms that follow weights, such as `factored`, reject this function.
     return function

@@ -1,9 +1,10 @@
-"""Differentiates a program so that values of known inputs, parameters and keys, are recomputed instead of stored.
+"""Differentiates a program, but recomputes values that depend only on parameters and keys, instead of storing them.
 
-Our own primitives hold a program in one equation, a :class:`RematCall`, so that JAX asks us for its derivative.
-``recomputed_call`` holds a whole program. Its derivative (``_jvp_of_call``) linearizes the program. Residuals are the
-values that the linear program reads; those that depend on data are stored. ``linear`` holds the remaining program,
-which recomputes the other residuals, each just before it is used, and is linear in the tangents, its last inputs.
+Two primitives hold a program in one equation, a :class:`RematCall`, so that we can define its derivative.
+``recomputed_call`` holds a whole program. Its derivative, ``_jvp_of_call``, linearizes the program. Residuals are the
+values that the linear program reads. Residuals that depend on data are stored. ``linear`` holds the linear program,
+which recomputes each of the other residuals just before its use. This program is linear in the tangents, which are its
+last inputs.
 
 For ``sum(x @ sin(w))`` with data ``x``, the gradient of ``w`` reads ``x`` and ``cos(w)``. Only ``x`` is kept until the
 backward pass, which computes ``cos(w)`` from ``w``.
@@ -27,20 +28,20 @@ from reparax.programs.jaxprs import Env
 from reparax.transforms._remat_order import read_as_more_than_views, run_delayed
 from reparax.transforms._remat_rewrites import move_into_scans, rule_for_bodies, store_masks_in_bits, with_apply_inlined
 
-# ---- remat calls: equations of our own primitives, which hold a program
+# ---- remat calls: equations that hold a program
 
 Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class RematCall:
-    """The contents of an equation of our own primitives.
+    """The contents of an equation of one of our two primitives.
 
     Attributes:
       program: A program without constants.
-      known_inputs: Which inputs are known: the parameters and keys from which weights are computed. Values that depend
-        on known inputs alone are recomputed in the backward pass.
-      n_tangents: The number of inputs that are tangents, which come last. It is zero for a ``recomputed_call``.
+      known_inputs: Which inputs are known, such as the parameters and keys from which weights are computed. Values that
+        depend only on known inputs are recomputed in the backward pass.
+      n_tangents: The number of tangents, which are the last inputs. The number is zero for ``recomputed_call``.
       keeps_masks: Whether the backward pass reads stored masks instead of drawing them again.
     """
 
@@ -56,22 +57,22 @@ class RematCall:
 
 
 class CallPrimitive:
-    """A primitive whose equations hold a :class:`RematCall`. Its rules read nothing else.
+    """A primitive whose equations hold a :class:`RematCall`, which its rules read.
 
     Args:
       name: The name of the primitive.
       run: Takes a call and its inputs, and returns the outputs.
       jvp: Takes a call, its inputs and their tangents, and returns the outputs and their tangents.
       transpose: Takes a call, the cotangents of its outputs, and its inputs, and returns the cotangents of all inputs.
-        It is used only for calls that are linear in some of their inputs.
+        JAX uses this rule only for calls that are linear in some inputs.
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        """Creates the primitive and registers each rule with JAX, in the form in which JAX calls it."""
+        """Creates the primitive, and registers each rule with JAX under the signature that JAX expects."""
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
-            """Runs an equation, with the arguments that JAX passes."""
+            """Runs an equation, given its operands and its parameters."""
             return run(call_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
@@ -85,17 +86,18 @@ class CallPrimitive:
         ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp(call_of(params), primals, tangents)
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
-        # Since JAX 0.12.0, this rule gets one more argument, so the equation is taken as the last one.
+        # Since JAX 0.12.0, this rule takes one more argument, but the equation is always the last argument.
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of a call. When JAX traces the call, it becomes one equation that holds its program."""
+        """Runs a call. Under tracing, the call becomes one equation, which holds the program of the call."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
-        """Returns the outputs of a call under ``jax.vmap``, and the batch axis of each; None for an output without one.
+        """Returns the outputs of a call under ``jax.vmap``, and the batch axis of each output, or None if it has none.
 
-        ``dims`` holds the batch axes of the inputs. The program is batched as a whole, and its constants become inputs.
+        ``dims`` holds the batch axes of the inputs. The program is batched as a whole. The constants of the batched
+        program become inputs.
         """
         call = call_of(params)
         program, consts, out_dims = jaxprs.batch_program(call.program, args, dims, axis)
@@ -104,23 +106,23 @@ class CallPrimitive:
 
 
 class _Primitive(Primitive):
-    """A primitive whose program JAX may replace by a function with more inputs and outputs, as ``checkify`` does."""
+    """A primitive whose program JAX may replace by a function with more inputs and outputs, as under ``checkify``."""
 
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
-        """Returns the outputs of a call, which becomes one equation.
+        """Runs a call as one equation where possible, and returns its outputs.
 
-        Where our rules cannot be used, the program is evaluated instead. This happens under ``jet``, and if JAX has
+        The program is evaluated directly in two cases in which our rules cannot be used: under ``jet``, and if JAX has
         added outputs to a linear call.
         """
-        if has_series(args):  # Under jax.experimental.jet, our primitives have no rule.
+        if has_series(args):  # Our primitives have no rules for `jax.experimental.jet`.
             return jaxprs.evaluate(call_of(params).program, args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
-        # JAX has passed a function instead of the program. The inputs that JAX has added come first.
+        # JAX has replaced the program by a function. The inputs that JAX has added are the first ones.
         function, operands = jaxprs.function_and_operands(args, params)
-        if params["n_tangents"]:  # The outputs that JAX has added need not be linear.
+        if params["n_tangents"]:  # The added outputs need not be linear in the tangents.
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         n_added = len(operands) - len(params["known_inputs"])
@@ -130,9 +132,9 @@ class _Primitive(Primitive):
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
-    """Removes dead code: returns which operands the used outputs need, and the equation reduced to these.
+    """Removes dead code: returns which operands the used outputs need, and the equation with only these operands.
 
-    The equation is None if nothing needs it, so that JAX removes it.
+    If no output is used and the equation has no effects, the returned equation is None, so that JAX removes it.
     """
     if not any(used_outputs) and not eqn.effects:
         return [False for _ in eqn.invars], None
@@ -146,7 +148,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(call: RematCall) -> dict[str, Any]:
-    """Returns a call as parameters of an equation, which JAX requires to be hashable. The inverse is ``call_of``."""
+    """Converts a call to hashable parameters of an equation. The inverse is ``call_of``."""
     return {
         jaxprs.PROGRAM: call.program,
         "known_inputs": tuple(call.known_inputs),
@@ -156,7 +158,7 @@ def _params(call: RematCall) -> dict[str, Any]:
 
 
 def call_of(params: Any) -> RematCall:
-    """Returns the call that the parameters of an equation hold, as written by ``_params``."""
+    """Converts the parameters of an equation, as written by ``_params``, back to a call."""
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
@@ -166,18 +168,18 @@ def call_of(params: Any) -> RematCall:
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
     """Returns ``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
 
-    The function takes the inputs of ``jaxpr``, which has no constants, and returns the list of its outputs.
-    ``known_inputs`` says which inputs are parameters and keys; the inputs of each ``apply`` are known too. With
+    ``jaxpr`` must have no constants. The function takes the inputs of ``jaxpr``, and returns a list of its outputs.
+    ``known_inputs`` says which inputs are parameters and keys. The inputs of each ``apply`` also count as known. With
     ``keeps_masks``, masks are stored in bits.
     """
     known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
-        """Returns the outputs of ``jaxpr``, rewritten for these arguments into one equation."""
+        """Rewrites ``jaxpr`` for the types of these arguments, and runs it as one equation."""
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
-        for rewrite in rewrites:  # Constants become the first inputs and are known.
+        for rewrite in rewrites:  # Constants become the first inputs, and are known.
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
@@ -186,25 +188,25 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """Returns a rule that runs equations with bodies, such as scans, with bodies that recompute too.
+    """Returns a rule that makes the bodies inside a call, such as those of scans, recompute too.
 
-    Without this rule, a scan over layers would store the weights of all of its steps.
+    Without this rule, a scan over layers would store the weights of all its steps.
     """
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
 
 def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a call, with each weight computed just before it is read."""
+    """Runs a call, and computes each weight just before its use."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs of a call and their tangents. This is its rule for derivatives.
+    """Implements the JVP rule of ``recomputed_call``: returns the outputs of a call and their tangents.
 
-    Linearizing the call gives residuals and a linear program. A forward call computes the outputs and those residuals
-    that must be stored. A linear call reads the stored residuals and recomputes the others. Integer outputs have the
-    tangent zero.
+    Linearizing the call gives residuals and a linear program. A forward call computes the outputs, and the residuals
+    that must be stored. A linear call reads the stored residuals, and recomputes all other residuals. The tangent of an
+    integer output is zero.
     """
     outvars, n_outputs = call.program.outvars, len(call.program.outvars)
     # Inputs without a tangent are left out of the linear program.
@@ -214,9 +216,9 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
         return outs, list(map(_zero_tangent, outs))
     try:
         program, consts, linear_program = _linearize(call, primals, list(tangent_of))
-    except ValueError:  # Some functions have forward derivatives only. JAX raises any other error again here.
+    except ValueError:  # Some functions have only forward derivatives. JAX raises any other error again.
         return _jvp_without_linearization(call, primals, tangent_of)
-    # The outputs of ``program`` are those of the call, followed by the residuals.
+    # The outputs of ``program`` are the outputs of the call, followed by the residuals.
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     residuals = _Residuals.of(program, program.outvars[n_outputs:], is_known)
@@ -232,7 +234,7 @@ def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _zero_tangent(x: Any) -> Any:
-    """Returns the tangent of a value that depends on no tangents: JAX's symbol for zero, which is not an array."""
+    """Returns JAX's symbolic zero as the tangent of a value that depends on no tangents."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
@@ -240,14 +242,14 @@ def _zero_tangent(x: Any) -> Any:
 class _Residuals:
     """The residuals of a linearized program, and how the backward pass obtains them.
 
-    A residual is read again if it is an input of the program, recomputed if it is known, and stored otherwise. If a
-    residual is recomputed from a value that is not known, that value is stored too.
+    A residual that is an input of the program is read again. Any other residual is recomputed if it is known, and
+    stored otherwise. If a residual is recomputed from a value that is not known, that value is stored too.
 
     Attributes:
-      atoms: The residuals, as variables and literals of the program.
-      recompute: The program that recomputes the known residuals from inputs and stored values.
+      atoms: The residuals, which are variables and literals of the program.
+      recompute: A program that recomputes the known residuals from inputs and stored values.
       read: The inputs that the backward pass reads.
-      stored: The other values that it reads, which the forward pass stores.
+      stored: The values that the forward pass stores for the backward pass.
     """
 
     atoms: Sequence[Any]
@@ -257,11 +259,11 @@ class _Residuals:
 
     @classmethod
     def of(cls, program: Jaxpr, atoms: Sequence[Any], is_known: Known) -> "_Residuals":
-        """Divides the residuals ``atoms`` of a program into recomputed, read and stored ones."""
+        """Decides which of the residuals ``atoms`` of a program are read again, recomputed or stored."""
         inputs = set(program.invars)
         recomputed = [v for v in jaxprs.variables(atoms) if is_known[v] and v not in inputs]
         recompute = dependence.recomputing_program(program, recomputed, is_known)
-        # The backward pass needs the residuals, and the values that it recomputes them from.
+        # The backward pass needs the residuals, and the values from which it recomputes residuals.
         needed = jaxprs.variables([*atoms, *recompute.invars])
         available = inputs.union(recompute.outvars)
         stored = [v for v in needed if v not in available]
@@ -276,8 +278,8 @@ class _Residuals:
     def linear_call(self, program: Jaxpr, is_known: Known) -> RematCall:
         """Returns a call that recomputes residuals and runs the linear ``program`` on them.
 
-        The inputs of the call are the inputs of the original program that are read, the stored values and the tangents.
-        The first inputs of ``program`` are the residuals, in the order of ``atoms``; the others are the tangents.
+        The call takes three kinds of inputs, in this order: inputs of the original program, stored values, and
+        tangents. ``program`` takes the residuals, in the order of ``atoms``, and then the tangents.
         """
         residual_vars = program.invars[: len(self.atoms)]
         late = jaxprs.substitute_inputs(program, dict(zip(residual_vars, self.atoms, strict=True)))
@@ -288,20 +290,20 @@ class _Residuals:
 
 
 def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> tuple[Jaxpr, list[Any], Jaxpr]:
-    """Linearizes a call with respect to its ``moving`` inputs, those with a tangent, without computing anything.
+    """Linearizes a call with respect to the ``moving`` inputs, which have tangents, without computing anything.
 
-    Returns a program that computes the outputs and the residuals; its constants, which are its first inputs; and a
-    linear program. The linear program takes the residuals and the tangents of the ``moving`` inputs, and returns the
-    tangents of all outputs that can have one.
+    Returns a program that computes the outputs and the residuals; the constants of this program, which are its first
+    inputs; and a linear program. The linear program takes the residuals and the tangents of the ``moving`` inputs, and
+    returns the tangents of all floating-point outputs.
     """
-    linear_programs = list[Jaxpr]()  # Tracing adds the linear program, which cannot be an output.
+    linear_programs = list[Jaxpr]()  # A traced function cannot return a program, so tracing appends it to this list.
 
     def outputs_and_residuals(*args: Any) -> list[Any]:
-        """Returns all outputs of the call, then the residuals."""
+        """Computes all outputs of the call, followed by the residuals."""
         inputs = dict(zip(call.program.invars, args, strict=True))
 
         def outputs_at(*points: Any) -> tuple[list[Any], list[Any]]:
-            """Returns the floating-point outputs, to be linearized, and all outputs, given the moving inputs."""
+            """Computes the floating-point outputs, which are linearized, and all outputs, from the moving inputs."""
             values = jaxprs.values(inputs | dict(zip(moving, points, strict=True)), call.program.invars)
             outs = dependence.run(call.program, values, _rule_of_call(call))
             return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
@@ -317,15 +319,15 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
 
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
-    """Computes the outputs of a call together with their tangents, by forward derivatives.
+    """Computes the outputs of a call and their tangents with ``jax.jvp``, for functions that cannot be linearized.
 
-    ``moving`` maps each input that has a tangent to its tangent. Functions that cannot be linearized, such as
-    ``jax.lax.while_loop``, have no backward pass.
+    ``moving`` maps each input that has a tangent to this tangent. A function that cannot be linearized, such as
+    ``jax.lax.while_loop``, has no backward pass.
     """
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        """Returns the outputs for values of the moving inputs."""
+        """Computes the outputs from values of the moving inputs."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
@@ -334,10 +336,10 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """Returns the cotangents of the inputs of a call that is linear in some of them, not necessarily the last ones.
+    """Returns the cotangents of all inputs of a call that is linear in some inputs, in any positions.
 
-    JAX marks the linear inputs among ``args``. ``_transpose_linear`` needs them last, so inputs and cotangents are
-    reordered.
+    JAX marks the linear inputs in ``args``. ``_transpose_linear`` expects the linear inputs last, so the inputs are
+    reordered before the transposition, and the cotangents are restored to the original order.
     """
     linear_inputs = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in linear_inputs), *linear_inputs]
@@ -350,31 +352,32 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 # ---- the linear part
 #
-# ``jax.checkpoint`` would put everything that the backward pass reads, activations too, behind one barrier, and compute
-# all weights at once. Here, only known values get a barrier, and each weight is computed just before it is used.
+# ``jax.checkpoint`` would put everything that the backward pass reads, including activations, behind one barrier, and
+# would compute all weights at once. Here, only known values get a barrier, and each weight is computed just before its
+# use.
 
 
 def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a linear call, with each weight computed just before it is read."""
+    """Runs a linear call, and computes each weight just before its use."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs of a linear call and their tangents.
+    """Implements the JVP rule of ``linear``: returns the outputs of a linear call and their tangents.
 
-    If only the linear inputs have tangents, the tangents of the outputs are the same call applied to these. In
-    derivatives of higher order, residuals have tangents too. The program is then differentiated with respect to both at
-    once.
+    If only the linear inputs have tangents, the same call maps these tangents to the tangents of the outputs. In
+    derivatives of higher order, residuals have tangents too. The program is then differentiated with respect to the
+    residuals and the linear inputs together.
     """
     n = call.n_fixed
     linear_dots = [ad.instantiate_zeros(dot) for dot in tangents[n:]]
-    # These are the inputs before the linear ones, such as residuals, that have a tangent.
+    # Find the inputs, such as residuals, that are not linear but have a tangent.
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *linear_dots])
 
     def function(values: list[Any], dots: list[Any]) -> list[Any]:
-        """Returns the outputs for values of the moving residuals and of the linear inputs."""
+        """Computes the outputs from values of the moving residuals and of the linear inputs."""
         moving_values = dict(zip(moving, values, strict=True))
         return jaxprs.evaluate(call.program, [*(moving_values.get(i, x) for i, x in enumerate(primals[:n])), *dots])
 
@@ -383,15 +386,15 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 
 
 def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
-    """Returns the cotangents of a linear call's inputs, given those of its outputs; None for inputs without tangents.
+    """Returns the cotangents of all inputs of a linear call; None for inputs that are not tangents.
 
-    Only the late half of the program, which is linear, is transposed. The early half, which recomputes residuals, stays
-    as it is. Each residual is computed just before the transposed half reads it.
+    Only the late half of the program, which is linear, is transposed. The early half, which recomputes residuals, is
+    left as it is. Each residual is computed just before its use in the transposed half.
     """
     n = call.n_fixed
-    # The early half depends only on inputs that are not tangents; the late half depends on tangents too.
+    # The early half depends on no tangents; the late half depends on tangents.
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
-    # An output whose cotangent is zero needs no computation.
+    # An output whose cotangent is zero contributes nothing, so it is left out.
     used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     out_cts = [cts[i] for i in used_outputs]
     late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
@@ -407,19 +410,19 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a call where JAX differentiates with these tangents.
+    """Runs a call while JAX differentiates with the given tangents.
 
-    If tangents are not known yet, the call must stay one equation. Otherwise, JAX would search each equation of its
-    program for values that depend on the tangents, and split loops to separate these values.
+    If the value of any tangent is not known yet, the call must stay one equation. Otherwise, JAX would search all
+    equations of the program for values that depend on the tangents, and would split loops to separate these values.
     """
     is_partial = any(isinstance(dot, partial_eval.JaxprTracer) for dot in tangents)
     return (linear if is_partial else _run_linear)(call, args)
 
 
 def _partially_evaluate_linear(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Returns the outputs of a linear call under JAX's partial evaluation, as in ``jax.grad``.
+    """Implements partial evaluation of a linear call, which ``jax.grad`` uses.
 
-    The outputs are computed if JAX knows all inputs. Otherwise, the call stays one equation for later.
+    If all inputs are known to JAX, the outputs are computed. Otherwise, the call stays one equation and is run later.
     """
     values = [x.pval.get_known() for x in tracers]
     if any(x is None for x in values):

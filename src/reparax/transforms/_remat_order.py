@@ -1,9 +1,9 @@
 """Orders a program so that values that depend only on known inputs are computed just before their first use.
 
-So only one layer's weights are in memory at a time, in the forward pass and in the backward pass. The equations that
-compute the weights are delayed (``reorder``). Because compilers choose an order of their own, delayed equations are
-also made to depend on data that their reader needs too (``_evaluate_after``). Only the smallest values that suffice for
-this are changed (``barrier_inputs``).
+As a result, only one layer's weights are in memory at a time, both in the forward and in the backward pass. ``reorder``
+delays the equations that compute the weights. Compilers choose their own order, so ``_evaluate_after`` also makes
+delayed equations depend on data that their reader needs. ``barrier_inputs`` finds the smallest values to which this
+dependence must be added.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +22,18 @@ from reparax.programs.jaxprs import Env, values, variables
 def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
-    """Returns the outputs of a program without constants, as ``dependence.run`` does, but computes known values late.
+    """Runs a program without constants like ``dependence.run``, but computes known values just before their use.
 
-    ``known_inputs`` says which inputs are parameters and keys, and ``rule`` may run an equation in another way. A batch
-    of equations that were delayed until a reader needs them is also not computed before the data of this reader.
+    ``known_inputs`` says which inputs are parameters and keys, and ``rule`` may change how an equation is run. A batch
+    of delayed equations is not computed before the data that its reader needs.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def run_batch(batch: Batch, program: Jaxpr, env: Env) -> Sequence[Any]:
-        """Returns the outputs of a batch, given its program and all values computed so far."""
+        """Runs the program of a batch; ``env`` holds all values computed so far."""
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
-        # One array suffices as a barrier. A batch without data beside it, as for the program's outputs, runs at once.
+        # One array suffices as a barrier. A batch whose reader needs no data runs at once, without a barrier.
         barrier = max(data, key=lambda x: x.ndim, default=None)
         return jaxprs.evaluate(program, inputs) if barrier is None else _evaluate_after(barrier, program, inputs)
 
@@ -41,20 +41,20 @@ def run_delayed(
 
 
 def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
-    """Divides the equations of a program into batches, and moves those that can wait to just before their first reader.
+    """Splits the equations of a program into batches, and delays those that can wait until just before a reader.
 
-    An equation can wait if all of its operands are known and it has no effects. In
-    ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the order becomes ``w1``, ``y``, ``w2``, ``z``. A batch of
-    delayed equations has the operands of its reader in ``reads_beside``. Delayed equations that nothing needs are left
-    out.
+    An equation can wait if all of its operands are known and it has no effects. For the program
+    ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the new order is ``w1``, ``y``, ``w2``, ``z``. In a batch of
+    delayed equations, ``reads_beside`` holds the operands of the reader. Delayed equations whose outputs are never read
+    are dropped.
     """
     can_wait = [all(dependence.are_known(is_known, eqn.invars)) and not jaxprs.has_effects(eqn) for eqn in jaxpr.eqns]
-    # Maps each value that is still delayed to the number of the equation that computes it.
+    # Maps each value that is still delayed to the index of the equation that computes the value.
     delayed = {v: i for i, eqn in enumerate(jaxpr.eqns) if can_wait[i] for v in eqn.outvars}
     batches = list[Batch]()
 
     def add_delayed(needed: Sequence[Any], reads_beside: Sequence[Any]) -> None:
-        """Adds a batch of all delayed equations that compute these values, directly or indirectly, if there are any.
+        """Adds a batch with all delayed equations that are needed for these values, directly or indirectly, if any.
 
         These equations are then no longer delayed.
         """
@@ -79,37 +79,37 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
 
 
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program, computed so that compilers cannot move it before the value ``barrier``.
+    """Runs a program such that compilers cannot compute its large values before the value ``barrier``.
 
-    Some of its inputs and values are made to depend on ``barrier``, without changing their numbers.
+    Some inputs and intermediate values of the program are made to depend on ``barrier``. Their numbers do not change.
     """
     waiting = barrier_inputs(program)
 
     def wait(v: Var, x: Any) -> Any:
-        """Returns the value ``x`` of a variable, made to depend on the barrier if the variable must wait."""
+        """Makes the value ``x`` of a variable depend on the barrier if the variable must wait, and returns it."""
         return tie(x, barrier) if v in waiting else x
 
     outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
-    # Without this, accelerators would fuse the noise into each product that reads it, draw it once per tile, and
-    # compile slowly.
+    # If costly outputs were not stored, accelerators would fuse the noise into each product that reads it, draw the
+    # noise once per tile, and compile slowly.
     costly = costly_outputs(program)
     pairs = zip(program.outvars, outs, strict=True)
     return [store_whole(x) if dependence.has_tangent(v) and v in costly else x for v, x in pairs]
 
 
 def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any], Any]) -> EquationRule:
-    """Returns a rule that runs equations with an output in ``changed``, and applies ``change`` to their outputs.
+    """Returns a rule that applies ``change`` to the outputs of each equation that has an output in ``changed``.
 
-    ``change`` takes the variable of an output and its value. It must return outputs that are not in ``changed``
-    unchanged.
+    ``change`` takes a variable and its value, and returns the new value. Because ``change`` is called for all outputs
+    of such an equation, it must return the values of variables outside ``changed`` unchanged.
     """
 
     def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-        """Returns the function that runs an equation and changes its outputs; None if none of them is changed."""
+        """Returns a function that runs an equation and changes its outputs, or None if no output is changed."""
         if changed.isdisjoint(eqn.outvars):
             return None
         program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
-        positions = [eqn.invars.index(v) for v in program.invars]  # Without literals, and with each variable once.
+        positions = [eqn.invars.index(v) for v in program.invars]  # `program.invars` has no literals and no repeats.
         return lambda *args: list(map(change, eqn.outvars, jaxprs.evaluate(program, [args[i] for i in positions])))
 
     return rule
@@ -117,42 +117,42 @@ def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any],
 
 # ---- what must wait
 #
-# A program cannot run early if all of its large or costly values depend on values that wait. To make a value wait, a
-# zero that is computed from the barrier is added to it, which copies it. So only the smallest values that suffice are
-# made to wait: noise waits if its key does, and a normalized weight waits if its lengths do. A transposed parameter
-# need not wait, because compilers read it in place.
+# A program cannot run early if all of its large or costly values depend on values that wait. A value waits if a zero
+# that is computed from the barrier is added to it. This addition copies the value, so only the smallest values that
+# suffice are made to wait: noise waits if its key waits, and a normalized weight waits if its lengths wait. A
+# transposed parameter need not wait, because compilers read the transpose in the memory of the parameter.
 
 SMALL = 4
-"""A value is small if it is at least this many times smaller than the value that it is compared with."""
+"""A value counts as small if the value that it is compared with is at least this many times larger."""
 FEW = 32
-"""This many cheap operations per entry cost no more than storing the entry and reading it again."""
+"""The number of cheap operations per entry that cost no more than storing the entry and reading it again."""
 
 _IN_PLACE: set[type[View]] = {
     *(equations.Transpose, equations.Reshape, equations.Squeeze, equations.Copy, equations.StopGradient),
     *(equations.Vary, equations.ReadInStep),
 }
-"""Equations whose output compilers read in the memory of the operand."""
+"""Equations whose output needs no memory of its own, because compilers read it in the memory of the operand."""
 
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
     *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Negate, equations.Arithmetic),
     *(equations.Select, equations.ConvertType, equations.Bitcast, equations.Broadcast, equations.Iota, equations.Slice),
 }
-"""Equations that compilers compute again for each reader, instead of storing their output."""
+"""Equations that compilers compute again for each reader instead of storing the output."""
 
 _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv}
-"""Equations whose operands compilers store as arrays, however cheap these are."""
+"""Equations whose operands compilers always store as arrays, even if an operand is cheap to compute."""
 
 
 def barrier_inputs(program: Jaxpr) -> set[Var]:
-    """Returns the smallest inputs and values of a program that must wait so that its large or costly values wait.
+    """Returns the smallest values of a program that must wait so that all of its large or costly values wait.
 
-    Small inputs always wait. For ``w = v / norm(v)``, the lengths ``norm(v)`` are made to wait, and ``w`` waits with
-    them. The result is empty if the program computes nothing but views of its inputs.
+    All small inputs are part of the result. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w``
+    waits if the lengths wait. The result is empty if the program computes only views of its inputs.
     """
     views = _views(program)
     operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
-    # Values that are stored as arrays must wait in any case.
+    # Values that are stored as arrays must always wait.
     targets = [v for v in jaxprs.variables([*program.outvars, *operands_of_products]) if v not in views]
     if not targets:
         return set()
@@ -162,7 +162,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
     waiting = set(barriers)
 
     def add_barrier(v: Var) -> None:
-        """Makes a value wait by the smallest value on a path to it. A value of constants alone cannot wait."""
+        """Makes a value wait for the barrier, by the smallest value on a path to it, unless it depends on no input."""
         if v not in waiting and v in smallest:
             barriers.add(smallest[v])
             waiting.update((v, smallest[v]))
@@ -180,9 +180,9 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
 
 
 def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
-    """Maps each value that depends on an input to the smallest value on a path from the inputs to it, perhaps itself.
+    """Maps each value that depends on an input to the smallest value on a path from the inputs to that value.
 
-    Values that are computed from constants alone are left out.
+    The smallest value may be the value itself. Values that are computed only from constants are left out.
     """
     smallest = {v: v for v in program.invars}
     for eqn in program.eqns:
@@ -196,8 +196,8 @@ def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
 def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
     """Returns the known inputs from which a program computes known values other than views, such as ``sin(w)``.
 
-    A view, such as a transpose, is read in the memory of the input. An input that the program only reads, or reads only
-    through views, is left out.
+    A view, such as a transpose, is read in the memory of the input. An input is left out if the program computes only
+    views from it.
     """
     is_known = dependence.known_variables(program, known_inputs)
     views = _views(program)
@@ -209,21 +209,21 @@ def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
 
 
 def costly_outputs(program: Jaxpr) -> set[Var]:
-    """Returns the outputs that take more than ``FEW`` cheap operations per entry, or any operation that is not cheap.
+    """Returns the outputs that take more than ``FEW`` cheap operations per entry, or at least one costly operation.
 
     For example, drawing random numbers is costly, and scaling a weight is not.
     """
     eqn_of = {v: eqn for eqn in program.eqns for v in eqn.outvars}
 
     def cost(output: Var) -> int:
-        """Counts the operations per entry of an output. One that is not cheap counts as more than ``FEW``."""
-        stack, counted, total = [output], set[int](), 0  # Each equation counts once, by its id.
+        """Counts the operations per entry of an output; a costly operation counts as ``FEW + 1``."""
+        stack, counted, total = [output], set[int](), 0  # Each equation is counted once.
         while stack:
             eqn = eqn_of.get(stack.pop())
             if eqn is not None and id(eqn) not in counted:
                 counted.add(id(eqn))
                 total += _count_equations(eqn) if _is_of(_CHEAP, eqn) else FEW + 1
-                # Much smaller operands, such as lengths, are skipped, because they cost little per entry of the output.
+                # Skip much smaller operands, such as lengths, because they cost little per entry of the output.
                 stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
         return total
 
@@ -231,7 +231,7 @@ def costly_outputs(program: Jaxpr) -> set[Var]:
 
 
 def _views(program: Jaxpr) -> set[Var]:
-    """Returns the values that compilers read in the memory of an input, or compute from constants alone."""
+    """Returns the values that are read in the memory of an input, or are computed only from constants."""
     views = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
@@ -242,7 +242,7 @@ def _views(program: Jaxpr) -> set[Var]:
 
 def _is_view(eqn: JaxprEqn) -> bool:
     """Returns whether compilers read the output of an equation in the memory of its operand."""
-    if view_class_of(eqn) is equations.Broadcast:  # If it keeps the size, it only adds axes of size 1.
+    if view_class_of(eqn) is equations.Broadcast:  # A broadcast that keeps the size only adds axes of size 1.
         return _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
     return _is_of(_IN_PLACE, eqn)
 
@@ -253,7 +253,7 @@ def _count_equations(eqn: JaxprEqn) -> int:
 
 
 def _is_of(kinds: set[type[View]], eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is of one of these kinds, or a call that contains only such equations."""
+    """Returns whether an equation is of one of these kinds, or is a call that contains only such equations."""
     return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is_of(kinds, each) for each in _inside(eqn)))
 
 

@@ -30,10 +30,10 @@ class Kept:
     """One array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed from these alone,
-        and ``"activations"`` for all others.
-      type: Its dtype and shape.
-      bytes: Its size in bytes.
+      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed only from such
+        arrays, and ``"activations"`` for all other arrays.
+      type: The dtype and shape of the array.
+      bytes: The size of the array in bytes.
       origin: The path of the argument, or the source line that computed it.
     """
 
@@ -45,21 +45,21 @@ class Kept:
 
 @dataclass(frozen=True, repr=False)
 class SavedResiduals:
-    """A report of what is stored between the forward and the backward pass. Its repr is a table, largest arrays first.
+    """A report of what is stored between the forward and the backward pass. The repr is a table, largest arrays first.
 
-    Equal lines are shown once, with their count, and so are arguments whose paths differ only in a number.
+    Equal lines are shown once, with their count. Arguments whose paths differ only in a number also share a line.
 
     Attributes:
-      kept: The arrays.
+      kept: The stored arrays.
     """
 
     kept: tuple[Kept, ...]
 
     def bytes(self, kind: str | None = None) -> int:
-        """Returns the total size, or the size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
+        """Returns the size in bytes of all arrays, or of one kind: ``"parameters"``, ``"weights"``, ``"activations"``.
 
         Raises:
-          ValueError: If ``kind`` is none of these.
+          ValueError: If ``kind`` is neither None nor one of these kinds.
         """
         if kind is not None and kind not in _TITLES:
             raise ValueError(
@@ -68,7 +68,7 @@ class SavedResiduals:
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
-        """Returns a table of the total size, then of each kind with its size and its arrays."""
+        """Returns a table: the total size, then the size and the arrays of each kind."""
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines += [f"  {title}: {readable_size(self.bytes(kind))}", *self._lines(kind)]
@@ -77,14 +77,14 @@ class SavedResiduals:
     def _lines(self, kind: str) -> list[str]:
         """Returns the lines for the arrays of a kind, the largest first; similar arrays share a line.
 
-        Each line has a size, a type, and the path or the source line, as in ``2.0 KiB  float32[8, 64]  x``.
+        Each line holds a size, a type, and a path or source line, such as ``2.0 KiB  float32[8, 64]  x``.
         """
         arrays = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
-        # Only parameters have paths. Paths that differ in a number can be folded into one.
+        # Only parameters have paths. Paths that differ only in an index can be folded into one line.
         folded = fold_lines(arrays) if kind == PARAMETERS else count_lines(arrays)
         largest_first = sorted(folded, key=lambda line: -line.count * line.value[1])
         types = [f"{line.times}{line.value[0]}" for line in largest_first]
-        width = max([20, *map(len, types)])  # A minimum width aligns the columns of most sections.
+        width = max([20, *map(len, types)])  # The minimum width aligns the columns of most kinds.
         sizes = [readable_size(line.count * line.value[1]) for line in largest_first]
         rows = zip(sizes, types, largest_first, strict=True)
         return [f"    {size:>10}  {type:<{width}} {line.path}" for size, type, line in rows]
@@ -96,16 +96,16 @@ def saved_residuals(
     """Reports what JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
     ``saved_residuals`` traces ``fun`` and computes nothing. The report lists raw parameters, values computed only from
-    parameters and keys (which :func:`remat` recomputes instead), and activations. Keys that ``fun`` closes over count
-    as keys.
+    parameters and keys (which :func:`remat` would recompute), and activations. Keys that ``fun`` closes over count as
+    keys too.
 
     Args:
       fun: The loss.
-      args: Its arguments, or their shapes and dtypes.
+      args: The arguments of ``fun``, or their shapes and dtypes.
       argnums: The positions of the arguments that hold parameters and keys, as in :func:`remat`. Gradients are taken
         with respect to their floating-point arrays.
       has_aux: Whether ``fun`` returns a pair of the loss and auxiliary values that are not differentiated.
-      kwargs: Its keyword arguments.
+      kwargs: The keyword arguments of ``fun``.
 
     Returns:
       A report whose repr is a table. ``report.kept`` holds the arrays, each with its ``kind``, ``type``, ``bytes`` and
@@ -143,9 +143,9 @@ def saved_residuals(
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
     """Returns the report for a function, without checking the installed JAX first.
 
-    ``check_this_jax`` uses this function too. The residuals of the gradient are outputs of a traced program
-    (``_residuals``). What a residual depends on in this program decides whether it is a parameter, a weight or an
-    activation. Errors name ``who``.
+    ``check_this_jax`` also calls this function. The residuals of the gradient are the outputs of a traced program (see
+    ``_residuals``). A residual counts as a parameter, a weight or an activation, depending on the inputs of the program
+    from which it is computed. Error texts begin with ``who``.
     """
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arguments.arrays]
@@ -167,7 +167,7 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     lines = lines_by_origin(loss)
 
     def kept(v: Var) -> Kept:
-        """Returns the entry for a residual, which is an input of the program or is computed by an equation."""
+        """Returns the report entry for a residual, which is an input of the program or the output of an equation."""
         kind_if_known = PARAMETERS if v in origins else WEIGHTS
         origin = origins[v] if v in origins else line_of_output(eqn_of[v], eqn_of[v].outvars.index(v), lines)
         kind = kind_if_known if is_known[v] else ACTIVATIONS
@@ -179,12 +179,12 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
 def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *arrays: Any) -> list[Any]:
     """Returns the values stored for the gradient of the first output of ``loss`` with respect to the ``operands``.
 
-    ``arrays`` are the inputs of ``loss`` after its ``constants``, and ``operands`` are positions in ``arrays``. The
-    first output is the loss; with ``has_aux``, there are others.
+    ``arrays`` holds the inputs of ``loss`` after its ``constants``, and ``operands`` holds indices into ``arrays``. The
+    first output is the value of the loss. With ``has_aux``, the other outputs are auxiliary.
     """
 
     def first_output(*values: Any) -> Any:
-        """Returns the first output for other values of the operands."""
+        """Computes the first output with the operands replaced by ``values``."""
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
         return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
 
@@ -196,24 +196,24 @@ def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *
 
 @functools.cache
 def check_this_jax() -> None:
-    """Raises an error if the jaxprs of the installed JAX differ so much that nothing would be recomputed."""
+    """Raises an error if the installed JAX produces jaxprs in which ``remat`` would find nothing to recompute."""
     jaxprs.check_this_jax(_is_compatible)
 
 
 def _is_compatible() -> bool:
-    """Returns whether small programs are read correctly.
+    """Returns whether the analysis finds weights, and what is stored, in small test programs.
 
-    Weights must be distinguished from data through each kind of call. A network must store its weights without
-    ``remat`` but not with it, and the same number of activations in both cases.
+    The analysis must tell weights from data through each kind of call. A small network must store weights without
+    ``remat``, but none with ``remat``, and must store the same number of activations in both cases.
     """
     args = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
     program, consts = jaxprs.consts_first(jax.make_jaxpr(_weight_and_data)(*args))
     is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
 
     def recomputed(w: Array, x: Array) -> Array:
-        """Runs the network under ``remat``, without the checks of ``remat``."""
+        """Runs the network with recomputation, like ``remat``, but without the checks of ``remat``."""
         network, consts = jaxprs.consts_first(jax.make_jaxpr(_network)(w, x))
-        # No input is declared as known, so only the mark of ``apply`` shows which values are weights.
+        # No input is declared as known, so only the ``apply`` in the program shows which values are weights.
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
 
     kinds, new_kinds = ([array.kind for array in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
@@ -223,13 +223,13 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """Returns a value that depends on ``w`` only and one that depends on ``x`` too, passed through each kind of call.
+    """Passes a value that depends only on ``w``, and a value that also depends on ``x``, through each kind of call.
 
-    The function is traced to see whether the analysis tells the two apart, and is never computed.
+    The function is only traced, never computed, to check that the analysis tells the two values apart.
     """
 
     def pair(w: Array, x: Array) -> tuple[Array, Array]:
-        """Returns both values after one more call."""
+        """Returns the two values for the next call: the first from ``w`` alone, the second from ``w`` and ``x``."""
         return jnp.sin(w), x @ w
 
     by_hand = jax.custom_jvp(pair)
@@ -241,5 +241,5 @@ def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """Runs a small network whose weight is computed in the way of ``apply``."""
+    """Runs a small network whose weight is computed in the same way as by ``apply``."""
     return jaxprs.small_network(recompute(lambda w, _: jnp.sin(w), w, None), x)
