@@ -59,7 +59,7 @@ class _Pattern(RowsAndColumns, Constraint):
         return with_zero[..., self._indices(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # The map copies numbers, so its determinant is 1.
+        return jnp.zeros((), values["x"].real.dtype)  # Each raw value is an entry of the matrix.
 
     def _indices(self, n: int) -> Array:
         """Returns an n x n array with the index in ``x`` of each matrix entry, or -1 if the entry is always zero."""
@@ -502,7 +502,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = positive_eigen(x)  # This skips the raw values, which would add rounding errors.
+        values, vectors = positive_eigen(x)  # Projecting through raw values would add rounding errors.
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
