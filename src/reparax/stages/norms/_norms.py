@@ -187,9 +187,10 @@ class WeightStandardization(_PerChannel, Constraint):
 class Sphere(Constraint):
     r"""Vectors of a fixed norm: :math:`w = r \, v / \lVert v \rVert`.
 
-    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact if :math:`\lVert
-    w \rVert = r`. Any other vector starts at the nearest point of the sphere. A zero vector has no unique nearest
-    point, so it gets ``v = 1``. Samples are uniform. For half-precision arrays, the computation runs in float32.
+    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact for
+    vectors of norm :math:`r`. Any other vector starts at the nearest point of the sphere. A zero vector has no unique
+    nearest point, so it gets ``v = 1``. Samples are uniform. For half-precision arrays, the computation runs in
+    float32.
 
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
@@ -296,11 +297,12 @@ class PoincareBall(Constraint):
     The map is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
     :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), with the shape and dtype of ``w``, a tangent vector at the origin.
 
-    ``init`` gives the logarithm of ``w``, :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert
-    w \rVert)`. It is exact inside the ball, except within a margin of four machine epsilons, which keeps rounded points
-    inside. A point outside the ball starts at that margin, in the same direction. The norm of such a point trains
-    slowly, because the map is nearly flat along the radius there. Samples follow the wrapped normal distribution: they
-    are images of normal tangent vectors. For half-precision arrays, the computation runs in float32.
+    ``init`` gives the logarithm of ``w``,
+    :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`, which is exact inside the
+    ball, except within a margin of four machine epsilons that keeps rounded points inside. A point outside the ball
+    starts at that margin, in the same direction. The norm of such a point trains slowly, because the map is nearly flat
+    along the radius there. Samples follow the wrapped normal distribution: they are images of normal tangent vectors.
+    For half-precision arrays, the computation runs in float32.
 
     Args:
       curvature: The number :math:`c`, greater than 0, or a traced scalar.
