@@ -347,7 +347,7 @@ class LoRA(RowsAndColumns):
     zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
 
     For half-precision matrices, the computation runs in float32, but both factors start in the dtype of W. In
-    bfloat16, rounding can swallow the small steps of an optimizer. To avoid this, cast the free values of
+    bfloat16, small steps of an optimizer can be lost to rounding. To keep them, cast the free values of
     ``rpx.partition(raw)`` to float32, which ``apply`` accepts.
 
     ================================  =========================================================
@@ -373,11 +373,12 @@ class LoRA(RowsAndColumns):
         weights equal the base. Default: None, for :math:`c = 1`.
       use_rslora: Whether to use the factor :math:`c = \alpha / \sqrt r` instead (rsLoRA). Without ``alpha``, this
         argument has no effect.
-      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}` and B is zero, as in
-        PEFT. ``"gaussian"``: A is normal with the standard deviation :math:`1 / r` and B is zero. ``"pissa"``: the
-        ``r`` largest singular values move from the base into :math:`c A B`, split evenly between A and B.
-        ``"olora"``: for the decomposition :math:`W^T = Q R`, ``a`` is the transpose of the first r rows of R, and
-        ``b`` is the transpose of the first r columns of Q. The base is W minus :math:`c A B`.
+      init_weights: The initial values of A and B. ``"kaiming"``, as in PEFT: A is uniform with the bound
+        :math:`1 / \sqrt{\text{rows}}`, and B is zero. ``"gaussian"``: A is normal with the standard deviation
+        :math:`1 / r`, and B is zero. ``"pissa"``: the r largest singular values move from the base into :math:`c A B`,
+        split evenly between A and B. ``"olora"``: for the decomposition :math:`W^T = Q R`, ``a`` is the transpose of
+        the first r rows of R, ``b`` is the transpose of the first r columns of Q, and the base is W minus
+        :math:`c A B`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and embedding tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.

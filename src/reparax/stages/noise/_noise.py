@@ -83,8 +83,8 @@ class VarNoise(_DrawnByType):
       std: The standard deviation :math:`\sigma`, a number or a traced scalar.
       relative: The unit of the standard deviation: ``"max"``, ``"std"`` or ``"norm"``. Default: None, for an absolute
         standard deviation.
-      axis: The axes with one size per index, by number or by name, as for :class:`WeightNorm`. Only for ``relative``
-        noise. Default: None, for one size of the whole array.
+      axis: The axes with one size per index, by number or by name, as for :class:`WeightNorm`. Requires
+        ``relative``. Default: None, for one size of the whole array.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
       stacked: As for :class:`Perturbation`. Without ``relative``, this argument has no effect on the distribution,
         because all entries are independent.
