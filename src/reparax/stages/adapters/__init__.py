@@ -1,4 +1,4 @@
-"""Adapters: the model's own array becomes a fixed base, and a small difference from it is trained.
+"""Adapters store the model's own array as a fixed base, and train a small difference from the base.
 
 In a chain, earlier stages that store or freeze weights act on the base. All other earlier stages act on the difference.
 """

@@ -1,7 +1,7 @@
 """Adapters: trained changes to fixed weights, such as low-rank differences, factors, slices and rotations.
 
-Most of these stages store the model's own array as the *base*, a fixed raw value named ``w``. They train other raw
-values, which initially leave the base unchanged. In a chain, earlier stages that store or freeze weights act on the
+Most of these stages store the model's own array as the *base*, a fixed raw value named ``w``. The stages train other
+raw values, which initially leave the base unchanged. In a chain, earlier stages that store or freeze weights act on the
 base. All other earlier stages act on the trained raw values.
 """
 

@@ -41,7 +41,7 @@ def cayley(base: Array, x: Array) -> Array:
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # The columns of a square base span the whole space.
+    if base.shape[-2] != base.shape[-1]:  # For a square base, `across` is zero.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
@@ -173,9 +173,9 @@ class Orthogonal(_Orthonormal):
 class SpecialOrthogonal(_Orthonormal):
     r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
-    The raw values and maps are those of :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix starts
-    at the nearest rotation. The nearest rotation is the polar factor of the matrix. If the polar factor has determinant
-    -1, the direction of the smallest singular value is reversed.
+    The raw values and maps are the same as in :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix
+    starts at the nearest rotation. The nearest rotation is the polar factor of the matrix, with the direction of the
+    smallest singular value reversed if the polar factor is a reflection.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -211,8 +211,8 @@ class SpecialOrthogonal(_Orthonormal):
 class Stiefel(_Orthonormal):
     r"""Tall matrices with orthonormal columns, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
-    The raw values, the maps and ``init`` are those of :class:`Orthogonal`. Unlike :class:`Orthogonal`, this stage takes
-    no wide matrices.
+    The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`. Unlike :class:`Orthogonal`, this stage
+    takes no wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -248,8 +248,8 @@ class Stiefel(_Orthonormal):
 class Grassmann(_Orthonormal):
     r"""Subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
 
-    The raw values, the maps and ``init`` are those of :class:`Orthogonal`, but the maps use only the component of X
-    orthogonal to the base B, :math:`X - B B^H X`. As a result, Q moves with its subspace and does not rotate within
+    The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`, but the maps use only the component of
+    X orthogonal to the base B, :math:`X - B B^H X`. As a result, Q moves with its subspace and does not rotate within
     the subspace. The output of your model should depend only on the subspace, not on the choice of Q.
 
     Args:

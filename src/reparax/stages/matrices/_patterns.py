@@ -59,7 +59,8 @@ class _Pattern(RowsAndColumns, Constraint):
         return with_zero[..., self._indices(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # Each raw value is an entry of the matrix.
+        # Each raw value is itself an entry of the matrix, so the determinant of the map is 1.
+        return jnp.zeros((), values["x"].real.dtype)
 
     def _indices(self, n: int) -> Array:
         """Returns an n x n array with the index in ``x`` of each matrix entry, or -1 if the entry is always zero."""
@@ -93,7 +94,7 @@ class Symmetric(_Pattern):
     r"""Symmetric matrices: :math:`W = W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row. ``init`` takes the lower
-    triangle of :math:`(W + W^T) / 2`. It is exact for symmetric matrices; any other matrix starts at the nearest
+    triangle of :math:`(W + W^T) / 2`, and is exact for symmetric matrices; any other matrix starts at the nearest
     symmetric matrix.
 
     Args:
@@ -121,8 +122,8 @@ class Skew(_Pattern):
     r"""Skew-symmetric matrices: :math:`W = -W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
-    ``init`` takes these entries of :math:`(W - W^T) / 2`. It is exact for skew-symmetric matrices; any other matrix
-    starts at the nearest skew-symmetric matrix.
+    ``init`` takes these entries of :math:`(W - W^T) / 2`, and is exact for skew-symmetric matrices; any other
+    matrix starts at the nearest skew-symmetric matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -159,8 +160,8 @@ class Triangular(_Pattern):
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row, or the upper triangle
     column by column. With a unit diagonal, ``x`` has n (n - 1) / 2 numbers, because the diagonal is not stored.
-    ``init`` copies these entries. It is exact for triangular matrices of the chosen kind; any other matrix starts at
-    the nearest matrix of that kind.
+    ``init`` copies these entries, and is exact for triangular matrices of the chosen kind; any other matrix starts
+    at the nearest matrix of that kind.
 
     Args:
       lower: If True, the matrices are lower triangular, with zeros above the diagonal; if False, they are upper
@@ -197,7 +198,7 @@ class Triangular(_Pattern):
 class Diagonal(_Pattern):
     r"""Diagonal matrices: :math:`W_{ij} = 0` for :math:`i \ne j`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` copies the diagonal. It is exact for
+    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` copies the diagonal, and is exact for
     diagonal matrices; any other matrix starts at the nearest diagonal matrix.
 
     Args:
@@ -234,7 +235,7 @@ class Circulant(_Pattern):
     r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
     Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped
-    diagonal. It is exact for circulant matrices; any other matrix starts at the nearest circulant matrix.
+    diagonal, and is exact for circulant matrices; any other matrix starts at the nearest circulant matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -267,8 +268,8 @@ class Circulant(_Pattern):
 class Toeplitz(_Pattern):
     r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
 
-    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left.
-    ``init`` takes the mean of each diagonal. It is exact for Toeplitz matrices; any other matrix starts at the nearest
+    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left. ``init``
+    takes the mean of each diagonal, and is exact for Toeplitz matrices; any other matrix starts at the nearest
     Toeplitz matrix.
 
     Args:
@@ -294,8 +295,8 @@ class Toeplitz(_Pattern):
 class BlockDiagonal(RowsAndColumns, Constraint):
     r"""Block diagonal matrices: ``num_blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
-    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` copies the blocks. It is exact
-    for block diagonal matrices; any other matrix starts at the nearest block diagonal matrix.
+    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` copies the blocks, and is
+    exact for block diagonal matrices; any other matrix starts at the nearest block diagonal matrix.
 
     Args:
       num_blocks: The number of blocks, which must divide n and m.
@@ -437,8 +438,8 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers that fill a lower triangle row by row. With
-    ``"cholesky"`` this is the triangle of L, before softplus is applied to the diagonal. With ``"expm"`` it is the
-    lower triangle of the symmetric matrix S.
+    ``"cholesky"`` this triangle is L, before softplus is applied to the diagonal. With ``"expm"`` the
+    triangle is the lower half of the symmetric matrix S.
 
     ``init`` is exact for positive definite matrices whose smallest eigenvalue is distinguishable from zero in the
     dtype. Other matrices are made symmetric, and their eigenvalues are raised to at least 2 n machine epsilons times

@@ -82,7 +82,7 @@ class LowRank(RowsAndColumns, Constraint):
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
     transposes: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # Only the rows for zero singular values need a key.
+    random_init: ClassVar[Any] = False  # The key is optional: only rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
@@ -147,7 +147,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     shape: tuple[int, int] = field(check_two)
 
-    random_init: ClassVar[Any] = False  # Only the rows for zero singular values need a key.
+    random_init: ClassVar[Any] = False  # The key is optional: only rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return not_divisible_error(self.shape, w)
@@ -267,7 +267,7 @@ class FixedRank(_BoundedBelow):
     from their bases by the Cayley map, as in :class:`Orthogonal`; and ``s`` of shape ``(rank,)``, real numbers. Fixed
     raw values: the bases ``base_u`` and ``base_v``, in float32 for half-precision weights.
 
-    ``init`` computes the truncated singular value decomposition. It is exact for a matrix of rank ``rank`` whose
+    ``init`` computes a truncated singular value decomposition, and is exact for a matrix of rank ``rank`` whose
     nonzero singular values exceed both ``eps`` and rounding errors. Any other matrix starts at the nearest matrix of
     that rank, with singular values below this bound raised to twice the bound. :meth:`update_base` moves the bases to
     the current singular vectors.
@@ -308,8 +308,8 @@ class FixedRank(_BoundedBelow):
 class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    The raw values are those of :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign. If
-    the determinant is positive initially, W stays in :math:`GL^+(n)`, the connected component of the identity.
+    The raw values are the same as in :class:`FixedRank` with full rank. The determinant of a real matrix keeps its
+    sign. If the determinant is positive initially, W stays in :math:`GL^+(n)`, the connected component of the identity.
     ``init`` is exact under the same conditions as for :class:`FixedRank`; a singular matrix starts at a nearby
     invertible matrix.
 
@@ -342,10 +342,10 @@ class Invertible(_BoundedBelow):
 class SpecialLinear(_SingularValues):
     r"""A square matrix with determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
-    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact for matrices of determinant 1. Any
-    other matrix is scaled to determinant 1. If the determinant is negative, the left singular vector of the smallest
-    singular value changes sign first. Singular values that may be rounding errors are replaced, if possible, by values
-    that make the determinant 1.
+    The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact if the determinant is 1.
+    Any other matrix is scaled to determinant 1. If the determinant is negative, the left singular vector of the
+    smallest singular value changes sign first. Singular values that may be rounding errors are replaced, if possible,
+    by values that make the determinant 1.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -394,10 +394,11 @@ class SpecialLinear(_SingularValues):
     def coordinates(self, singular: Array, least: Array) -> Array:
         is_zero = singular <= least
         largest = jnp.max(jnp.where(is_zero, 1, singular), axis=-1, keepdims=True)
-        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # Logarithms near 0 have small rounding errors.
+        # Use ratios to the largest value, because logarithms near 0 have small rounding errors.
+        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))
         count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
         sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
-        # Zeros become the value that makes the determinant 1, but at most `least`, so that they still count as zero.
+        # Zeros become the value that makes the determinant 1, but at most `least`, and therefore still count as zero.
         log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
         s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
@@ -409,9 +410,9 @@ _RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes a number greater th
 class AlmostOrthogonal(_SingularValues):
     r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
 
-    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact, up to rounding, if all singular
-    values are between :math:`1 - r` and :math:`1 + r`. Any other matrix starts at the nearest such matrix, whose
-    singular values are clipped to this interval.
+    The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact, up to rounding, if all
+    singular values are between :math:`1 - r` and :math:`1 + r`. Any other matrix starts at the nearest such matrix,
+    whose singular values are clipped to this interval.
 
     Args:
       radius: The largest distance r between a singular value and 1, greater than 0 and at most 1.
@@ -442,6 +443,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        # At both ends of the interval the sine is flat, so the gradient of s would be zero.
+        # Stay inside the interval, because the sine is flat at both ends and the gradient of `s` would be zero there.
         edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

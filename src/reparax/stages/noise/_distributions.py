@@ -57,8 +57,8 @@ class Gaussian(Reparametrization):
       axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, for one standard
         deviation per weight. None, which would mean a single standard deviation for the whole array, is an error.
       noise: ``"independent"`` draws one number for each weight. ``"factorized"`` draws one number for each row and one
-        for each column. It takes only vectors and matrices: leave larger arrays out with ``where``, or pass
-        ``stacked``.
+        for each column. Factorized noise takes only vectors and matrices: leave other arrays out with
+        ``where``, or pass ``stacked``.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 

@@ -77,7 +77,7 @@ class VarNoise(_DrawnByType):
     whole array or for each index of ``axis``. Gradients treat the size as a constant.
 
     The noise of an array does not depend on other arrays. Eager calls and calls under ``jax.jit`` agree up to rounding:
-    they differ by at most four units in the last place of the weight or the noise, whichever is larger.
+    the results differ by at most four units in the last place of the weight or the noise, whichever is larger.
 
     Args:
       std: The standard deviation :math:`\sigma`, a number or a traced scalar.

@@ -101,7 +101,7 @@ class WeightNorm(_PerChannel):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        if self.detach:  # `v` must equal `w`, because it may be the base of an adapter.
+        if self.detach:  # `v` must equal `w`, because `v` may be the base of an adapter.
             return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
@@ -301,14 +301,15 @@ class PoincareBall(Constraint):
     :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`, which is exact inside the
     ball, except within a margin of four machine epsilons that keeps rounded points inside. A point outside the ball
     starts at that margin, in the same direction. The norm of such a point trains slowly, because the map is nearly flat
-    along the radius there. Samples follow the wrapped normal distribution: they are images of normal tangent vectors.
+    along the radius there. Samples follow the wrapped normal distribution, the image of normal tangent vectors.
     For half-precision arrays, the computation runs in float32.
 
     Args:
       curvature: The number :math:`c`, greater than 0, or a traced scalar.
-      along: The axes that hold the coordinates of a point. Default: the only axis of a vector, or the outputs, if they
-        are known as for :class:`WeightNorm`. The outputs are the last axis of a table and of a kernel ``(in, out)``.
-        The name of an array is enough, because points outside networks usually lie along the last axis as well.
+      along: The axes that hold the coordinates of a point. Default: the only axis of a vector, or the outputs, if the
+        outputs are known as for :class:`WeightNorm`. The outputs are the last axis of a table and of a kernel
+        ``(in, out)``. The name of an array is enough, because points outside networks usually lie along the last axis
+        as well.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.

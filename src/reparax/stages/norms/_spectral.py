@@ -163,7 +163,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     ``init`` keeps ``w`` and runs 15 power iterations from a random start, as torch does. ``update`` runs ``n_steps``
     power iterations; call it once per training step. ``apply`` and ``fold`` never iterate, so all calls in a training
-    step give the same weights. If :math:`\sigma(w) = 1`, ``apply(init(w))`` is ``w``; otherwise it is ``w`` divided by
+    step give the same weights. If :math:`\sigma(w) = 1`, ``apply(init(w))`` is ``w``; otherwise, ``w`` is divided by
     the estimate of :math:`\sigma`. A zero matrix stays zero.
 
     The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. With one iteration per
@@ -236,7 +236,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
     needs_update: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # A key is optional, because any start converges to the same vectors.
+    random_init: ClassVar[Any] = False  # The key is optional, because any start converges to the same vectors.
     acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 
     def __post_init__(self) -> None:
@@ -352,6 +352,6 @@ def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | N
     def step(v: Array) -> tuple[Array, Array]:
         u = _as_unit(_times_matrix(matrix, v, convolution))
         image = _as_unit(_times_adjoint(matrix, u, convolution))
-        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep `v` nonzero, because a zero matrix may change.
+        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep `v` nonzero: a zero matrix may train.
 
     return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

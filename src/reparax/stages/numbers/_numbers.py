@@ -77,8 +77,8 @@ class Positive(_ElementwiseMap):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
     Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`,
-    :math:`\log w` or :math:`\sqrt w`. It is exact for positive ``w``, up to the rounding of ``x``. Zero and negative
-    numbers are an error, because they would start next to zero, where each map is flat, and never train. With
+    :math:`\log w` or :math:`\sqrt w`. ``init`` is exact for positive ``w``, up to the rounding of ``x``. Zero and
+    negative numbers are an error, because they would start next to zero, where each map is flat, and never train. With
     ``outside="unchecked"`` such numbers start at the smallest number that the arithmetic of the dtype distinguishes
     from zero. For half-precision arrays, the computation runs in float32.
 
@@ -147,9 +147,10 @@ class Bounded(_ElementwiseMap):
     r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
 
     Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives the logit
-    :math:`x = \log((w - a) / (b - w))`. It is exact between the bounds, up to the rounding of :math:`b - a`. Numbers at
-    a bound or beyond are an error, because the map is flat there and such numbers would never train. With
-    ``outside="unchecked"`` they start next to the bound. For half-precision arrays, the computation runs in float32.
+    :math:`x = \log((w - a) / (b - w))`, which is exact between the bounds, up to the rounding of :math:`b - a`. Numbers
+    at a bound or beyond are an error, because the map is flat there and such numbers would never train. With
+    ``outside="unchecked"``, numbers start next to the bound instead. For half-precision arrays, the computation runs in
+    float32.
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
@@ -331,10 +332,13 @@ class Simplex(Constraint):
     start next to zero. Samples are uniform. For half-precision arrays, the computation runs in float32.
 
     The model does not depend on :math:`r = \log \sum e^x`, so data cannot constrain r when raw values are sampled.
-    ``log_det`` therefore adds a standard normal distribution for r. It is the sum of two terms over all distributions
-    in the array: the log-determinant of the bijection from ``x`` to the point of the simplex and r, and the log-density
-    of r under the standard normal distribution. Then ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a log-density of
-    raw values under which the points of the simplex have the given prior.
+    ``log_det`` therefore gives r a standard normal distribution. For each distribution in the array, ``log_det`` adds
+
+    - the log-determinant of the bijection from ``x`` to the point of the simplex and r,
+    - the log-density of r under the standard normal distribution.
+
+    As a result, ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a log-density of raw values under which the points of
+    the simplex have the given prior.
 
     Args:
       along: The axis along which the numbers sum to 1, such as ``-1`` for mixture weights and for the rows of a
@@ -412,5 +416,6 @@ def _project_last_axis(w: Array, rounding: float) -> Array:
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
     support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
     shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
-    # Skip a shift of up to `rounding`, because it would change small probabilities a lot. Softmax makes the sum 1.
+    # Skip a shift of up to `rounding`, because a tiny shift would change small probabilities a lot. Softmax makes
+    # the sum 1 anyway.
     return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)
