@@ -175,7 +175,7 @@ class SpecialOrthogonal(_Orthonormal):
 
     The raw values and maps are the same as in :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix
     starts at the nearest rotation. The nearest rotation is the polar factor of the matrix, with the direction of the
-    smallest singular value reversed if the polar factor is a reflection.
+    smallest singular value reversed if the polar factor has a negative determinant.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
