@@ -1,6 +1,6 @@
-"""Adapters: the model's own array becomes a fixed base, and a small difference from it is trained.
+"""Adapters store the model's own array as a fixed base, and train a small difference from the base.
 
-Earlier stages in the chain that store or freeze weights act on the base; all others act on the difference.
+In a chain, earlier stages that store or freeze weights act on the base. All other earlier stages act on the difference.
 """
 
 from reparax.stages.adapters._adapters import Delta as Delta

@@ -1,8 +1,8 @@
 """Adapters: trained changes to fixed weights, such as low-rank differences, factors, slices and rotations.
 
-Most of these stages store the array of the model as the *base*, the fixed raw value ``w``, and train other raw values,
-which initially change nothing. In a chain, earlier stages that store or freeze weights act on the base, and all other
-earlier stages act on the trained values.
+Most of these stages store the model's own array as the *base*, a fixed raw value named ``w``. The stages train other
+raw values, which initially leave the base unchanged. In a chain, earlier stages that store or freeze weights act on the
+base. All other earlier stages act on the trained raw values.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a fini
 class Delta(Reparametrization):
     r"""A trained, full-size difference added to fixed weights: :math:`w = w_0 + x`.
 
-    Raw values: ``x`` (main), like ``w``, initially zeros; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
-    bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
-    ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
-    store or freeze weights act on the base, as in ``Quantized("int8") >> Delta()``.
+    Raw values: ``x`` (main), an array of zeros with the shape and dtype of the weights; ``w`` (fixed), the base
+    :math:`w_0`. ``init`` is exact, bit for bit.
+
+    Earlier stages in a chain act on the difference: ``LowRank(4) >> Delta()`` trains a low-rank difference,
+    ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Stages that store or
+    freeze weights act on the base instead, as in ``Quantized("int8") >> Delta()``.
 
     Args:
-      strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls the
-        weights towards the base (L2-SP). Takes a non-negative number or a traced scalar.
+      strength: A non-negative number or a traced scalar. The penalty ``p.penalty(raw)`` is ``strength / 2`` times the
+        squared norm of ``x``, which pulls the weights towards the base (L2-SP).
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
@@ -93,10 +95,12 @@ class Delta(Reparametrization):
 class Hadamard(Reparametrization):
     r"""The elementwise product of two trained arrays (LoHa): :math:`w = x \odot y`.
 
-    Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
-    bit, and even a ``w`` of zeros can train. Earlier stages act on both raw values: ``LowRank(4) >> Hadamard()`` is the
-    elementwise product of two matrices of rank 4. The product can reach rank 16, but starts at rank 4. Followed by
-    ``Delta``, which makes the product start at zero, it is LoHa.
+    Raw values: ``x`` and ``y``, both main, with the shape and dtype of ``w``. ``init`` gives ``x = w`` and ``y = 1``,
+    and is exact, bit for bit. Even an array of zeros can train, because ``y`` is nonzero.
+
+    Earlier stages in a chain act on both raw values: ``LowRank(4) >> Hadamard()`` is the elementwise product of two
+    matrices of rank 4. This product starts at rank 4 and can reach rank 16. ``LowRank(4) >> Hadamard() >> Delta()`` is
+    LoHa, in which the product starts at zero.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -128,16 +132,18 @@ class Gain(Reparametrization):
     r"""Weights times trained factors (IA3): :math:`w = g \, x`.
 
     Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``g`` (auxiliary), a real array with
-    the sizes of ``axis``, or a scalar. ``g`` starts at ones, and is in float32 for half-precision weights. ``init`` is
-    exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs of a kernel ``(in, out)``, and with
-    ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
+    the sizes of ``axis``, or a scalar. ``g`` starts at ones; for half-precision weights its dtype is float32. ``init``
+    is exact, bit for bit.
+
+    For a kernel of shape ``(in, out)``, ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs, and
+    ``Freeze() >> Gain(axis=0)`` is IA3 on the inputs. ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
 
     Args:
-      axis: The axes that have one factor per index, by number or by name. ``"each"`` gives every weight its own
-        factor. Default: None, one factor for the whole array.
+      axis: The axes with one factor per index, by number or by name. ``"each"`` gives every weight its own factor.
+        Default: None, for a single factor that multiplies the whole array.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``axis`` has the wrong type.
@@ -172,7 +178,7 @@ class Gain(Reparametrization):
 
 
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """Returns the indices as a tuple. Raises an error if there are none, or if one is negative or repeated."""
+    """Returns the indices as a tuple. Raises an error if the tuple is empty, or if an index is negative or repeated."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
@@ -183,8 +189,8 @@ def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
 class TrainableSlices(Reparametrization):
     r"""Fixed weights with a few trainable slices, such as the rows of new tokens in a table.
 
-    Raw values: ``x`` (main), these slices, like ``w`` but with ``len(indices)`` entries along ``axis``; ``w`` (fixed),
-    the base, like ``w``. The effective array is the base, with the slices of ``x`` written over its own at ``indices``.
+    Raw values: ``x`` (main), the trainable slices, with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
+    base, which is the whole array. The effective array is the base with its slices at ``indices`` replaced by ``x``.
     ``init`` is exact, bit for bit. ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains only the
     rows of tokens 5 and 7.
 
@@ -193,7 +199,7 @@ class TrainableSlices(Reparametrization):
       axis: The axis that ``indices`` refers to, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``indices`` or ``axis`` has the wrong type.
@@ -237,14 +243,15 @@ class TrainableSlices(Reparametrization):
 class Rotated(RowsAndColumns):
     r"""Fixed weights times a trained block-diagonal matrix (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, each with n rows and initially an identity
-    matrix; ``w`` (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks this is OFT,
-    which preserves the angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision
-    matrices are computed in float32.
+    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, which start as identity matrices; ``w``
+    (fixed), the base :math:`W_0`. ``init`` is exact. For half-precision matrices, the computation runs in float32.
+
+    ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)`` is OFT. Its blocks are orthogonal, so the angles between the
+    columns of W stay the same.
 
     Args:
-      num_blocks: The number of blocks; it must divide the number of rows.
-      block_share: Whether all blocks are the same matrix; if so, ``r`` has the shape ``(1, n, n)``.
+      num_blocks: The number of blocks, which must divide the number of rows.
+      block_share: Whether all blocks share one matrix. If so, ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
@@ -286,7 +293,7 @@ class Rotated(RowsAndColumns):
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
-    """Draws the factor A from the uniform distribution whose bounds PEFT uses, plus or minus ``1 / sqrt(rows)``."""
+    """Draws the factor A uniformly between ``-1 / sqrt(rows)`` and ``1 / sqrt(rows)``, as PEFT does."""
     bound = w.shape[0] ** -0.5
     return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
 
@@ -297,23 +304,23 @@ def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
 
 
 def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Returns balanced factors whose product, times ``scaling``, is the best approximation of ``w`` of this rank."""
+    """Returns balanced factors whose product, times ``scaling``, is the best rank-``rank`` approximation of ``w``."""
     u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
-    nonzero_root = jnp.where(root == 0, 1, root)  # One factor stays nonzero, so that a zero matrix can train.
+    nonzero_root = jnp.where(root == 0, 1, root)  # The second factor is nonzero, so that a zero matrix can train.
     a = u[:, :rank] * (jnp.sign(scaling) * root).astype(u.dtype)[None]
     return a, nonzero_root.astype(vh.dtype)[:, None] * vh[:rank]
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Returns the first rows of R and the first columns of Q, both transposed, where ``w.T = Q R``."""
+    """Computes the decomposition ``w.T = Q R``; returns the first rows of R and columns of Q, both transposed."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T
 
 
 def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
-    """Returns balanced factors whose product is the matrix of the smaller rank ``rank`` nearest to ``a @ b``."""
+    """Returns balanced factors whose product is the matrix of rank ``rank`` that is nearest to ``a @ b``."""
     (q, r), (q_of_rows, r_of_rows) = jnp.linalg.qr(widened(a)), jnp.linalg.qr(adjoint(widened(b)))
     u, singular, vh = jnp.linalg.svd(product(r, adjoint(r_of_rows)), full_matrices=False)
     root = jnp.sqrt(singular[:rank])
@@ -322,9 +329,9 @@ def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
 
 
 RANDOM_A = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
-"""The values of ``init_weights`` for which A is random and B is zero."""
+"""Maps each value of ``init_weights`` with a random A and a zero B to the function that draws A."""
 FROM_BASE = {"pissa": _split_pissa, "olora": _split_olora}
-"""The values of ``init_weights`` that move a part of the base into both factors."""
+"""Maps each value of ``init_weights`` for which A and B come from the base to the function that computes both."""
 InitWeights = Literal["kaiming", "gaussian", "pissa", "olora"]
 
 
@@ -332,13 +339,16 @@ class LoRA(RowsAndColumns):
     r"""A low-rank difference added to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`, like ``W``. If there are several column axes, ``b`` has all of them, as in ``(rank, heads, dim)``,
-    and ``a`` has all row axes. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
-    the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
-    Earlier stages act on ``a`` and ``b``, except that stages that store or freeze weights act on the base.
-    Half-precision matrices are computed in float32. Both factors start in the dtype of W. In bfloat16, the small steps
-    of an optimizer can be lost to rounding, so cast the free values of ``rpx.partition(raw)`` to float32, which
-    ``apply`` accepts.
+    base :math:`W_0`. If W has several row axes, ``a`` keeps them all; if W has several column axes, ``b`` keeps them
+    all, as in ``(rank, heads, dim)``. Earlier stages in a chain act on ``a`` and ``b``, except that stages that store
+    or freeze weights act on the base.
+
+    ``init`` does not change the model. If B starts at zero, ``init`` is exact, bit for bit, and the gradient of A is
+    zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
+
+    For half-precision matrices, the computation runs in float32, but both factors start in the dtype of W. In
+    bfloat16, small steps of an optimizer can be lost to rounding. To keep them, cast the free values of
+    ``rpx.partition(raw)`` to float32, which ``apply`` accepts.
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
@@ -350,24 +360,27 @@ class LoRA(RowsAndColumns):
     ================================  =========================================================
 
     ``Freeze`` also freezes the rest of the model, such as biases, norms and embeddings; ``rpx.partition(raw)[0]`` holds
-    the trainable values. If one array holds all layers, as under a scan, give every stage except ``Freeze``
-    ``stacked=0``.
+    the trainable values. If one array stacks the weights of all layers, as for a scan over layers, pass ``stacked=0``
+    to every stage except ``Freeze``.
 
-    With ``init_weights="pissa"`` and ``"olora"``, the base becomes W minus the difference, so save the whole raw tree.
+    With ``init_weights="pissa"`` or ``"olora"``, save the whole raw tree, because the base is W minus the initial
+    difference and not the original W.
 
     Args:
       rank: The rank r of the difference, at least 1. If B starts at zero, the rank may exceed ``min(rows, columns)``,
         as PEFT's default of 8 does on a layer with two outputs.
-      alpha: A number or a traced scalar that sets the factor :math:`c = \alpha / r`; with 0, the effective weights are
-        the base. Default: None, for :math:`c = 1`.
-      use_rslora: Whether to use :math:`c = \alpha / \sqrt r` instead (rsLoRA). Has no effect without ``alpha``.
-      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}` and B is zero, as in
-        PEFT. ``"gaussian"``: A is normal with the standard deviation :math:`1 / r` and B is zero. ``"pissa"``: the
-        ``r`` largest singular values move from the base into :math:`c A B`, split evenly between both factors.
-        ``"olora"``: with :math:`W^T = Q R`, ``b`` is the first columns of Q and ``a`` the first rows of R, both
-        transposed; the base is W minus :math:`c A B`.
+      alpha: A number or a traced scalar that sets the factor :math:`c = \alpha / r`. With ``alpha=0``, the effective
+        weights equal the base. Default: None, for :math:`c = 1`.
+      use_rslora: Whether to use the factor :math:`c = \alpha / \sqrt r` instead (rsLoRA). Without ``alpha``, this
+        argument has no effect.
+      init_weights: The initial values of A and B. ``"kaiming"``, as in PEFT: A is uniform with the bound
+        :math:`1 / \sqrt{\text{rows}}`, and B is zero. ``"gaussian"``: A is normal with the standard deviation
+        :math:`1 / r`, and B is zero. ``"pissa"``: the r largest singular values move from the base into :math:`c A B`,
+        split evenly between A and B. ``"olora"``: for the decomposition :math:`W^T = Q R`, ``a`` is the transpose of
+        the first r rows of R, ``b`` is the transpose of the first r columns of Q, and the base is W minus
+        :math:`c A B`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
-        scales, and tables, which are named ``embedding`` or ``embeddings``.
+        scales, and embedding tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
       rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
         a matrix, its first axis. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
@@ -437,14 +450,14 @@ class LoRA(RowsAndColumns):
         return (x + self._difference(values["a"], values["b"]).astype(x.dtype)).astype(values["w"].dtype)
 
     def _factor(self, like: Array) -> Array:
-        """Returns the factor c of the difference, as a real scalar for arrays of the dtype of ``like``."""
+        """Returns the factor c of the difference as a real scalar, with the precision of ``like``."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
         return scalar(self.alpha, like.real) / self._divisor
 
     @property
     def _divisor(self) -> float:
-        """The number that divides ``alpha`` in the factor c."""
+        """The divisor of ``alpha`` in the factor c: the rank, or its square root for rsLoRA."""
         return self.rank**0.5 if self.use_rslora else self.rank
 
     def _difference(self, a: Array, b: Array) -> Array:
@@ -453,12 +466,15 @@ class LoRA(RowsAndColumns):
         return self._factor(a).astype(a.dtype) * product(a, b)
 
     def _has_same_factor(self, other: LoRA) -> bool:
-        """Returns whether both stages have the same factor c; False if either ``alpha`` is an array."""
+        """Returns whether both stages have the same factor c. The result is False if either ``alpha`` is an array."""
         factors = [1.0 if stage.alpha is None else stage.alpha / stage._divisor for stage in (self, other)]
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
     def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Converts raw values of ``old`` to this stage, keeping the difference or its nearest one of smaller rank."""
+        """Converts raw values of ``old`` to raw values of this stage.
+
+        The difference stays the same. If the rank decreases, the nearest matrix of the smaller rank replaces it.
+        """
 
         def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
             a, b = values["a"], values["b"]
@@ -487,14 +503,16 @@ class VeRA(RowsAndColumns):
     :math:`D(d)` is the diagonal matrix of a vector d.
 
     Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
-    :math:`W_0`, like ``W``. The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` depend
-    only on ``seed`` and their shapes, so all arrays of one shape share them. They are uniform with the bounds
-    :math:`\sqrt{6 / \text{rows}}` and :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``d_initial`` and ``b`` at
-    zero, so ``init`` is exact, bit for bit. Half-precision matrices are computed in float32.
+    :math:`W_0`. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for bit.
+
+    The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` depend only on ``seed`` and on
+    their shapes, so all arrays of one shape share the same factors. The entries are uniform with the bounds
+    :math:`\sqrt{6 / \text{rows}}` for A and :math:`\sqrt{6 / r}` for B, as in PEFT. For half-precision matrices, the
+    computation runs in float32.
 
     Args:
-      rank: The rank r of the difference, at least 1. It may exceed ``min(rows, columns)``, because A and B are never
-        stored.
+      rank: The rank r of the factors, at least 1. The rank may exceed ``min(rows, columns)``, because A and B are
+        never stored.
       d_initial: The initial value of ``d``.
       seed: The seed of A and B. Save it with the raw values; ``to_json`` includes it.
       where: As for :class:`LoRA`, with the same default.
@@ -533,7 +551,7 @@ class VeRA(RowsAndColumns):
         return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
 
     def factors(self, w: Array) -> tuple[Array, Array]:
-        """Draws the random factors A and B for a matrix like ``w``, from ``seed`` and the shapes alone."""
+        """Draws the random factors A and B from ``seed``, in the shapes that fit the matrix ``w``."""
         key = jax.random.key(self.seed, impl="threefry2x32")
         dtype = widened(w).real.dtype
         a_random = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
@@ -542,9 +560,9 @@ class VeRA(RowsAndColumns):
 
 
 def _draw_uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
-    """Draws uniform numbers with the bound ``sqrt(6 / inputs)``.
+    """Draws uniform random numbers between ``-sqrt(6 / inputs)`` and ``sqrt(6 / inputs)``.
 
-    They do not depend on JAX's settings or on the dtype and mesh of ``w``.
+    The numbers do not depend on JAX's settings, on the dtype of ``w`` or on the mesh of ``w``.
     """
     words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
     bound = math.sqrt(6 / max(inputs, 1))

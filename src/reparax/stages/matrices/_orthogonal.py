@@ -1,8 +1,9 @@
 """Stages for orthogonal matrices.
 
-The effective matrix is a fixed orthogonal matrix, the *base*, moved by a free matrix ``x`` of the same shape. The
-functions ``cayley``, ``exponential`` and ``householder`` return the moved matrix; for ``x = 0`` it is the base itself.
-They take tall or square matrices; ``_Orthonormal`` transposes wide ones.
+Each stage stores a fixed orthogonal matrix, the *base*, and trains a free matrix ``x`` of the same shape. The functions
+``cayley``, ``exponential`` and ``householder`` compute the effective matrix from the base and ``x``; for ``x = 0`` the
+effective matrix equals the base. These functions take tall or square matrices, so ``_Orthonormal`` transposes wide
+matrices first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """Splits ``x`` into a skew matrix, which rotates the base within its span, and a part orthogonal to that span."""
+    """Splits the step ``x`` by the column span of the base.
+
+    Returns a skew matrix, which rotates the base within its column span, and the component of ``x`` orthogonal to that
+    span.
+    """
     along = product(adjoint(base), x)
     return along - adjoint(along), x - product(base, along)
 
@@ -32,11 +37,11 @@ def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
 def cayley(base: Array, x: Array) -> Array:
     r"""Computes the Cayley map :math:`(I - A/2)^{-1} (I + A/2) B` for the base B, where :math:`A = X B^H - B X^H`.
 
-    For a base of shape ``(n, k)``, block elimination leaves only a k x k system to solve.
+    For a base of shape ``(n, k)``, block elimination reduces the linear system to size k x k.
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # Nothing is orthogonal to the columns of a square base.
+    if base.shape[-2] != base.shape[-1]:  # For a square base, `across` is zero.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
@@ -45,8 +50,8 @@ def cayley(base: Array, x: Array) -> Array:
 def exponential(base: Array, x: Array) -> Array:
     r"""Computes the exponential map :math:`e^A B` for the base B, where :math:`A = X B^H - B X^H`.
 
-    For a base of shape ``(n, k)``, A acts only within the span of the base and of the component of ``x`` orthogonal to
-    it, so the exponential of a 2k x 2k matrix is enough.
+    For a base of shape ``(n, k)``, A acts only within a subspace of at most 2k dimensions: the column span of the base
+    and of the component of ``x`` orthogonal to it. The exponential of a 2k x 2k matrix is therefore enough.
     """
     skew, across = _split_by_base(base, x)
     if base.shape[-2] == base.shape[-1]:
@@ -57,11 +62,11 @@ def exponential(base: Array, x: Array) -> Array:
 
 
 def householder(base: Array, x: Array) -> Array:
-    r"""Applies k reflections to the base and negates the result, :math:`-H_1 \cdots H_k B`.
+    r"""Computes :math:`-H_1 \cdots H_k B`: applies k reflections to the base B and negates the result.
 
     :math:`H_j` reflects along :math:`b_j` plus the component of :math:`x_j` orthogonal to :math:`b_1, \ldots, b_j`.
-    For ``x = 0`` the reflections negate each column of the base, hence the minus sign. The product of the reflections
-    is :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
+    The minus sign is needed because for ``x = 0`` the reflections negate each column of the base. The product of the
+    reflections is :math:`I - V T V^H` with a triangular matrix T; the inverse of T is computed from :math:`V^H V`.
     """
     vectors = base + x - product(base, jnp.triu(product(adjoint(base), x)))
     gram = product(adjoint(vectors), vectors)
@@ -77,7 +82,7 @@ OrthogonalMap = Literal["cayley", "expm", "householder"]
 
 
 class _Orthonormal(RowsAndColumns, Constraint):
-    """The base class of the stages here, in which a free matrix ``x`` moves the effective matrix from a fixed base."""
+    """The base class of stages whose effective matrix is computed from a fixed base and a free matrix ``x``."""
 
     map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 
@@ -106,13 +111,13 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._effective_matrix(values))}
 
     def _effective_matrix(self, values: dict[str, Array]) -> Array:
-        """Computes the effective matrix. Wide matrices are transposed, because the maps take tall or square ones."""
+        """Computes the effective matrix. Wide matrices are transposed, because the maps take no wide matrices."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
 
     def nearest(self, w: Array) -> Array:
-        """Returns the matrix in the image of the stage that is nearest to ``w``."""
+        """Returns the matrix nearest to ``w`` among all effective matrices that the stage can represent."""
         return polar(w)
 
     def move(self, base: Array, x: Array) -> Array:
@@ -123,17 +128,24 @@ class _Orthonormal(RowsAndColumns, Constraint):
 class Orthogonal(_Orthonormal):
     r"""Matrices with orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
-    Raw values: ``x`` (main), like ``w``; ``base`` (fixed), an orthogonal matrix of the shape of ``w``, in float32 for
-    half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
-    (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and B multiplied by reflections, one for each column of
-    X (``"householder"``). ``init`` gives ``x = 0``. The base is ``w`` if ``w`` is orthogonal, and otherwise the nearest
-    such matrix, the polar factor of ``w``. So ``init`` is exact on the image, and weight decay pulls towards the base.
-    The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to the current
-    matrix. For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
+    Raw values: ``x`` (main), with the shape and dtype of ``w``; ``base`` (fixed), an orthogonal matrix B of the same
+    shape, in float32 for half-precision weights. With :math:`A = X B^H - B X^H`, the maps are
+
+    - ``"cayley"``: :math:`Q = (I - A/2)^{-1} (I + A/2) B`,
+    - ``"expm"``: :math:`Q = e^A B`,
+    - ``"householder"``: B multiplied by reflections, one for each column of X.
+
+    ``init`` gives ``x = 0`` and sets the base to the polar factor of ``w``, the nearest orthogonal matrix, which is
+    ``w`` itself if ``w`` is orthogonal. ``init`` is therefore exact for orthogonal matrices, and weight decay pulls
+    towards the base. :meth:`update_base` moves the base to the current effective matrix.
+
+    The determinant of a square real matrix keeps its sign during training. For tall or wide matrices, no intermediate
+    array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
-      map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all
-        matrices with the determinant of the base; so does ``"householder"``, but only for real matrices.
+      map: ``"cayley"`` is the cheapest and reaches all matrices except a set of measure zero. ``"expm"`` reaches all
+        matrices with the determinant of the base. ``"householder"`` reaches the same matrices, but takes only real
+        ones.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -161,9 +173,9 @@ class Orthogonal(_Orthonormal):
 class SpecialOrthogonal(_Orthonormal):
     r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
-    The raw values and maps are those of :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the
-    nearest rotation: the polar factor, with the direction of the smallest singular value reversed if its determinant
-    is -1.
+    The raw values and maps are the same as in :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix
+    starts at the nearest rotation. The nearest rotation is the polar factor of the matrix, with the direction of the
+    smallest singular value reversed if the polar factor has a negative determinant.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -199,7 +211,8 @@ class SpecialOrthogonal(_Orthonormal):
 class Stiefel(_Orthonormal):
     r"""Tall matrices with orthonormal columns, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
-    The raw values, the maps and ``init`` are those of :class:`Orthogonal`, which also takes wide matrices.
+    The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`. Unlike :class:`Orthogonal`, this stage
+    takes no wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
@@ -235,9 +248,9 @@ class Stiefel(_Orthonormal):
 class Grassmann(_Orthonormal):
     r"""Subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
 
-    The raw values, the maps and ``init`` are those of :class:`Orthogonal`, but only the component of X orthogonal to
-    the base counts, :math:`X - B B^H X`: Q moves with its subspace and does not rotate within it. The output of your
-    model should depend only on the subspace, not on the choice of Q.
+    The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`, but the maps use only the component of
+    X orthogonal to the base B, :math:`X - B B^H X`. As a result, Q moves with its subspace and does not rotate within
+    the subspace. The output of your model should depend only on the subspace, not on the choice of Q.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.

@@ -1,7 +1,7 @@
 """Matrices with a pattern of equal or zero entries, positive definite matrices, and projections from other spaces.
 
-A *pattern* (``_Pattern``) is a square matrix whose entries are all 0 or taken from a vector ``x``, the raw value. Each
-subclass defines a function that maps the row and column of an entry to its index in ``x``.
+In a *pattern* (``_Pattern``), each entry of a square matrix is either 0 or an entry of the raw value, a vector ``x``.
+Each subclass of ``_Pattern`` defines the function that maps the row and column of an entry to its index in ``x``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from reparax.numerics.terms import Term
 
 
 class _Pattern(RowsAndColumns, Constraint):
-    """Square matrices in which each entry is 0 or one of the numbers in ``x``."""
+    """Square matrices in which each entry is either 0 or an entry of the vector ``x``."""
 
     raw_values: ClassVar[Values] = {"x": main()}
 
@@ -59,10 +59,11 @@ class _Pattern(RowsAndColumns, Constraint):
         return with_zero[..., self._indices(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # The raw values are themselves entries of the matrix.
+        # Each raw value is itself an entry of the matrix, so the determinant of the map is 1.
+        return jnp.zeros((), values["x"].real.dtype)
 
     def _indices(self, n: int) -> Array:
-        """Returns the index in ``x`` of each entry of an n x n matrix, and -1 for entries that are always zero."""
+        """Returns an n x n array with the index in ``x`` of each matrix entry, or -1 if the entry is always zero."""
         i, j = jnp.indices((n, n))
         return self._index_of_entry(i, j, n)
 
@@ -76,7 +77,7 @@ class _Pattern(RowsAndColumns, Constraint):
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """Returns the index of entry (i, j) in a lower triangle that is stored row by row, or -1 outside the triangle.
+    """Returns the position of entry (i, j) in a lower triangle stored row by row, or -1 if i and j lie outside it.
 
     If ``strict``, the triangle excludes the diagonal.
     """
@@ -85,7 +86,7 @@ def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
 
 
 def _triangle_size(n: int, *, strict: bool) -> int:
-    """Returns the number of entries in a triangle of ``n`` rows, not counting the diagonal if ``strict``."""
+    """Returns the number of entries in a triangle of ``n`` rows. If ``strict``, the diagonal is not counted."""
     return n * (n - 1) // 2 if strict else n * (n + 1) // 2
 
 
@@ -93,7 +94,8 @@ class Symmetric(_Pattern):
     r"""Symmetric matrices: :math:`W = W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row. ``init`` takes the lower
-    triangle of :math:`(W + W^T) / 2`; it is exact for symmetric matrices, and otherwise starts at the nearest one.
+    triangle of :math:`(W + W^T) / 2`, and is exact for symmetric matrices; any other matrix starts at the nearest
+    symmetric matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -120,8 +122,8 @@ class Skew(_Pattern):
     r"""Skew-symmetric matrices: :math:`W = -W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
-    ``init`` takes these entries of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, and otherwise starts
-    at the nearest one.
+    ``init`` takes these entries of :math:`(W - W^T) / 2`, and is exact for skew-symmetric matrices; any other
+    matrix starts at the nearest skew-symmetric matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -157,12 +159,14 @@ class Triangular(_Pattern):
     r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row, or the upper triangle
-    column by column. With a unit diagonal, the diagonal is not stored, and ``x`` has n (n - 1) / 2 numbers. ``init``
-    keeps these numbers; it is exact for such triangular matrices, and otherwise starts at the nearest one.
+    column by column. With a unit diagonal, ``x`` has n (n - 1) / 2 numbers, because the diagonal is not stored.
+    ``init`` copies these entries, and is exact for triangular matrices of the chosen kind; any other matrix starts
+    at the nearest matrix of that kind.
 
     Args:
-      lower: Whether the matrices are lower triangular (zeros above the diagonal) rather than upper triangular.
-      unit_diagonal: Whether the diagonal is fixed to ones.
+      lower: If True, the matrices are lower triangular, with zeros above the diagonal; if False, they are upper
+        triangular.
+      unit_diagonal: Whether all diagonal entries are fixed to one.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -194,8 +198,8 @@ class Triangular(_Pattern):
 class Diagonal(_Pattern):
     r"""Diagonal matrices: :math:`W_{ij} = 0` for :math:`i \ne j`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` keeps the diagonal; it is exact for diagonal
-    matrices, and otherwise starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` copies the diagonal, and is exact for
+    diagonal matrices; any other matrix starts at the nearest diagonal matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -230,8 +234,8 @@ class Diagonal(_Pattern):
 class Circulant(_Pattern):
     r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped diagonal;
-    it is exact for circulant matrices, and otherwise starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped
+    diagonal, and is exact for circulant matrices; any other matrix starts at the nearest circulant matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -264,9 +268,9 @@ class Circulant(_Pattern):
 class Toeplitz(_Pattern):
     r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
 
-    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left.
-    ``init`` takes the mean of each diagonal; it is exact for Toeplitz matrices, and otherwise starts at the nearest
-    one.
+    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left. ``init``
+    takes the mean of each diagonal, and is exact for Toeplitz matrices; any other matrix starts at the nearest
+    Toeplitz matrix.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -291,8 +295,8 @@ class Toeplitz(_Pattern):
 class BlockDiagonal(RowsAndColumns, Constraint):
     r"""Block diagonal matrices: ``num_blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
-    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact for
-    block diagonal matrices, and otherwise starts at the nearest one.
+    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` copies the blocks, and is
+    exact for block diagonal matrices; any other matrix starts at the nearest block diagonal matrix.
 
     Args:
       num_blocks: The number of blocks, which must divide n and m.
@@ -335,17 +339,18 @@ class BlockDiagonal(RowsAndColumns, Constraint):
 class Fibration(Reparametrization):
     r"""An array projected from a larger, total space: :math:`w = \pi(x)`.
 
-    It connects a stage on the total space to the model: in ``inner >> Fibration(project, embed)``, ``inner`` (a stage
-    or a chain) computes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), a point of the total space.
-    ``init`` gives ``x = embed(w)``; it is exact if ``project(embed(w)) == w``. The chain is exact if, in addition,
-    ``embed(w)`` is in the image of ``inner``.
+    In the chain ``inner >> Fibration(project, embed)``, the stage or chain ``inner`` computes a point ``x`` of the
+    total space, and the model reads ``project(x)``. Raw value: ``x`` (main), a point of the total space.
+
+    ``init`` gives ``x = embed(w)``, and is exact if ``project(embed(w)) == w``. For the ``init`` of the whole chain to
+    be exact, ``embed(w)`` must also be in the image of ``inner``.
 
     Args:
       project: The function that maps a point of the total space to the effective array.
       embed: A right inverse of ``project``.
-      where: Which arrays to act on; pass the same ``where`` to the stages before it. Default: every floating or complex
-        parameter.
-      stacked: As for :class:`Reparametrization`; pass the same ``stacked`` to the stages before it.
+      where: Which arrays to act on. Pass the same ``where`` to the stages of ``inner``. Default: every floating or
+        complex parameter.
+      stacked: As for :class:`Reparametrization`. Pass the same ``stacked`` to the stages of ``inner``.
 
     Raises:
       TypeError: If ``project`` or ``embed`` has the wrong type.
@@ -376,18 +381,18 @@ class Fibration(Reparametrization):
 
 
 def eigen(w: Array) -> tuple[Array, Array]:
-    """Computes the ascending eigenvalues and the eigenvectors of the symmetric or Hermitian part of ``w``."""
+    """Computes the eigenvalues, in ascending order, and eigenvectors of the Hermitian part of ``w``."""
     return jnp.linalg.eigh(w / 2 + adjoint(w) / 2, symmetrize_input=False)
 
 
 def positive_eigen(w: Array) -> tuple[Array, Array]:
-    """Does the same as :func:`eigen`, but raises small or negative eigenvalues to a value that rounding cannot hide."""
+    """Does the same as :func:`eigen`, but raises small and negative eigenvalues to a value above rounding errors."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
 
 def cholesky(values: Array, vectors: Array) -> Array:
-    """Computes the Cholesky factor of a matrix from its eigenvalues, which may be very small, and eigenvectors."""
+    """Computes the Cholesky factor of a matrix from its positive eigenvalues and its eigenvectors."""
     upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
     return upper.mT * jnp.where(_diagonal_of(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
 
@@ -398,26 +403,27 @@ def _diagonal_of(w: Array) -> Array:
 
 
 def _set_diagonal(w: Array, diagonal: Array) -> Array:
-    """Replaces the diagonals of the matrices ``w`` by ``diagonal``."""
+    """Replaces the diagonal of each matrix in ``w`` with the numbers in ``diagonal``."""
     return jnp.where(identity(w) == 1, diagonal[..., None], w)
 
 
 def cholesky_of_entries(x: Array) -> Array:
-    """Builds the lower triangular matrix with the entries ``x``, applying softplus to the diagonal entries."""
+    """Builds a lower triangular matrix from its entries ``x``, with softplus applied to the diagonal entries."""
     lower = Triangular().apply_leaf({"x": widened(x)})
     return _set_diagonal(lower, jax.nn.softplus(_diagonal_of(lower)))
 
 
 def entries_of_cholesky(lower: Array) -> Array:
-    """Inverts :func:`cholesky_of_entries`: returns the entries ``x`` for a lower triangular matrix."""
+    """Inverts :func:`cholesky_of_entries`: returns the vector ``x`` for a lower triangular matrix."""
     return Triangular().init_leaf(_set_diagonal(lower, softplus_inverse(_diagonal_of(lower))))["x"]
 
 
 def _matrix_exponential(s: Array) -> Array:
     """Computes the exponential of a symmetric matrix as the fourth power of the exponential of a quarter of it.
 
-    The Padé approximation in ``expm`` loses digits if eigenvalues are far from zero, so their mean is subtracted
-    first. The result is the square of a symmetric matrix, so it has no negative eigenvalue.
+    The mean of the eigenvalues is subtracted before ``expm``, because its Padé approximation loses digits if
+    eigenvalues are far from zero. The result has no negative eigenvalues, because it is the square of a symmetric
+    matrix.
     """
     mean = jnp.mean(_diagonal_of(s), axis=-1)[..., None, None]
     quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
@@ -431,16 +437,18 @@ DefiniteMap = Literal["cholesky", "expm"]
 class PositiveDefinite(RowsAndColumns, Constraint):
     r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the lower triangle, row by row, of L, with softplus
-    applied to its diagonal (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for positive
-    definite matrices, if the dtype distinguishes the smallest eigenvalue from zero. Other matrices are made symmetric,
-    and their eigenvalues are raised to at least 2 n machine epsilons times the largest. S holds logarithms, so with
-    ``"expm"`` very large and very small eigenvalues have larger relative errors. Samples are Wishart matrices whose
-    mean is the identity.
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers that fill a lower triangle row by row. With
+    ``"cholesky"`` this triangle is L, before softplus is applied to the diagonal. With ``"expm"`` the
+    triangle is the lower half of the symmetric matrix S.
+
+    ``init`` is exact for positive definite matrices whose smallest eigenvalue is distinguishable from zero in the
+    dtype. Other matrices are made symmetric, and their eigenvalues are raised to at least 2 n machine epsilons times
+    the largest eigenvalue. With ``"expm"``, very large and very small eigenvalues have larger relative errors, because
+    S holds their logarithms. Samples are Wishart matrices whose mean is the identity.
 
     Args:
-      map: ``"cholesky"``, which is cheaper and has a :meth:`log_det`, or ``"expm"``, which treats all rows and columns
-        alike, whatever their order.
+      map: ``"cholesky"`` is cheaper and has a :meth:`log_det`. ``"expm"`` does not depend on the order of the rows and
+        columns.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
@@ -495,7 +503,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = positive_eigen(x)  # Raw values are left out, so that their rounding does not count.
+        values, vectors = positive_eigen(x)  # Projecting through raw values would add rounding errors.
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
@@ -509,15 +517,17 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 class PositiveSemidefinite(RowsAndColumns, Constraint):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
-    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image up to rounding; elsewhere it starts
-    at the nearest such matrix, which keeps the ``rank`` largest eigenvalues and replaces negative ones by zero. A
-    column of ``x`` for an eigenvalue of zero starts with a tiny norm, below rounding in W, so that it can train. A
-    matrix without positive eigenvalues is an error: the nearest point is zero, where the gradient is zero, so the
-    matrix would never train. With ``outside="unchecked"`` it starts at zero. Samples are Wishart matrices whose mean
-    is the identity.
+    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact, up to rounding, for matrices that have this form.
+    Any other matrix starts at the nearest such matrix, which keeps the ``rank`` largest eigenvalues and replaces
+    negative eigenvalues by zero. A column of ``x`` for an eigenvalue of zero can still train, because it starts with a
+    tiny norm that does not change W beyond rounding.
+
+    A matrix without positive eigenvalues is an error. Its nearest point is the zero matrix, which would never train
+    because the gradient is zero there. With ``outside="unchecked"`` such a matrix starts at zero instead. Samples are
+    Wishart matrices whose mean is the identity.
 
     Args:
-      rank: The largest rank of the effective matrix, between 1 and n; None means n.
+      rank: The largest rank of the effective matrix, between 1 and n. Default: None, for n.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

@@ -1,7 +1,7 @@
 """Low-rank matrices, Kronecker products, and matrices whose singular values are constrained.
 
-The stages with constrained singular values share the base class ``_SingularValues``. A subclass defines ``spectrum``,
-the function f that maps free numbers ``s`` to singular values, and its inverse, ``coordinates``.
+Stages that constrain the singular values share the base class ``_SingularValues``. Each subclass defines ``spectrum``,
+which maps free numbers ``s`` to singular values, and its inverse, ``coordinates``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from reparax.stages.matrices._orthogonal import cayley
 class LowRank(RowsAndColumns, Constraint):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
-    Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
-    singular value decomposition and splits the singular values evenly between the factors. It is exact if ``W`` has
-    rank at most ``rank``; otherwise ``apply(init(W))`` is the nearest such matrix in Frobenius norm. The row of ``v``
-    for a singular value of zero is random with norm 1, so that even a zero matrix can train. Half-precision matrices
-    are computed in float32.
+    Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` computes a truncated
+    singular value decomposition of W and splits each singular value evenly between U and V. If W has rank at most
+    ``rank``, ``init`` is exact; otherwise ``apply(init(W))`` is the nearest matrix of that rank in Frobenius norm.
+
+    Even a zero matrix can train, because the row of ``v`` for a singular value of zero is a random vector of norm 1.
+    For half-precision matrices, the computation runs in float32.
 
     Args:
-      rank: The largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` it may
-        be larger, as in PEFT's adapters on narrow layers: the additional columns of ``u`` start at zero.
+      rank: The largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` the
+        rank may be larger, as in PEFT's adapters on narrow layers; the additional columns of ``u`` then start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked.
       rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
         a matrix, its first axis. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
-        there are several row axes, the raw values have them too.
+        the array has several row axes, the raw value ``u`` keeps them all.
       columns: The column axes. Default: all axes not in ``rows``; without ``rows``, the output axes, if the class of
         the layer determines them, or the last axis of a matrix. Other arrays raise an error.
 
@@ -81,7 +82,7 @@ class LowRank(RowsAndColumns, Constraint):
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
     transposes: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # No key is required, because only the rows for zero singular values are random.
+    random_init: ClassVar[Any] = False  # The key is optional: only rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
@@ -102,7 +103,7 @@ class LowRank(RowsAndColumns, Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
-    """Returns balanced factors of the nearest matrix of this rank, padded with zeros if ``rank`` exceeds its size."""
+    """Returns balanced factors of the rank-``rank`` matrix nearest to ``w``. Ranks above the full rank add zeros."""
     left_vectors, singular, right_vectors = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
@@ -116,12 +117,13 @@ class Kronecker(RowsAndColumns, Constraint):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
     Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
-    exact on the image. Elsewhere it starts at the nearest Kronecker product in Frobenius norm, which it finds by
-    rearranging W, with one row per entry of A and one column per entry of B, and taking the largest singular value
-    with its singular vectors. For a zero matrix, ``b`` is random with norm 1, so that the matrix can train.
+    exact for Kronecker products; any other matrix starts at the nearest Kronecker product in Frobenius norm. To find
+    A and B, ``init`` rearranges W to a matrix with one row per entry of A and one column per entry of B, and takes the
+    largest singular value with its singular vectors. Even a zero matrix can train, because its ``b`` is random with
+    norm 1.
 
     Args:
-      shape: The shape of A; each size must divide that of W.
+      shape: The shape of A. Each size must divide the size of W along the same axis.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -145,7 +147,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     shape: tuple[int, int] = field(check_two)
 
-    random_init: ClassVar[Any] = False  # No key is required, because only the rows for zero singular values are random.
+    random_init: ClassVar[Any] = False  # The key is optional: only rows for zero singular values are random.
 
     def refuse_leaf(self, w: Array) -> str | None:
         return not_divisible_error(self.shape, w)
@@ -160,13 +162,16 @@ class Kronecker(RowsAndColumns, Constraint):
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
     def _rearrange(self, w: Array) -> Array:
-        """Rearranges W to one row per entry of A and one column per entry of B; a Kronecker product gets rank 1."""
+        """Rearranges W to a matrix with one row per entry of A and one column per entry of B.
+
+        The rearranged matrix of a Kronecker product has rank 1.
+        """
         blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 
     def _reshape_factors(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
-        """Reshapes the two vectors whose product is the rearranged W to the matrices A and B."""
+        """Reshapes the factors of the rearranged W, which are two vectors, to the matrices A and B."""
         rows, columns = self.shape
         *batch, n, m = w.shape
         return {
@@ -176,7 +181,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
 
 class _SingularValues(RowsAndColumns, Constraint):
-    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`, where the Cayley map moves U and V from fixed bases."""
+    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`. The Cayley map computes U and V from fixed bases."""
 
     raw_values: ClassVar[Values] = {
         "u": main(decays=False, axes=("rows", "rank")),
@@ -209,11 +214,11 @@ class _SingularValues(RowsAndColumns, Constraint):
         return {**values, **rebase_side("u"), **rebase_side("v")}
 
     def rank_of(self, w: Array) -> int:
-        """Returns how many singular values the stage sets in a matrix like ``w``; the others, if any, are zero."""
+        """Returns the number of singular values that the stage trains for ``w``. All other singular values are zero."""
         return min(w.shape[-2:])
 
     def left_vectors(self, u: Array, vh: Array) -> Array:
-        """Returns the initial left singular vectors, given the SVD's ``u`` and ``vh``; a subclass may change signs."""
+        """Returns the initial left singular vectors, from ``u`` and ``vh`` of the SVD. A subclass may change signs."""
         del vh
         return u
 
@@ -223,10 +228,10 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     @abstractmethod
     def coordinates(self, singular: Array, least: Array) -> Array:
-        """Returns the ``s`` that ``spectrum`` maps to these singular values.
+        """Returns the free numbers ``s`` that ``spectrum`` maps to the given singular values.
 
-        Singular values up to ``least`` count as zero, because they may be rounding errors. Those outside the range of
-        ``spectrum`` are replaced by nearby ones.
+        Singular values up to ``least`` count as zero, because they may be rounding errors. A singular value outside the
+        range of ``spectrum`` is replaced by a nearby value in that range.
         """
 
 
@@ -258,16 +263,18 @@ class _BoundedBelow(_SingularValues):
 class FixedRank(_BoundedBelow):
     r"""A matrix of rank exactly ``rank``: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Main raw values: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which move the singular vectors from
-    their bases by the Cayley map, as in :class:`Orthogonal`; and ``s`` of shape ``(rank,)``, real. Fixed raw values:
-    the bases ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
-    value decomposition; it is exact for a matrix of that rank whose singular values exceed ``eps`` and rounding
-    errors. Otherwise it takes the nearest matrix of that rank, and raises smaller singular values to twice that bound.
-    :meth:`update_base` moves the bases to the current singular vectors.
+    Main raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(m, rank)``, which move the singular vectors away
+    from their bases by the Cayley map, as in :class:`Orthogonal`; and ``s`` of shape ``(rank,)``, real numbers. Fixed
+    raw values: the bases ``base_u`` and ``base_v``, in float32 for half-precision weights.
+
+    ``init`` computes a truncated singular value decomposition, and is exact for a matrix of rank ``rank`` whose
+    nonzero singular values exceed both ``eps`` and rounding errors. Any other matrix starts at the nearest matrix of
+    that rank, with singular values below this bound raised to twice the bound. :meth:`update_base` moves the bases to
+    the current singular vectors.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
-      eps: The lower bound of the ``rank`` singular values.
+      eps: The lower bound of the nonzero singular values.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -301,9 +308,10 @@ class FixedRank(_BoundedBelow):
 class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    The raw values are those of :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: if
-    it is positive initially, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact under the
-    same conditions as for :class:`FixedRank`; a singular matrix starts at a nearby matrix in the image.
+    The raw values are the same as in :class:`FixedRank` with full rank. The determinant of a real matrix keeps its
+    sign. If the determinant is positive initially, W stays in :math:`GL^+(n)`, the connected component of the identity.
+    ``init`` is exact under the same conditions as for :class:`FixedRank`; a singular matrix starts at a nearby
+    invertible matrix.
 
     Args:
       eps: The lower bound of all singular values.
@@ -334,10 +342,10 @@ class Invertible(_BoundedBelow):
 class SpecialLinear(_SingularValues):
     r"""A square matrix with determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
-    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact on the image. Any other matrix is
-    scaled to determinant 1; if its determinant is negative, the left singular vector of its smallest singular value
-    changes sign first. Singular values that may be rounding errors are replaced by values that make the determinant 1,
-    if possible.
+    The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact if the determinant is 1.
+    Any other matrix is scaled to determinant 1. If the determinant is negative, the left singular vector of the
+    smallest singular value changes sign first. Singular values that may be rounding errors are replaced, if possible,
+    by values that make the determinant 1.
 
     Args:
       outside: As for :class:`Constraint`.
@@ -368,8 +376,8 @@ class SpecialLinear(_SingularValues):
 
         Args:
           w: A square matrix.
-          tolerance: As for :class:`Constraint`. Default: as there, plus the condition number of the matrix times the
-            machine epsilon, because rounding of the entries changes the determinant by that much.
+          tolerance: As for :class:`Constraint`. The default also includes the condition number of the matrix times the
+            machine epsilon, because rounding the entries can change the determinant by that factor.
         """
         if tolerance is not None:
             return super().contains_leaf(w, tolerance)
@@ -386,10 +394,11 @@ class SpecialLinear(_SingularValues):
     def coordinates(self, singular: Array, least: Array) -> Array:
         is_zero = singular <= least
         largest = jnp.max(jnp.where(is_zero, 1, singular), axis=-1, keepdims=True)
-        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))  # Logarithms near 0 have small rounding errors.
+        # Use ratios to the largest value, because logarithms near 0 have small rounding errors.
+        logs = jnp.log(jnp.where(is_zero, 1, singular / largest))
         count = jnp.maximum(jnp.sum(is_zero, axis=-1, keepdims=True), 1).astype(logs.dtype)
         sum_of_logs = jnp.sum(logs + jnp.where(is_zero, 0, jnp.log(largest)), axis=-1, keepdims=True)
-        # Zeros become the value that makes the determinant 1, but at most `least`, to stay zero up to rounding.
+        # Zeros become the value that makes the determinant 1, but at most `least`, and therefore still count as zero.
         log_of_zeros = jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(largest)
         s = jnp.where(is_zero, log_of_zeros, logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
@@ -401,11 +410,12 @@ _RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes a number greater th
 class AlmostOrthogonal(_SingularValues):
     r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
 
-    The raw values are those of :class:`FixedRank` with full rank. ``init`` is exact on the image up to rounding, and
-    otherwise starts at the nearest such matrix, whose singular values are clipped to the interval.
+    The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact, up to rounding, if all
+    singular values are between :math:`1 - r` and :math:`1 + r`. Any other matrix starts at the nearest such matrix,
+    whose singular values are clipped to this interval.
 
     Args:
-      radius: The largest distance r of a singular value from 1, greater than 0 and at most 1.
+      radius: The largest distance r between a singular value and 1, greater than 0 and at most 1.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -433,6 +443,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        # The sine is flat at the ends of the interval, so an s that starts there would never train.
+        # Stay inside the interval, because the sine is flat at both ends and the gradient of `s` would be zero there.
         edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

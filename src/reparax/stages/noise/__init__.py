@@ -1,7 +1,7 @@
 """Noise on weights, drawn from a key in each step: Gaussian noise, dropout, and weights with a distribution.
 
-The noise depends on the key and on the array's path. Consecutive noise stages on one array are merged where possible,
-so that ``apply`` draws random numbers once for all of them.
+The noise of an array depends on the key and on the array's path. Where possible, consecutive noise stages on one array
+are merged, so that ``apply`` draws random numbers only once.
 """
 
 from reparax.stages.noise._distributions import Gaussian as Gaussian

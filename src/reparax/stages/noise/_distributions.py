@@ -1,7 +1,7 @@
-"""Stages whose weights are random, with a distribution whose parameters are the raw values.
+"""Stages that draw random weights from a distribution, whose parameters are the raw values.
 
-``apply`` draws weights with a key, and ``mean_leaf`` returns their mean. ``penalty_leaf`` returns the term of the loss
-that trains the distribution: a divergence from a prior, or the expected number of nonzero weights.
+``apply`` draws weights with a key, and ``mean_leaf`` returns the mean of the distribution. ``penalty_leaf`` returns the
+term of the loss that trains the distribution: a divergence from a prior, or the expected number of nonzero weights.
 """
 
 from __future__ import annotations
@@ -29,34 +29,38 @@ Noise = Literal["independent", "factorized"]
 class Gaussian(Reparametrization):
     r"""Weights with a normal distribution: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real numbers that determine
-    :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in float32 for half-precision
-    weights. ``init`` gives ``mean = w`` exactly; ``p.deterministic`` and ``fold`` use the mean. The penalty is the
-    Kullback-Leibler divergence from the prior,
+    Raw values: ``mean`` (main), the array :math:`\mu`, with the shape and dtype of ``w``; ``rho`` (auxiliary), real
+    numbers that determine :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in
+    float32 for half-precision weights. ``init`` gives exactly ``mean = w``; ``p.deterministic`` and ``fold`` return the
+    mean. The penalty is the Kullback-Leibler divergence from the prior,
 
     .. math:: KL(N(\mu, \sigma^2) \,\|\, N(0, s^2)) =
        \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
 
     so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
-    :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
+    :math:`E|\varepsilon|^2 = 1`, so the real and imaginary parts each have half the variance.
 
-    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has the noise
+    ``noise="factorized"`` gives the noise of NoisyNet, as in Rainbow. A matrix has the noise
     :math:`\varepsilon_{ij} = f(a_i) \, f(b_j)`, and a vector, such as a bias, has :math:`\varepsilon_j = f(b_j)`, with
-    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries are uncorrelated; their variance is
-    :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array draws
-    its noise independently; in the paper a bias shares b with its kernel, which changes neither the mean nor the
-    variance of an output. Normal numbers are not truncated, as in the paper and dopamine; dqn_zoo truncates them at 2.
-    This noise has no penalty, because its divergence from the prior is not the one above.
+    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. The entries are uncorrelated. In units of
+    :math:`\sigma^2`, their variance is :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix. Factorized
+    noise has no penalty, because its divergence from the prior is not the one above.
+
+    Each array draws its own factorized noise. In the paper, a bias shares the numbers b with its kernel; this changes
+    neither the mean nor the variance of an output. The normal numbers are not truncated, as in the paper and in
+    dopamine; dqn_zoo truncates them at 2.
 
     Args:
-      std: The initial :math:`\sigma`: a positive number, or one for each array, as for :class:`Perturbation`.
-      prior: The standard deviation :math:`s` of the prior: a positive number, possibly traced, or one for each array.
-      axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
-        weight. None, which would mean one for the whole array, is an error.
-      noise: ``"independent"`` draws a number for each weight, ``"factorized"`` one for each row and each column. Arrays
-        of three or more axes have no rows and columns: leave them out with ``where``, or pass ``stacked``.
+      std: The initial :math:`\sigma`: a positive number, or a number for each array, as for :class:`Perturbation`.
+      prior: The standard deviation :math:`s` of the prior: a positive number, possibly traced, or a number for each
+        array.
+      axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, for one standard
+        deviation per weight. None, which would mean a single standard deviation for the whole array, is an error.
+      noise: ``"independent"`` draws one number for each weight. ``"factorized"`` draws one number for each row and one
+        for each column. Factorized noise takes only vectors and matrices: leave other arrays out with
+        ``where``, or pass ``stacked``.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``std``, ``prior`` or ``axis`` has the wrong type.
@@ -110,7 +114,7 @@ class Gaussian(Reparametrization):
         return (mean + std.astype(mean.dtype) * self._draw_noise(key, mean)).astype(values["mean"].dtype)
 
     def _draw_noise(self, key: Array, like: Array) -> Array:
-        """Draws independent normal numbers or, for factorized noise, products of row and column numbers."""
+        """Draws independent normal numbers or, for factorized noise, products of a row number and a column number."""
         if self.noise == "independent":
             return random.normal(key, like)
         if like.ndim == 1:
@@ -133,13 +137,13 @@ class Gaussian(Reparametrization):
 
 
 def _signed_root(x: Array) -> Array:
-    """Computes the square root of the magnitude of each number, with the sign of the number."""
+    """Computes ``sign(x) * sqrt(abs(x))`` for each number."""
     return jnp.sign(x) * jnp.sqrt(jnp.abs(x)).astype(x.dtype)
 
 
 @inlined
 def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
-    """Computes the Kullback-Leibler divergence from a normal prior with mean 0 and standard deviation ``prior``."""
+    """Computes the Kullback-Leibler divergence of the weights from a normal prior with standard deviation ``prior``."""
     rho = jnp.broadcast_to(rho, mean.shape)
     std = jax.nn.softplus(rho)
     log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
@@ -150,17 +154,19 @@ def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
 
 TINY = 1e-8
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
-"""The constants in the approximation of the divergence by Molchanov et al."""
+"""The constants k1, k2 and k3 in the approximation of the divergence by Molchanov et al."""
 
 
 class VariationalDropout(Reparametrization):
     r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
 
-    Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
-    float32 for half-precision weights; ``mask`` (fixed), the real array :math:`m`, which is 0 where a weight is pruned
-    and 1 elsewhere. ``init`` is exact, with ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`.
-    ``update`` permanently prunes weights that are mostly noise, namely those with :math:`\log \alpha` above
-    ``threshold``. The penalty is the approximation by Molchanov et al. of the divergence from the log-uniform prior,
+    Raw values: ``theta`` (main), with the shape and dtype of ``w``; ``log_var`` (auxiliary), the array
+    :math:`\log \sigma^2`, with one number for each weight, in float32 for half-precision weights; ``mask`` (fixed), the
+    array :math:`m`, which is 0 where a weight is pruned and 1 elsewhere. ``init`` gives exactly ``theta = w``;
+    ``p.deterministic`` and ``fold`` return the mean, :math:`m \theta`.
+
+    ``update`` permanently prunes weights that are mostly noise: weights with :math:`\log \alpha` above ``threshold``.
+    The penalty approximates the divergence from the log-uniform prior, as in Molchanov et al.:
 
     .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
 
@@ -168,7 +174,8 @@ class VariationalDropout(Reparametrization):
 
     Args:
       std: The initial :math:`\sigma`, a positive number.
-      threshold: The :math:`\log \alpha` above which a weight is pruned; 3 corresponds to a dropout rate of 0.95.
+      threshold: ``update`` prunes a weight if its :math:`\log \alpha` is above this number. The default of 3
+        corresponds to a dropout rate of 0.95.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
 
@@ -221,7 +228,7 @@ class VariationalDropout(Reparametrization):
 
 
 def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
-    """Sets ``x`` to zero for weights that have been pruned."""
+    """Sets the entries of ``x`` to zero where the weights are pruned."""
     return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
 
 
@@ -232,9 +239,9 @@ def _log_alpha(values: dict[str, Array]) -> Array:
 
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
-"""The bounds of gates before they are clipped to [0, 1], and the temperature of their distribution, as in the paper."""
+"""The bounds of gates before clipping to [0, 1], and the temperature of the distribution of gates, as in the paper."""
 LARGEST_RATE = 0.68
-"""Slightly above this initial rate, ``update`` would close all gates at once."""
+"""The upper limit of the initial rate. At rates slightly above this limit, ``update`` would close all gates at once."""
 
 
 _RATE = number_that(
@@ -252,21 +259,24 @@ class HardConcrete(Reparametrization):
        u \sim U(0, 1)
 
     Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``log_alpha`` (auxiliary), one number
-    for each gate, of size 1 along axes that share a gate, in float32 for half-precision weights; ``mask`` (fixed), the
-    array :math:`m`, of the shape of ``log_alpha``, which is 0 where a gate is permanently closed and 1 elsewhere.
-    ``p.deterministic`` and ``fold`` use the mean :math:`m \, E[z] \, x`, and ``init`` inverts it, up to rounding.
-    ``update`` permanently closes the gates that the paper closes at test time, namely those with
-    :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero
-    weights, :math:`\sum P(z > 0)`, in which a gate counts once for each weight that it multiplies.
+    for each gate, of size 1 along the axes whose weights share a gate, in float32 for half-precision weights; ``mask``
+    (fixed), the array :math:`m`, with the shape of ``log_alpha``, which is 0 where a gate is permanently closed and 1
+    elsewhere.
+
+    ``p.deterministic`` and ``fold`` return the mean, :math:`m \, E[z] \, x`. ``init`` chooses ``w`` so that the mean
+    equals the original weights, up to rounding. ``update`` permanently closes the gates that the paper closes at test
+    time: gates with :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`. The weights of a closed gate are zero in ``fold``. The
+    penalty is the expected number of nonzero weights, :math:`\sum P(z > 0)`, in which a gate counts once for each
+    weight that it multiplies.
 
     Args:
-      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`. It must be
-        below 0.68, because ``update`` would close gates with a larger one.
-      axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`: ``0`` prunes inputs
-        of a kernel ``(in, out)``. Default: ``"each"``, one gate for each weight.
+      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`. The
+        rate must be below 0.68, because ``update`` would close all gates at a larger rate.
+      axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`. For example, ``0``
+        prunes the inputs of a kernel ``(in, out)``. Default: ``"each"``, for one gate per weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``rate`` or ``axis`` has the wrong type.
@@ -322,11 +332,11 @@ class HardConcrete(Reparametrization):
         return jnp.sum(probability) * (values["w"].size // max(probability.size, 1))
 
     def _axes_sharing_gate(self, w: Array) -> tuple[int, ...]:
-        """Returns the axes along which weights share one gate."""
+        """Returns the axes along which all weights share one gate."""
         return other_axes(self.axis, w)
 
     def _apply_gate(self, values: dict[str, Array], gate: Array) -> Array:
-        """Multiplies the weights by their gates, and sets them to zero where the mask is zero."""
+        """Multiplies the weights by the gates. Weights are zero where the mask is zero."""
         x = widened(values["w"])
         open_gate = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
         return (open_gate.astype(x.real.dtype) * x).astype(values["w"].dtype)

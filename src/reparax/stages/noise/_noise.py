@@ -1,6 +1,6 @@
 """Stages for noise and dropout of weights.
 
-A chain can merge two consecutive stages of one class, so that random numbers are drawn only once for both.
+If two consecutive stages of a chain have the same class, the chain can merge them and draw random numbers only once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from reparax.numerics.linalg import norm
 
 
 class _DrawnByType(Perturbation):
-    """A perturbation in two steps: ``draw`` draws random numbers, and ``perturb`` applies them to the array.
+    """A perturbation in two steps: ``draw`` draws random numbers, and ``perturb`` applies the numbers to an array.
 
-    The random numbers depend only on the array's type, so consecutive stages of one class on an array can share them.
+    For a given key, the random numbers depend only on the array's type. Consecutive stages of one class on an array can
+    therefore share the numbers.
 
     Attributes:
-      shared: The settings on which the random numbers depend, in addition to the type of the array.
+      shared: The settings of the stage that also influence the random numbers.
     """
 
     draws_by_type: ClassVar[bool] = True
@@ -37,21 +38,21 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """Draws random numbers for an array of the type of ``like``; a batch of keys gives a batch of them."""
+        """Draws random numbers for an array of the type of ``like``. A batch of keys gives a batch of arrays."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
-        """Applies the random numbers ``drawn`` to ``w``, and returns an array of the shape and dtype of ``w``."""
+        """Applies the random numbers ``drawn`` to ``w``. Returns an array with the shape and dtype of ``w``."""
 
     @abstractmethod
     def merged_with(self, later: Any) -> Any:
-        """Returns one stage with the same distribution as this one followed by ``later``, or None if there is none.
+        """Returns a stage with the distribution of this stage followed by ``later``, or None if there is no such stage.
 
-        Stages are merged only if their class defines this method itself; subclasses do not inherit it.
+        A chain merges two stages only if their class defines this method itself. Inherited definitions do not count.
         """
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """Takes both steps at once. A chain instead draws first, and calls ``perturb`` only when the array is read."""
+        """Runs both steps. A chain instead calls ``draw`` first, and ``perturb`` once the array is read."""
         return self.perturb(w, self.draw(w, key))
 
 
@@ -66,25 +67,27 @@ Relative = Literal["max", "std", "norm"]
 class VarNoise(_DrawnByType):
     r"""Gaussian weight noise (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    The raw tree is the model's own. Two consecutive stages on one array draw only once, with the standard deviation
-    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
-    added to half-precision arrays in float32. A negative :math:`\sigma` gives the mirrored noise for the same key.
+    The stage has no raw values, so the raw tree is the model's own tree. Complex arrays get complex noise with
+    :math:`E|\varepsilon|^2 = 1`. For half-precision arrays, the sum is computed in float32. With the same key, a
+    negative :math:`\sigma` gives the noise of :math:`|\sigma|` with the opposite sign. Two consecutive stages on one
+    array draw random numbers only once, with the standard deviation :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`.
 
     With ``relative``, the standard deviation is :math:`\sigma` times the size of the weights: their largest magnitude
-    (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
-    each index of ``axis``. Gradients treat this size as a constant.
+    (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``). The size is computed for the
+    whole array or for each index of ``axis``. Gradients treat the size as a constant.
 
-    The noise of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
-    units in the last place of the larger of weight and noise.
+    The noise of an array does not depend on other arrays. Eager calls and calls under ``jax.jit`` agree up to rounding:
+    the results differ by at most four units in the last place of the weight or the noise, whichever is larger.
 
     Args:
       std: The standard deviation :math:`\sigma`, a number or a traced scalar.
       relative: The unit of the standard deviation: ``"max"``, ``"std"`` or ``"norm"``. Default: None, for an absolute
         standard deviation.
-      axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
-        Default: one size for the whole array.
+      axis: The axes with one size per index, by number or by name, as for :class:`WeightNorm`. Requires
+        ``relative``. Default: None, for one size of the whole array.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
-      stacked: As for :class:`Perturbation`. It matters only with ``relative``; otherwise all entries are independent.
+      stacked: As for :class:`Perturbation`. Without ``relative``, this argument has no effect on the distribution,
+        because all entries are independent.
 
     Raises:
       TypeError: If ``std`` or ``axis`` has the wrong type.
@@ -134,7 +137,7 @@ class VarNoise(_DrawnByType):
         return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
 
     def _unit_of_std(self, x: Array) -> Array:
-        """Computes the size of the weights that ``relative`` names, in a shape that broadcasts to them."""
+        """Computes the size of the weights that ``relative`` names, in a shape that broadcasts to ``x``."""
         axes = other_axes(self.axis, x)
         match self.relative:
             case "max":
@@ -149,18 +152,19 @@ class VarNoise(_DrawnByType):
 class WeightDropout(_DrawnByType):
     r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, with mean w.
 
-    The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
-    ``broadcast_dims`` on one array draw only once, with the product of their keep probabilities.
+    The stage has no raw values, so the raw tree is the model's own tree. The probability is exact to :math:`2^{-23}`.
+    Two consecutive stages with equal ``broadcast_dims`` on one array draw random numbers only once, and keep a weight
+    with the product of both keep probabilities.
 
     Args:
-      rate: The probability :math:`p` that a weight is dropped, ``0 <= rate < 1``: a number, or a traced scalar, whose
-        range is not checked.
+      rate: The probability :math:`p` that a weight is dropped, ``0 <= rate < 1``: a number or a traced scalar. The
+        range of a traced scalar is not checked.
       broadcast_dims: The axes along which entries are dropped together, by number or by name, as for
-        :class:`WeightNorm`: ``-1`` drops whole rows of a matrix, ``0`` whole columns, ``(1, 2)`` whole heads of a
-        kernel of shape ``(heads, dim, out)``.
+        :class:`WeightNorm`. For example, ``-1`` drops whole rows of a matrix, ``0`` drops whole columns, and ``(1, 2)``
+        drops whole heads of a kernel of shape ``(heads, dim, out)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Perturbation`; ``broadcast_dims`` refers to the other axes.
+      stacked: As for :class:`Perturbation`; ``broadcast_dims`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``rate`` or ``broadcast_dims`` has the wrong type.
@@ -175,7 +179,7 @@ class WeightDropout(_DrawnByType):
              [0., 0.]], dtype=float32)
 
     References:
-      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013; of recurrent
+      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013; for recurrent
       weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
     """
 
@@ -205,7 +209,10 @@ class WeightDropout(_DrawnByType):
 
 
 def _root_of_squares(a: Any, b: Any) -> Any:
-    """Returns the root of the sum of squares, negated if both numbers are negative. Its gradient at zero is zero."""
+    """Returns ``sqrt(a**2 + b**2)``, negated if both numbers are negative.
+
+    If both numbers are zero, the gradient is zero, not NaN.
+    """
     if isinstance(a, float) and isinstance(b, float):
         return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
     total = jnp.square(a) + jnp.square(b)
@@ -214,7 +221,10 @@ def _root_of_squares(a: Any, b: Any) -> Any:
 
 
 def _keep_probability(rate: Any) -> Any:
-    """Returns the probability of keeping a weight, in float32 or wider, so that it rounds neither to 1 nor to 0."""
+    """Returns the probability of keeping a weight.
+
+    Arrays are computed in float32 or float64, because in half precision the result could round to 0 or 1.
+    """
     if isinstance(rate, float):
         return 1 - rate
     return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

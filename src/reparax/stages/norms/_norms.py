@@ -1,7 +1,7 @@
 """Stages for norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball.
 
-Half-precision weights are computed in float32 (``widened``), and the result is cast back. ``axis`` names the axes that
-have one norm per index, and ``along`` names the axes of the vectors whose norm is taken.
+For half-precision weights, the formulas run in float32 (``widened``) and cast the result back. The field ``axis`` names
+the axes with one norm per index. The field ``along`` names the axes of the vectors whose norm is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reparax.numerics.linalg import is_zero, max_abs, norm, scale_near_one, unit
 
 
 class _PerChannel(Reparametrization):
-    """The base class of stages that act on the weights of each output channel, or on all weights as one vector."""
+    """The base class of stages that act separately on the weights of each output channel, or on the whole array."""
 
     axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
 
@@ -37,13 +37,15 @@ class _PerChannel(Reparametrization):
 class WeightNorm(_PerChannel):
     r"""Weight norm, which trains length and direction separately: :math:`w = g \, v / \lVert v \rVert`.
 
-    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), a real array of size 1 along the normed axes, in float32
-    for half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
-    :math:`g = \lVert w \rVert`; it is exact for every ``w`` with a finite norm. For norms below 1e-28 or above 1e28,
-    whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
-    ``v = 1``, so that it is reproduced exactly and can still train.
+    Raw values: ``v`` (main), with the shape and dtype of ``w``; ``g`` (auxiliary), a real array of size 1 along the
+    normed axes, in float32 for half-precision weights and otherwise in the precision of ``w``.
 
-    Equivalents in other libraries, for the same array (a weight of torch has the shape ``(out, in)``):
+    ``init`` gives ``v = w`` and :math:`g = \lVert w \rVert`, and is exact for every ``w`` with a finite norm. If a norm
+    is below 1e-28 or above 1e28, ``v`` is ``w`` times a power of two, because the square of such a norm does not fit
+    into float32. A slice of zeros gets ``g = 0`` and ``v = 1``. The slice is then reproduced exactly and can still
+    train.
+
+    Equivalents in other libraries, for the same array. A weight in torch has the shape ``(out, in)``.
 
     ======================================  =============
     flax ``feature_axes=-1`` (its default)  ``axis=-1``
@@ -58,18 +60,19 @@ class WeightNorm(_PerChannel):
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. Pass a tuple for several axes, None for one norm of the whole
         array, or ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or
-        equinox layer, or from the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is an error.
+        equinox layer, or from the name ``kernel`` or ``w`` of an array ``(in, out)``; any other array is an error.
         Axes are given by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
-        ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
-        axis of a kernel with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an
-        error.
+        ``nnx.with_partitioning``. For example, ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")``
+        and the first axis of a kernel with axes ``("mlp", "embed")``. Every stage takes axis names; a parameter
+        without the given name is an error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper. ``v``
-        starts at ``w`` itself, so that the base of an adapter equals the weights of the model: ``init`` is exact for
-        norms from 4e-34 to 5e33, and in a slice of zeros ``v`` trains first, and ``g`` only after it.
+        always starts at ``w`` itself, so that the base of an adapter equals the weights of the model. ``init`` is
+        therefore exact only for norms from 4e-34 to 5e33. In a slice of zeros, ``v`` trains first and ``g`` trains
+        once ``v`` is nonzero.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``axis`` or ``detach`` has the wrong type.
@@ -98,7 +101,7 @@ class WeightNorm(_PerChannel):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        if self.detach:  # Keep `v = w`: it may be the base of an adapter, which must equal the weights.
+        if self.detach:  # `v` must equal `w`, because `v` may be the base of an adapter.
             return {"g": length, "v": w}
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
@@ -112,21 +115,23 @@ class WeightNorm(_PerChannel):
 class WeightStandardization(_PerChannel, Constraint):
     r"""Weights with mean 0 and variance 1 over the inputs of each output channel: :math:`w = (v - \mu) / \sigma`.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if each channel has mean 0 and variance
-    1, and otherwise starts at the nearest such point, the standardized ``w``. A channel of equal numbers has no unique
-    nearest point; it starts at evenly spaced numbers. Half-precision arrays are computed in float32.
+    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact if each channel
+    has mean 0 and variance 1. Any other channel starts at the standardized channel, which is the nearest point. A
+    channel of equal numbers has no unique nearest point, so it starts at evenly spaced numbers. For half-precision
+    arrays, the computation runs in float32.
 
-    For a gain, add weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization of
-    Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. Then ``init`` keeps the norm of each
-    channel, and is exact if the mean of the channel is 0; a channel of zeros stays zero, and can still train.
+    To add a gain, append weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization
+    of Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. In this chain, ``init`` keeps the
+    norm of each channel, and is exact if the mean of the channel is 0. A channel of zeros stays zero and can still
+    train.
 
     Args:
-      axis: The feature axes, by number or by name, with one mean and one variance per index: ``-1`` for a convolution's
-        ``(height, width, in, out)``. Default: the outputs, as for :class:`WeightNorm`.
+      axis: The feature axes, by number or by name, with one mean and one variance per index; for example, ``-1`` for a
+        convolution's ``(height, width, in, out)``. Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``axis`` has the wrong type.
@@ -164,7 +169,7 @@ class WeightStandardization(_PerChannel, Constraint):
         if w.size == 0:
             return {"v": w}
         is_constant = jnp.all(w == jnp.max(w, axis=axes, keepdims=True), axis=axes, keepdims=True)
-        # All arrays get the shape and sharding of w, because JAX selects only among arrays of equal sharding.
+        # Give all operands the shape and sharding of `w`, because `jnp.where` requires equal shardings.
         return {"v": jnp.where(is_constant & jnp.ones_like(w, bool), ramp + jnp.zeros_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -182,20 +187,21 @@ class WeightStandardization(_PerChannel, Constraint):
 class Sphere(Constraint):
     r"""Vectors of a fixed norm: :math:`w = r \, v / \lVert v \rVert`.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert = r`, and
-    otherwise starts at the nearest point of the sphere. A zero vector has no unique nearest point; it gets ``v = 1``.
-    Samples are uniform. Half-precision arrays are computed in float32.
+    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact for
+    vectors of norm :math:`r`. Any other vector starts at the nearest point of the sphere. A zero vector has no unique
+    nearest point, so it gets ``v = 1``. Samples are uniform. For half-precision arrays, the computation runs in
+    float32.
 
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
-      along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
-        output of a dense kernel ``(in, out)``, None for the whole array as one vector. Default: the only axis of a
-        vector, the inputs of each output, or the rows of a table, if they are known as for :class:`WeightNorm`. The
-        name of an array is enough for that. If the rows of a matrix ``w`` are points, pass ``-1``.
+      along: The axes of each vector: ``-1`` for the rows of an embedding, ``0`` for the weights of each output of a
+        dense kernel ``(in, out)``, None for the whole array as one vector. Default: the only axis of a vector, the
+        inputs of each output, or the rows of a table, if the roles of the axes are known as for :class:`WeightNorm`. A
+        matrix named ``w`` counts as a kernel ``(in, out)``; if its rows are the vectors, pass ``-1``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``radius`` or ``along`` has the wrong type.
@@ -231,22 +237,23 @@ class Sphere(Constraint):
 class MaxNorm(_PerChannel, Constraint):
     r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
-    otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, weights train as usual.
-    Outside, the map is the inversion in the sphere. Rescaling ``v`` to the sphere would pass no gradient to its norm,
-    so a ``v`` outside the ball could never come back. Half-precision arrays are computed in float32.
+    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact if
+    :math:`\lVert w \rVert \le c`. Any other vector starts at the nearest point, which is ``w`` rescaled to norm ``c``.
+
+    Inside the ball, weights train as usual. Outside, the map is the inversion in the sphere. Rescaling ``v`` to the
+    sphere instead would pass no gradient to the norm of ``v``, so a ``v`` outside the ball could never return. For
+    half-precision arrays, the computation runs in float32.
 
     Args:
       max_norm: The largest norm :math:`c`, a number or a traced scalar.
-      axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
-        output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
-        attention kernel ``(in, heads, dim)``, and ``0`` each row of an embedding. None bounds the norm of the whole
-        array.
-        Default: the outputs, as for :class:`WeightNorm`.
+      axis: The feature axes, with one norm per index, as for :class:`WeightNorm`. ``-1`` bounds the weights of each
+        output of a dense kernel ``(in, out)`` or of a convolution. ``(-2, -1)`` bounds the weights of each head and
+        dimension of an attention kernel ``(in, heads, dim)``. ``0`` bounds each row of an embedding, and None bounds
+        the norm of the whole array. Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``max_norm`` or ``axis`` has the wrong type.
@@ -277,7 +284,7 @@ class MaxNorm(_PerChannel, Constraint):
         return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
 
     def _shrinkage(self, x: Array) -> Array:
-        """Computes the factor that scales vectors outside the ball to the sphere; it is 1 inside the ball."""
+        """Computes the factor that scales a vector outside the ball to the sphere. Inside the ball the factor is 1."""
         length = norm(x, other_axes(self.axis, x))
         largest = scalar(self.max_norm, length)
         is_outside, ones = length > largest, jnp.ones_like(length)
@@ -287,22 +294,25 @@ class MaxNorm(_PerChannel, Constraint):
 class PoincareBall(Constraint):
     r"""Hyperbolic space as the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
 
-    This is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
-    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives the
-    logarithm of ``w``, :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is
-    exact in the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point outside the
-    ball starts at that margin, in the same direction. There the map is nearly flat along the radius, so the norm trains
-    slowly. Samples follow the wrapped normal distribution: they are images of normal tangent vectors. Half-precision
-    arrays are computed in float32.
+    The map is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
+    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), with the shape and dtype of ``w``, a tangent vector at the origin.
+
+    ``init`` gives the logarithm of ``w``,
+    :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`, which is exact inside the
+    ball, except within a margin of four machine epsilons that keeps rounded points inside. A point outside the ball
+    starts at that margin, in the same direction. The norm of such a point trains slowly, because the map is nearly flat
+    along the radius there. Samples follow the wrapped normal distribution, the image of normal tangent vectors.
+    For half-precision arrays, the computation runs in float32.
 
     Args:
       curvature: The number :math:`c`, greater than 0, or a traced scalar.
-      along: The axes along which a point's coordinates lie. Default: the only axis of a vector, or the outputs, which
-        are the last axis of a table and of a kernel ``(in, out)``, if they are known as for :class:`WeightNorm`. The
-        name of an array is enough, because points lie along the last axis outside networks too.
+      along: The axes that hold the coordinates of a point. Default: the only axis of a vector, or the outputs, if the
+        outputs are known as for :class:`WeightNorm`. The outputs are the last axis of a table and of a kernel
+        ``(in, out)``. The name of an array is enough, because points outside networks usually lie along the last axis
+        as well.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``curvature`` or ``along`` has the wrong type.
@@ -339,26 +349,31 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # The quotient has no stable derivative near 0.
+        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # Near 0 the quotient has no stable derivative.
         nonzero_length = jnp.where(is_small, jnp.ones_like(length), length)
         image = jnp.tanh(nonzero_length)
-        # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
+        # At the margin, keep the gradient of the map. With a zero gradient, no point could leave the margin again.
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _largest_norm_inside(v), 0))
         return (widened(v) * jnp.where(is_small, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Returns whether all points are in the open ball, or less than ``tolerance`` (default 0) radii outside it."""
+        """Returns whether all points are in the open ball.
+
+        Args:
+          w: An array of points.
+          tolerance: How far outside the ball the points may be, in units of the radius. Default: 0.
+        """
         return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
 
     def _length(self, w: Array) -> Array:
-        """Computes the norm of each vector, in units of the ball's radius."""
+        """Computes the norm of each vector, in units of the radius of the ball."""
         length = norm(widened(w), count_from_front(self.along, w))
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 
 def _largest_norm_inside(w: Array) -> float:
-    """Returns the largest norm, in units of the radius, of a point that stays in the ball when it is rounded."""
+    """Returns the largest norm, in units of the radius, at which rounding cannot move a point out of the ball."""
     return 1 - 4 * float(jnp.finfo(w.dtype).eps)

@@ -1,7 +1,7 @@
 """The stage ``SpectralNorm``, for matrices and for convolutions.
 
-Power iteration alternates between a linear map and its adjoint. The map multiplies by a matrix, or applies a
-``Convolution`` to an image; ``_times_matrix`` and ``_times_adjoint`` handle both cases.
+Power iteration alternates between a linear map and the adjoint of the map. The map multiplies a vector by a matrix, or
+applies a ``Convolution`` to an image. ``_times_matrix`` and ``_times_adjoint`` handle both cases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """Returns the shape of an image as a tuple of positive integers, or raises an error."""
+    """Returns the shape of an image as a tuple. Raises an error if a size is not a positive integer."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
@@ -39,7 +39,7 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """Returns a positive integer, or a tuple with one for each axis of an image; raises an error otherwise."""
+    """Checks that a value is a positive integer, or a tuple with one positive integer for each axis of an image."""
     if is_integer(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
@@ -48,9 +48,9 @@ def check_sizes(value: Any, who: str, name: str) -> Sizes:
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
-    """Returns a padding, or raises an error.
+    """Checks that a value is a padding.
 
-    A padding is a word, the number of zeros on each side, or a pair of such numbers for each axis.
+    A padding is a word such as ``"SAME"``, a number of zeros for every side, or a pair of numbers for each axis.
     """
     if type(value) is str and value in _PADDINGS:
         return value
@@ -80,7 +80,7 @@ class Convolution:
     feature_group_count: int
 
     def why_refused(self, kernel: Any) -> str | None:
-        """Returns an error text if the kernel does not fit this convolution, and None if it does."""
+        """Returns an error text if the kernel does not fit the settings of the convolution, and None otherwise."""
         ndim = len(self.input_shape)
         if kernel.ndim != ndim + 2:
             return (
@@ -110,7 +110,7 @@ class Convolution:
         return None
 
     def input_type(self, kernel: Any) -> jax.ShapeDtypeStruct:
-        """Returns the shape ``(*input_shape, in)`` and the dtype of the input image for a kernel."""
+        """Returns the shape ``(*input_shape, in)`` and the dtype of the images that a kernel takes as input."""
         return jax.ShapeDtypeStruct((*self.input_shape, kernel.shape[-2] * self.feature_group_count), kernel.dtype)
 
     def __call__(self, kernel: Array, image: Array) -> Array:
@@ -139,7 +139,7 @@ class Convolution:
         )[0]
 
     def _per_axis(self, sizes: Sizes) -> tuple[int, ...]:
-        """Returns ``sizes`` as a tuple with one entry for each axis of the image."""
+        """Repeats a single integer for each axis of the image. A tuple is returned unchanged."""
         return (sizes,) * len(self.input_shape) if isinstance(sizes, int) else sizes
 
     def adjoint(self, kernel: Array, image: Array) -> Array:
@@ -151,53 +151,55 @@ class Convolution:
 _DEFAULTS = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
 
 _STEPS_TO_PROJECT = 500
-"""The steps of power iteration in ``project`` for a convolution, whose exact norm would need a huge matrix."""
+"""The number of power iterations in ``project`` for a convolution. The exact norm would need a huge matrix."""
 
 
 class SpectralNorm(MatrixAxes, Constraint):
     r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
-    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with one number per column and per
-    row, which estimate the singular vectors by power iteration and are in float32 for half-precision weights. No
-    gradient passes through ``u`` and ``v``. ``init`` keeps ``w`` and iterates 15 times from a random start, as torch
-    does. ``update`` iterates ``n_steps`` times; call it once per training step. ``apply`` and ``fold`` never iterate,
-    so all calls in a step give the same weights. A zero matrix stays zero. ``apply(init(w))`` is ``w`` if
-    :math:`\sigma(w) = 1`; otherwise it is ``w`` divided by the estimate of :math:`\sigma`. ``project`` divides by the
-    singular value from the SVD.
+    Raw values: ``w`` (main), the matrix W; ``u`` (fixed), a vector with one number per column; ``v`` (fixed), a vector
+    with one number per row. The vectors estimate the singular vectors by power iteration, and are in float32 for
+    half-precision weights. No gradient passes through ``u`` and ``v``.
 
-    The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. While the weights change,
-    one iteration per step lags behind, and the norm overshoots: it reached 1.09 in our tests at usual learning rates,
-    and more with large steps. If the bound matters, raise ``n_steps`` to 5 or 15; ``project`` divides by the exact
-    value.
+    ``init`` keeps ``w`` and runs 15 power iterations from a random start, as torch does. ``update`` runs ``n_steps``
+    power iterations; call it once per training step. ``apply`` and ``fold`` never iterate, so all calls in a training
+    step give the same weights. If :math:`\sigma(w) = 1`, ``apply(init(w))`` is ``w``; otherwise, ``w`` is divided by
+    the estimate of :math:`\sigma`. A zero matrix stays zero.
+
+    The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. With one iteration per
+    training step, the estimate lags behind the changing weights, and the norm exceeds 1. The norm reached 1.09 in our
+    tests at usual learning rates, and more with large steps. If the bound matters, raise ``n_steps`` to 5 or 15, or use
+    ``project``, which divides by the singular value from the SVD.
 
     A matrix has the same norm as its transpose. For an array of more than two dimensions, name the output axes:
     ``columns=(1, 2)`` for an attention kernel ``(in, heads, dim)``, ``columns=-1`` for the output projection
-    ``(heads, dim, out)``. With ``(in, heads)`` as rows instead, the norm of the map could reach the square root of the
-    number of heads.
+    ``(heads, dim, out)``. If the rows of an attention kernel were ``(in, heads)``, the norm of its linear map could
+    reach the square root of the number of heads.
 
-    A convolution is a linear map of images. Its norm depends on strides and padding. It can exceed the norm of the
-    kernel as a matrix, which ``columns=-1`` and other libraries use, by up to the square root of the kernel's area.
-    With ``input_shape``, the shape of the input images, :math:`\sigma` is the norm of that map: ``v`` has the shape
-    ``(*input_shape, in)``, ``u`` has the shape of the output image, and ``project`` iterates 500 times. The largest
-    singular values are close to each other, so use more steps, such as ``n_steps=5``.
+    A convolution is a linear map of images, whose norm depends on strides and padding. This norm can exceed the norm of
+    the kernel as a matrix, which ``columns=-1`` and other libraries use, by up to the square root of the kernel's area.
+    With ``input_shape``, the shape of the input images, :math:`\sigma` is the norm of the convolution. Then ``v`` has
+    the shape ``(*input_shape, in)``, ``u`` has the shape of the output image, and ``project`` runs 500 power iterations
+    in place of the SVD. Use more steps for convolutions, such as ``n_steps=5``, because the largest singular values
+    are close to each other.
 
     Args:
-      n_steps: The number of power iterations in each ``update``, at least 1; called ``n_power_iterations`` in torch.
+      n_steps: The number of power iterations in each ``update``, at least 1. Torch calls it ``n_power_iterations``.
       rows: As for :class:`LowRank`.
-      columns: As for :class:`LowRank`. A single axis is torch's ``dim``: 0, or 1 for transposed convolutions. With
-        ``input_shape``, pass the output axis, which must be the first or the last one; its neighbor (1 or -2) is the
-        input axis. A transposed convolution has the norm of its adjoint: for torch's, use ``columns=0``, and the shape
-        of its output images as ``input_shape``.
+      columns: As for :class:`LowRank`. A single axis is the ``dim`` of torch: 0, or 1 for transposed convolutions. With
+        ``input_shape``, pass the output axis, which must be the first or the last axis; the input axis is its neighbor
+        (1 or -2). A transposed convolution has the same norm as its adjoint, which is a convolution. For a transposed
+        convolution of torch, pass ``columns=0``, and the shape of the output images as ``input_shape``.
       input_shape: The shape of a convolution's input images without channels, such as ``(32, 32)``. Default: None, for
         plain matrices.
-      strides: The strides of the convolution, a number or one for each axis of the image.
+      strides: The strides of the convolution: one integer, or a tuple with an integer for each axis of the image.
       padding: ``"SAME"`` or ``"VALID"`` as in flax, ``"CIRCULAR"``, a number of zeros on each side, or a pair
         ``(low, high)`` for each axis.
-      kernel_dilation: The dilation of the kernel, a number or one for each axis of the image.
+      kernel_dilation: The dilation of the kernel: one integer, or a tuple with an integer for each axis of the image.
       feature_group_count: The number of channel groups.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales; with ``input_shape``, only arrays with two dimensions more than the image.
+        and scales; with ``input_shape``, only arrays with two more dimensions than ``input_shape``.
       stacked: As for :class:`Reparametrization`.
 
     Raises:
@@ -234,7 +236,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
     needs_update: ClassVar[bool] = True
-    random_init: ClassVar[Any] = False  # No key is required, because any start leads to the same vectors.
+    random_init: ClassVar[Any] = False  # The key is optional, because any start converges to the same vectors.
     acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 
     def __post_init__(self) -> None:
@@ -289,7 +291,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return (x / divisor).astype(w.dtype)
 
     def _largest_singular_value(self, matrix: Array) -> Array:
-        """Computes the largest singular value of a matrix or, by many power iterations, of a convolution."""
+        """Computes the largest singular value: from the SVD for a matrix, by power iteration for a convolution."""
         if self._convolution is None:
             return jnp.linalg.norm(matrix, 2)
         start = jax.random.normal(jax.random.key(0), self._convolution.input_type(matrix).shape, matrix.dtype)
@@ -302,13 +304,13 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     @property
     def _convolution(self) -> Convolution | None:
-        """The convolution with the settings of this stage; None for plain matrices."""
+        """The convolution with the settings of this stage, or None if the stage acts on plain matrices."""
         if self.input_shape is None:
             return None
         return Convolution(self.input_shape, self.strides, self.padding, self.kernel_dilation, self.feature_group_count)
 
     def _matrix(self, w: Array) -> Array:
-        """Reshapes ``w`` to a matrix, or transposes it to a kernel ``(..., in, out)`` of a convolution."""
+        """Reshapes ``w`` to a matrix or, for a convolution, moves its axes to the order ``(..., in, out)``."""
         if why := self._axes_error(w):
             raise ValueError(why)
         if self.input_shape is not None:
@@ -318,7 +320,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """Returns a convolution's output axis in a list; the list is empty if it is not the first or last axis."""
+        """Returns the output axis of a convolution in a list, which is empty unless the axis is the first or last."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
@@ -329,27 +331,27 @@ def _times_matrix(matrix: Array, v: Array, convolution: Convolution | None) -> A
 
 
 def _times_adjoint(matrix: Array, u: Array, convolution: Convolution | None) -> Array:
-    """Applies the adjoint of ``_times_matrix`` to ``u``."""
+    """Applies the adjoint of the linear map in ``_times_matrix`` to ``u``."""
     if convolution is None:
         return jnp.matmul(matrix.conj(), u, precision="highest")
     return convolution.adjoint(matrix, u)
 
 
 def _as_unit(x: Array) -> Array:
-    """Divides ``x`` by its norm as a single vector."""
+    """Divides ``x`` by its Euclidean norm, taken over all axes."""
     return unit(x, tuple(range(x.ndim)))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
-    """Runs ``n_steps`` of power iteration from ``v``, and returns estimates of the singular vectors ``u`` and ``v``.
+    """Runs ``n_steps`` power iterations from ``v``, and returns estimates of the singular vectors ``u`` and ``v``.
 
-    It is jitted, so that eager calls compile it only once.
+    The function is jitted, so that eager calls compile the loop only once.
     """
 
     def step(v: Array) -> tuple[Array, Array]:
         u = _as_unit(_times_matrix(matrix, v, convolution))
         image = _as_unit(_times_adjoint(matrix, u, convolution))
-        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep v nonzero: a zero matrix may change later.
+        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep `v` nonzero: a zero matrix may train.
 
     return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

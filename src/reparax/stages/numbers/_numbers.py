@@ -1,4 +1,4 @@
-"""Elementwise stages, such as for positive or bounded numbers, and a stage for probabilities along an axis."""
+"""Elementwise stages, such as stages for positive and bounded numbers, and a stage for probabilities along an axis."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Function = Callable[[Array], Array]
 
 
 class _ElementwiseMap(Constraint):
-    """The base class of stages that map the raw value ``x`` elementwise.
+    """The base class of stages that apply an elementwise function to the raw value ``x``.
 
-    Samples are images of standard normal numbers.
+    A sample is this function applied to standard normal numbers.
     """
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
@@ -35,11 +35,11 @@ class _ElementwiseMap(Constraint):
 
     @abstractmethod
     def _forward(self, x: Array) -> Array:
-        """Maps raw values ``x`` to weights."""
+        """Maps the raw value ``x`` to weights."""
 
     @abstractmethod
     def _inverse(self, w: Array) -> Array:
-        """Maps weights ``w`` to raw values."""
+        """Maps weights ``w`` to the raw value."""
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
@@ -48,7 +48,7 @@ class _ElementwiseMap(Constraint):
         return jnp.sum(self._log_slope(values["x"], slope))
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        """Returns the logarithm of the magnitude of the map's derivative at each ``x``, where it is ``slope``."""
+        """Returns the logarithm of the magnitude of ``slope``, the derivative of the map at ``x``."""
         del x
         return jnp.log(jnp.abs(slope))
 
@@ -67,7 +67,7 @@ _POSITIVE: dict[str, tuple[Function, Function]] = {
     "exp": (jnp.exp, jnp.log),
     "square": (jnp.square, jnp.sqrt),
 }
-"""For each name of a map, the map from raw values to positive numbers and its inverse."""
+"""Maps the name of each map to two functions: from raw values to positive numbers, and the inverse."""
 
 
 PositiveMap = Literal["softplus", "exp", "square"]
@@ -76,14 +76,15 @@ PositiveMap = Literal["softplus", "exp", "square"]
 class Positive(_ElementwiseMap):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
-    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Zero and negative numbers are an error:
-    they would start next to zero, where each map is flat, and never train. With ``outside="unchecked"`` they start
-    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
-    computed in float32.
+    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`,
+    :math:`\log w` or :math:`\sqrt w`. ``init`` is exact for positive ``w``, up to the rounding of ``x``. Zero and
+    negative numbers are an error, because they would start next to zero, where each map is flat, and never train. With
+    ``outside="unchecked"`` such numbers start at the smallest number that the arithmetic of the dtype distinguishes
+    from zero. For half-precision arrays, the computation runs in float32.
 
     Args:
-      map: The map from ``x`` to ``w``: ``"softplus"``, ``"exp"`` or ``"square"``. Only a square can be exactly zero.
+      map: The map from ``x`` to ``w``: ``"softplus"``, ``"exp"`` or ``"square"``. Only ``"square"`` can give
+        weights of exactly zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
@@ -115,9 +116,11 @@ class Positive(_ElementwiseMap):
         return widened(w) < _least_number(w)
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
-        """Returns whether all numbers are positive; ``map="square"`` also allows zeros.
+        """Returns whether all numbers are positive. If ``map="square"``, zeros are allowed as well.
 
-        With a ``tolerance``, they only have to be at least ``-tolerance`` times the largest magnitude.
+        Args:
+          w: An array.
+          tolerance: If given, numbers down to ``-tolerance`` times the largest magnitude are allowed.
         """
         x = widened(jnp.asarray(w))
         if tolerance is None:
@@ -128,7 +131,7 @@ class Positive(_ElementwiseMap):
         return _POSITIVE[self.map][0](x)
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        # The logarithms are in closed form where the slope itself may underflow.
+        # For softplus and exp, use closed forms, because the slope itself may underflow.
         return {"softplus": jax.nn.log_sigmoid(x), "exp": x, "square": jnp.log(jnp.abs(slope))}[self.map]
 
     def _inverse(self, w: Array) -> Array:
@@ -136,17 +139,18 @@ class Positive(_ElementwiseMap):
 
 
 def _least_number(w: Array) -> float:
-    """Returns the smallest number that arithmetic in the dtype of ``w`` distinguishes from zero."""
+    """Returns the smallest positive number that arithmetic on ``w`` distinguishes from zero."""
     return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
 
 
 class Bounded(_ElementwiseMap):
     r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
-    between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
-    there, and they would never train. With ``outside="unchecked"`` they start next to the bound. Half-precision arrays
-    are computed in float32.
+    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives the logit
+    :math:`x = \log((w - a) / (b - w))`, which is exact between the bounds, up to the rounding of :math:`b - a`. Numbers
+    at a bound or beyond are an error, because the map is flat there and such numbers would never train. With
+    ``outside="unchecked"``, numbers start next to the bound instead. For half-precision arrays, the computation runs in
+    float32.
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
@@ -188,7 +192,7 @@ class Bounded(_ElementwiseMap):
 
         Args:
           w: An array.
-          tolerance: How far outside the bounds the numbers may be, in units of ``high - low``. Default: ten times the
+          tolerance: How far outside the bounds a number may be, in units of ``high - low``. Default: ten times the
             machine epsilon.
         """
         w = jnp.asarray(w)
@@ -214,7 +218,7 @@ class Bounded(_ElementwiseMap):
         return jnp.log(t) - jnp.log1p(-t)
 
     def _relative_position(self, w: Array) -> Array:
-        """Computes the positions of numbers relative to the bounds: 0 at ``low``, 1 at ``high``."""
+        """Rescales numbers linearly, so that ``low`` becomes 0 and ``high`` becomes 1."""
         low, high = scalar(self.low, w), scalar(self.high, w)
         return (w - low) / (high - low)
 
@@ -222,14 +226,15 @@ class Bounded(_ElementwiseMap):
 class Elementwise(_ElementwiseMap):
     r"""Weights given by an elementwise function of your own: :math:`w = f(x)`.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
-    inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
-    is 0, would never train: they are an error unless ``outside="unchecked"``. Half-precision arrays are passed as
-    float32.
+    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = f^{-1}(w)`, and is exact if
+    ``inverse`` is a right inverse of ``forward``. A number would never train if ``inverse`` maps it to infinity, or to
+    a point where the derivative of ``forward`` is 0. Such numbers are an error unless ``outside="unchecked"``.
+    Half-precision arrays are passed to both functions as float32.
 
     Args:
-      forward: The elementwise function :math:`f`. Functions compare by identity, so define it once, by name: a new
-        ``lambda`` in each training step would compile again each time. ``to_json`` can write only functions of JAX.
+      forward: The elementwise function :math:`f`. Define the function once, outside the training step, because
+        functions compare by identity: a new ``lambda`` in each step would compile the step again. ``to_json`` can write
+        only functions of JAX.
       inverse: A right inverse of ``forward``.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
@@ -251,7 +256,7 @@ class Elementwise(_ElementwiseMap):
     inverse: Function = field(check_function)
 
     def _why_refused(self, w: Array) -> str | None:
-        why = super()._why_refused(w)  # This comes first, so that NaN in `w` itself is reported as such.
+        why = super()._why_refused(w)  # Check `w` first, so that NaN in `w` itself is reported as such.
         if why is not None or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
@@ -278,8 +283,8 @@ _FACTOR = number_that(lambda factor: 0 < abs(factor) < math.inf, "takes a finite
 class Scale(Reparametrization):
     r"""Weights with a constant factor, such as a multiplier of muP: :math:`w = c \, x`.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
-    are computed in float32.
+    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives ``x = w / c``, and is exact up to
+    rounding. For half-precision arrays, the computation runs in float32.
 
     Args:
       factor: The factor :math:`c`, a number other than 0 or a traced scalar.
@@ -321,25 +326,28 @@ class Scale(Reparametrization):
 class Simplex(Constraint):
     r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact if ``w`` is positive and sums to
-    1, and otherwise starts at the nearest point of the simplex. Zeros in that point are an error: the map is flat
-    there, and they would never train. With ``outside="unchecked"`` they start next to zero. Samples are uniform.
-    Half-precision arrays are computed in float32.
+    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = \log w`, and is exact if ``w``
+    is positive and sums to 1. Any other vector starts at the nearest point of the simplex. Zeros in the nearest point
+    are an error, because the map is flat there and such numbers would never train. With ``outside="unchecked"`` zeros
+    start next to zero. Samples are uniform. For half-precision arrays, the computation runs in float32.
 
-    The model does not depend on :math:`r = \log \sum e^x`, so no data would constrain samples of raw values in
-    that direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex
-    and r, plus the log-density of r under a standard normal distribution, summed over all distributions in the array.
-    With it, ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a log-density of raw values under which the points of the
-    simplex have the given prior.
+    The model does not depend on :math:`r = \log \sum e^x`, so data cannot constrain r when raw values are sampled.
+    ``log_det`` therefore gives r a standard normal distribution. For each distribution in the array, ``log_det`` adds
+
+    - the log-determinant of the bijection from ``x`` to the point of the simplex and r,
+    - the log-density of r under the standard normal distribution.
+
+    As a result, ``log_prior(p.fold(raw)) + p.log_det(raw)`` is a log-density of raw values under which the points of
+    the simplex have the given prior.
 
     Args:
-      along: The axis along which the numbers sum to 1: ``-1`` for mixture weights and the rows of a transition matrix.
-        Default: the only axis of a vector; in a network, the inputs of each output or the rows of a table, if they are
-        known from the class of a layer or from roles. The name of an array is not enough: a matrix ``w`` may as well
-        hold distributions.
+      along: The axis along which the numbers sum to 1, such as ``-1`` for mixture weights and for the rows of a
+        transition matrix. Default: the only axis of a vector; in a network, the inputs of each output or the rows of a
+        table, if they are known from the class of a layer or from roles. The name of an array is not enough, because a
+        matrix named ``w`` may hold distributions instead of a kernel.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
 
     Raises:
       TypeError: If ``along`` has the wrong type.
@@ -383,11 +391,12 @@ class Simplex(Constraint):
         return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(log_sum))
 
     def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        # Exponential random numbers divided by their sum are uniform. Their logarithms are negated Gumbel numbers.
+        # Exponential random numbers divided by their sum are uniform on the simplex. The logarithm of an exponential
+        # random number is a negated Gumbel number.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
     def _project_along(self, w: Array) -> Array:
-        """Projects ``w`` to the nearest points of the simplex along the axis."""
+        """Projects each vector along the axis ``along`` to the nearest point of the simplex."""
         axis = position(self.along, w)
         nearest = _project_last_axis(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         return jnp.moveaxis(nearest, -1, axis)
@@ -395,7 +404,11 @@ class Simplex(Constraint):
 
 @functools.partial(inlined, static_argnums=1)
 def _project_last_axis(w: Array, rounding: float) -> Array:
-    """Projects to the simplex along the last axis, taking the positive parts after a shift that makes them sum to 1."""
+    """Projects each vector along the last axis to the nearest point of the simplex.
+
+    The projection subtracts one shift from all numbers of a vector and replaces negative results by zero. The shift is
+    chosen such that the results sum to 1.
+    """
     if w.size == 0:
         return w
     descending = -jnp.sort(-w, axis=-1)
@@ -403,5 +416,6 @@ def _project_last_axis(w: Array, rounding: float) -> Array:
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
     support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
     shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
-    # A tiny shift, up to ``rounding``, would change small probabilities a lot, and softmax makes the sum 1 anyway.
+    # Skip a shift of up to `rounding`, because a tiny shift would change small probabilities a lot. Softmax makes
+    # the sum 1 anyway.
     return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)
