@@ -63,18 +63,10 @@ def over(cells: list, test: str, level: int | None = None) -> np.ndarray:
 def compared(found: Found, best: Mapping[str, float]) -> str:
     """A row for each planned contrast."""
     head = ["way", "compared with", "points", "95 % interval", "p (Holm)"]
-    rows = [
-        [
-            *(
-                each.way,
-                each.against,
-                f"{each.mean:+.1f}".replace("-0.0", "0.0"),
-                f"{each.low:+.1f} to {each.high:+.1f}",
-            ),
-            "< 0.001" if each.p < 0.001 else f"{each.p:.3f}",
-        ]
-        for each in contrasts(found, best)
-    ]
+    rows = list[list[str]]()
+    for each in contrasts(found, best):
+        points, limits = f"{each.mean:+.1f}".replace("-0.0", "0.0"), f"{each.low:+.1f} to {each.high:+.1f}"
+        rows.append([each.way, each.against, points, limits, "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"])
     return markdown(head, rows)
 
 
