@@ -10,11 +10,11 @@ import numpy as np
 from reparax.numerics.arithmetic import is_array
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest magnitude that a setting may have, because weights are computed in float32."""
+"""The largest magnitude allowed for a number in an adapter's configuration, because weights are computed in float32."""
 
 
 def is_number(x: object) -> bool:
-    """Returns whether a setting is a number that is finite in float32."""
+    """Returns whether a value is an int or a float, but not a bool, and is finite in float32."""
     return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
 
 
@@ -24,13 +24,13 @@ def is_positive_integer(x: Any) -> TypeGuard[int]:
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Returns whether all numbers of an array are finite in float32."""
+    """Returns whether all entries of an array are finite in float32."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(x.astype(np.float32)).all())
 
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
-    """Converts a dict of tensors or arrays to a dict of NumPy arrays.
+    """Converts a dict of torch tensors or arrays to a dict of NumPy arrays under the same names.
 
     Args:
       who: The name of the public function that was called, for errors.
@@ -44,7 +44,7 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
 
 
 def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
-    """Converts a tensor or array to NumPy. Raises an error if the tensor is on the meta device, quantized or sparse."""
+    """Converts a tensor or array to NumPy. Raises an error for quantized, sparse and meta tensors."""
     if not isinstance(name, str):
         raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
     if not is_array(x):
@@ -88,5 +88,5 @@ class _ShortRepr(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """Returns a short ``repr`` of a value, because ``repr`` may be very long, or fail for deeply nested lists."""
+    """Returns a shortened ``repr`` of a value. The built-in ``repr`` may be very long or fail for nested lists."""
     return _ShortRepr().repr(value)
