@@ -2,8 +2,8 @@
 
 The arrays of the model are divided into arrays with an adapter (:class:`AdaptedArray`) and arrays that train whole.
 Each adapter is converted separately to the tensors and settings that PEFT stores for it (:class:`PeftForm`). The
-results are collected by module, and one configuration is built that describes all modules. A single error reports all
-arrays that have no equivalent in PEFT.
+results are collected by module, and one configuration describes all modules. A single error reports all arrays that
+have no equivalent in PEFT.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def to_peft(
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
     the configuration with ``json.dump`` as ``adapter_config.json``. Add ``base_model_name_or_path`` and ``task_type``
     to the configuration if you need these settings. Biases and whole modules that train beside the adapters are
-    included. Perturbations, the rounding of :class:`FakeQuantized` and the base are left out.
+    included. Perturbations (such as noise), the rounding of :class:`FakeQuantized` and the base weights are left out.
 
     Args:
       p: The chain. Its adapters must belong to one of the methods that :func:`from_peft` reads.
@@ -64,9 +64,9 @@ def to_peft(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent of the stages of a parameter; the error names each such parameter. Also for
-        LoRA with ``init_weights="pissa"`` or ``"olora"``, which changes the base, whereas PEFT adds the factors to the
-        original base.
+      ValueError: If PEFT has no equivalent of the stages of a parameter; the error names each such parameter. This
+        includes LoRA with ``init_weights="pissa"`` or ``"olora"``, which changes the base weight, whereas PEFT adds the
+        factors to the original base weight.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -108,10 +108,11 @@ def to_peft(
 
 
 def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tuple[dict[str, Forms], list[str]]:
-    """Converts each adapted array to its form in PEFT.
+    """Converts each adapted array to the tensors and settings that PEFT stores for it.
 
     Returns:
-      The forms, keyed by method and torch name, and an error for each array that has no equivalent in PEFT.
+      The converted arrays, keyed by method and torch name, and an error text for each array that has no equivalent in
+      PEFT.
     """
     lines: list[str] = []
     written_by_method: dict[str, Forms] = {}
@@ -131,7 +132,7 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
-    """Returns the only method in ``names``. Raises an error unless there is exactly one and ``lines`` is empty."""
+    """Returns the only PEFT method in ``names``. Raises an error unless it is alone and ``lines`` is empty."""
     if not names and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters with "
@@ -148,7 +149,7 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
 def _configure(
     method: str, modules: Forms, wrappers: Mapping[str, str], known_modules: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the configuration for adapted modules and for stacks of experts, each of which has its own wrapper."""
+    """Returns the PEFT configuration for adapted modules and stacks of experts. The latter are keys of ``wrappers``."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= _names_setting("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
@@ -162,7 +163,7 @@ def _configure(
 
 
 def _configure_lora(modules: Forms) -> dict[str, Any]:
-    """Returns LoRA's ranks, alphas and flags.
+    """Returns PEFT's settings for the ranks, alphas and flags of LoRA.
 
     PEFT divides an alpha by the rank, or by the square root of the rank with ``use_rslora``.
     """
@@ -184,11 +185,11 @@ def _equal_setting(modules: Forms, name: str) -> Any:
 
 
 def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the settings that give each module a number: the most common number, and patterns for other modules."""
+    """Returns the settings for each module's rank or alpha: the most common number, and patterns for other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    # A plain name would also match any longer module name that ends with the plain name.
+    # Without `^`, the name would also match any longer module name that ends with it.
     exceptions = {
         f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
         for module, x in number_of_module.items()
@@ -200,7 +201,7 @@ def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> d
 def _names_setting(
     setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match other modules.
+    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match others too.
 
     ``names`` returns whether a configuration names a module, by PEFT's rules.
     """
@@ -210,7 +211,7 @@ def _names_setting(
 
 
 def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
-    """Merges the forms of a module's weight and bias. The update of the bias is rescaled to the weight's factor."""
+    """Merges what PEFT stores for each module's weight and bias. Rescales the bias update to the weight's factor."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
@@ -237,8 +238,8 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
     """Splits the arrays of the model into arrays with an adapter and arrays that train whole.
 
     Returns:
-      The adapted arrays, the arrays that train whole, and an error for each array that trains whole if its layout is
-      unknown.
+      The adapted arrays, the arrays that train whole, and an error text for each array that trains whole if its layout
+      is unknown.
     """
     adapted: dict[str, AdaptedArray] = {}
     free: dict[str, Array] = {}
@@ -249,7 +250,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
             if array.producer:
                 adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
             elif array.place in plan.raw.frame.state:
-                continue  # State is not trained, so the array is not written.
+                continue  # Model state, such as batch statistics, is not trained, so it is not written.
             elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
                 require_layouts([target])
                 free[tensor] = target.slice_of(x).reshape(target.shape)
@@ -259,7 +260,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
 
 
 def _layouts_by_stage(plan: Plan) -> dict[str, str]:
-    """Maps the paths of attention kernels to the layout that the axes of LoRA imply.
+    """Maps the path of each attention kernel with a LoRA to the layout implied by LoRA's axes.
 
     An attention kernel is recognized by its one input axis and two output axes.
     """
@@ -285,7 +286,7 @@ def _require_no_torch_attention(tensor: str, targets: Targets) -> None:
 
 
 def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> None:
-    """Raises an error if IA3 has no equivalent of the gain on an array.
+    """Raises an error if PEFT's IA3 has no equivalent of the gain on an array.
 
     IA3 multiplies a frozen weight by a gain. A gain on the outputs also multiplies the bias.
     """
@@ -319,14 +320,14 @@ def _require_findable_name(written: PeftForm, target: Target) -> None:
 
 
 def _is_bias(tensor: str) -> bool:
-    """Returns whether PEFT considers a tensor a bias."""
+    """Returns whether a torch tensor is a bias for PEFT, that is, whether its own name is ``bias``."""
     return tensor.rpartition(".")[2] == "bias"
 
 
 def _write_other_trained(
     method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors that train beside the adapters, keyed by PEFT's names, and the settings for these tensors."""
+    """Returns the tensors that train beside the adapters, keyed by PEFT's names, and the settings for them."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_savable_modules(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
