@@ -55,10 +55,9 @@ def from_torch(
 ) -> PyTree:
     r"""Converts the state dict of a torch module that is parametrized in the same way as ``p`` to a raw tree of ``p``.
 
-    Each raw value is converted, so training can continue from the same state: the ``g`` and ``v`` of
-    :class:`WeightNorm`, the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of
-    pruning. Both torch's parametrizations and its hooks are supported. Torch is not needed, because tensors may be
-    arrays, such as those of a safetensors file.
+    All raw values are converted, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the vectors of
+    :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning. Both torch's parametrizations and
+    its hooks are supported. Torch is not needed, because tensors may be arrays, such as those of a safetensors file.
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ.
 
