@@ -95,7 +95,7 @@ def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> V
 
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
-    """Returns the random key for ``init``, or None if ``init`` needs none. Raises an error if a needed key is missing."""
+    """Returns the random key for ``init``, or None if ``init`` needs none. Raises an error if the key is missing."""
     if p.random_init and key is None:
         raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
     return key if p.random_init else None
