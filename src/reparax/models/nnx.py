@@ -207,7 +207,7 @@ class Parametrized(nnx.Module):
         return _copy_graph(self.raw, {i: (node, convert(new)) for i, (node, new) in outputs.items()}, copies)
 
     def _attribute(self, owner: Any, module: Any, name: str) -> Any:
-        """Returns an attribute of a module in the raw model; ``owner`` is the wrapper or one of its parts, for errors."""
+        """Returns an attribute of a module in the raw model. Errors name ``owner``, the wrapper or a part of it."""
 
         def read_instance(name: str) -> Any:
             value = vars(module)[name]
