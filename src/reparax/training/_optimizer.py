@@ -191,7 +191,7 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
 
 
 def _require_advancing(p: Parametrization, raw: PyTree) -> None:
-    """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model that wraps such a tree."""
+    """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model with such a tree."""
     leaves = items(raw, is_placeholder)
     fixed = [x for path, x in leaves if FIXED in path]
     if not any(map(is_placeholder, fixed)):
