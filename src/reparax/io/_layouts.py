@@ -111,15 +111,21 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
     """
     if by_rule in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
-        raise ValueError(f"the layout {by_rule!r} is for matrices {axes}, but {name!r} has shape {shape}.")
+        raise ValueError(
+            f"the layout {by_rule!r} requires a matrix {axes}, but {name!r} has shape {shape}. Correct the rule for "
+            f"it in `layouts`."
+        )
     if by_rule == "vector" and max(shape[1:], default=1) > 1 and not (len(shape) == 2 and name.endswith("bias")):
         raise ValueError(
-            f"the layout 'vector' is for arrays (out, 1, ..., 1) and biases (heads, dim), but {name!r} has shape "
-            f"{shape}."
+            f"the layout 'vector' requires an array (out, 1, ..., 1) or a bias (heads, dim), but {name!r} has shape "
+            f"{shape}. Correct the rule for it in `layouts`."
         )
     if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
-        what = "attention kernels" if by_rule in HEADS else "stacks of matrices"
-        raise ValueError(f"the layout {by_rule!r} is for {what} with three axes, but {name!r} has shape {shape}.")
+        what = "an attention kernel" if by_rule in HEADS else "a stack of matrices"
+        raise ValueError(
+            f"the layout {by_rule!r} requires {what} with three axes, but {name!r} has shape {shape}. Correct the rule "
+            f"for it in `layouts`."
+        )
     if by_rule is not None:  # With 'same', a matrix named `kernel` has its inputs first in torch too, as in Conv1D.
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
     layout, axes = of_module or _LAYOUTS_BY_NAME.get(name, (None, 0))

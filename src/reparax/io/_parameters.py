@@ -54,15 +54,21 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
     counters = sorted(set(re.findall(r"\{(.*?)\}", name)))
     if tuple(counters) != _COUNTERS[: len(counters)]:
         raise ValueError(
-            f"`names` gives {path!r} the name {name!r}, but expected the counter {{i}} for a stack along the "
-            f"first axis, or {{i}} and {{j}} for a stack along the first two."
+            f"`names` gives {path!r} the torch name {name!r}, but a name must contain {{i}} for a stack along the "
+            f"first axis, {{i}} and {{j}} for a stack along the first two, or no braces. Rename the counters."
         )
     if len(counters) > len(shape):
-        raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has too few axes.")
+        raise ValueError(
+            f"`names` gives {path!r} the torch name {name!r} with {len(counters)} counters, but its shape is {shape}. "
+            f"Write a counter only for each axis along which layers are stacked."
+        )
     try:
         return match.expand(name).replace("/", "."), len(counters)  # A matched group may contain slashes.
     except (re.error, IndexError) as error:
-        raise ValueError(f"`names` cannot expand {name!r} for {path!r}: {error}.") from error
+        raise ValueError(
+            f"`names` cannot expand the torch name {name!r} for {path!r}: {error}. Refer only to groups of its regular "
+            f"expression."
+        ) from error
 
 
 def choices_by_path(
@@ -84,24 +90,27 @@ def choices_by_path(
 def _require_choices(choices: Iterable[str], what: str, known: Sequence[str]) -> None:
     """Raises an error if a choice is not in ``known``."""
     if wrong := [choice for choice in choices if choice not in known]:
-        raise ValueError(f"got {wrong[0]!r} as a {what}, but expected one of {', '.join(map(repr, known))}.")
+        raise ValueError(f"a {what} must be one of {', '.join(map(repr, known))}, but got {wrong[0]!r}.")
 
 
 def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
     """Maps each path that a rule matches to the value, the match object and the index of the first such rule."""
     rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
-        raise ValueError(f"`{what}` takes a dict from regular expressions to strings, but got {rules!r}.")
+        raise ValueError(f"`{what}` must be a dict from regular expressions to strings, but got {rules!r}.")
     for pattern in set(rules) - set(paths):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"`{what}` has {pattern!r}, which is not a regular expression: {error}.") from error
+            raise ValueError(
+                f"the keys of `{what}` must be regular expressions, but {pattern!r} does not compile: {error}. Escape "
+                f"special characters with `re.escape`."
+            ) from error
     match_of_path: dict[str, tuple[str, re.Match[str], int]] = {}
     for number, (pattern, value) in enumerate(rules.items()):
         new_matches = match_paths(pattern, paths)
         if not new_matches:
-            raise ValueError(f"`{what}` matches nothing: {why_none_selected(pattern, paths)}")
+            raise ValueError(f"a rule of `{what}` matches no parameter: {why_none_selected(pattern, paths)}")
         for match in new_matches:
             match_of_path.setdefault(match[0], (value, match, number))
     return match_of_path
@@ -180,7 +189,8 @@ class Entry:
             return jax.ShapeDtypeStruct(x.shape[len(self.index) :], x.dtype)
         if any(place >= size for place, size in zip(self.index, x.shape, strict=False)):
             raise ValueError(
-                f"expected a value for each layer, got one value of shape {x.shape}. Pass `stacked` to its stage."
+                f"a stage on a stack must have values for each layer, but a value has shape {x.shape}. Pass `stacked` "
+                f"to the stage, such as `stacked=0`."
             )
         if not self.index or isinstance(x, Tracer):
             return x[self.index] if self.index else jnp.asarray(x)
@@ -203,8 +213,8 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
     axes = tuple(sorted(list_axes(getattr(stage, "stacked", ()))))
     if axes[:count] != tuple(range(count)):
         raise ValueError(
-            f"`names` gives each layer a name, but {stage!r} does not act on each layer separately. Pass "
-            f"`stacked={0 if count == 1 else tuple(range(count))}` to it."
+            f"`names` gives each layer a torch name, but {stage!r} does not act on each layer separately. Pass "
+            f"`stacked={0 if count == 1 else tuple(range(count))}` to the stage."
         )
     unstacked: Any = stage
     return replace(unstacked, stacked=tuple(axis - count for axis in axes[count:]))
@@ -284,7 +294,10 @@ def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
     for name, path in paths_by_name:
         owner = owners.setdefault(name, path)
         if owner != path:
-            raise ValueError(f"{owner!r} and {path!r} are both called {name!r} in torch. Give them different `names`.")
+            raise ValueError(
+                f"each parameter needs its own torch name, but {owner!r} and {path!r} are both {name!r}. Give them "
+                f"different names with `names`."
+            )
 
 
 def require_layouts(entries: Iterable[Entry]) -> None:
@@ -298,17 +311,17 @@ def require_layouts(entries: Iterable[Entry]) -> None:
     if len(shape) == 2:
         raise ValueError(
             f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Pass its "
-            f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for "
-            f"one that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a "
-            f"name: {per_layer_names(path)}. For a bias of attention heads, layouts={{{path!r}: 'vector'}}."
+            f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for a matrix (out, in), 'conv1d' "
+            f"for a matrix that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give "
+            f"each a name: {per_layer_names(path)}. For a bias of attention heads, layouts={{{path!r}: 'vector'}}."
         )
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' if torch has the same axes"
     experts = f"For experts in one tensor, {layouts}. " if len(shape) == 3 else ""
     heads = " For attention, 'to_heads' for (in, heads, dim), or 'from_heads' for (heads, dim, out)."
     heads = heads if len(shape) == 3 else ""
     raise ValueError(
-        f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a kernel of "
-        f"attention{more}. For a stack, give each layer a name: {per_layer_names(path)}. {experts}For a convolution, "
+        f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or an attention "
+        f"kernel{more}. For a stack, give each layer a name: {per_layer_names(path)}. {experts}For a convolution, "
         f"layouts={{{path!r}: 'kernel'}}, or 'conv_transpose', or 'same' if torch has the same axes.{heads}"
     )
 

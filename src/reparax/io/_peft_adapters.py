@@ -28,14 +28,14 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
 from reparax.core.plan import Plan
 from reparax.core.roles import one_or_tuple
-from reparax.io._parameters import require_layouts, unstack_stage
+from reparax.io._parameters import per_layer_names, require_layouts, unstack_stage
 from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, is_feedforward, number_for, token_indices
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
 
-_NO_DORA = "PEFT has no DoRA of experts"
+_NO_DORA = "PEFT does not support DoRA for a stack of experts. Use LoRA without DoRA"
 
 
 class Conversion(NamedTuple):
@@ -111,13 +111,13 @@ class AdaptedArray:
         stacked = list_axes(getattr(stage, "stacked", ()))
         if self.target.n_experts and stacked != (0,):
             raise ValueError(
-                f"PEFT has one adapter for each expert, but {self.producer!r} acts on all together. Pass `stacked` to "
-                f"it, set to the expert axis"
+                f"PEFT has one adapter for each expert, but {self.producer!r} acts on all experts together. Pass "
+                f"`stacked={one_or_tuple(tuple(range(len(self.target.index) + 1)))}` to the stage"
             )
         if stacked and not self.target.n_experts:
             raise ValueError(
-                f"PEFT has one adapter for each layer, but {self.producer!r} acts on a stack. Name its layers with "
-                f"{{i}} in `names`, such as 'layers.{{i}}.weight'"
+                f"PEFT has one adapter for each layer, but {self.producer!r} acts on a stack of layers. Give each "
+                f"layer a torch name: {per_layer_names(self.target.path)}"
             )
         return unstack_stage(stage, len(stacked))
 
@@ -127,7 +127,10 @@ class AdaptedArray:
 
     def error_of_other_stage(self, name: str) -> ValueError:
         """Returns the error for a value of the adapter that is computed by a stage outside the adapter."""
-        return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
+        return ValueError(
+            f"PEFT's adapters have no further stages, but another stage computes {name!r} of {self.producer!r}. Remove "
+            f"the other stage"
+        )
 
     def raw_array(self, place: str) -> Array:
         """Returns this layer's raw array at a path such as ``@gain/g``, relative to the adapted array.
@@ -191,7 +194,7 @@ def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
         case Gain():
             method, write = "IA3", _write_gains
         case stage:
-            raise ValueError(f"LoRA, DoRA, IA3 and trained tokens can be written, but not {stage!r}")
+            raise ValueError(f"PEFT has no equivalent of {stage!r}. Use LoRA, DoRA, IA3 or trained tokens")
     _require_supported_layout(method, array.target)
     return method, write(array)
 
@@ -203,13 +206,16 @@ def _require_supported_layout(method: str, target: Target) -> None:
     if target.layout not in layouts:
         *most, last = map(repr, layouts)
         raise ValueError(
-            f"{method} is supported for weights of the layouts {', '.join(most)} and {last}, but this has "
-            f"{target.layout!r}"
+            f"{method} is supported for the layouts {', '.join(most)} and {last}, but {target.path!r} has the layout "
+            f"{target.layout!r}. Leave it without an adapter"
         )
     if target.heads and method != "LORA":
-        raise ValueError(f"LoRA and DoRA are supported for attention kernels, but not {method}")
+        raise ValueError(f"attention kernels such as {target.path!r} support LoRA and DoRA, but got {method}")
     if target.n_experts == 1 and target.one_expert().layout == "conv1d":
-        raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) if it has one expert")
+        raise ValueError(
+            f"PEFT 0.21 wrongly transposes the update of a stack (experts, in, out) with a single expert, such as "
+            f"{target.path!r}. Store the expert as a matrix"
+        )
 
 
 def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
@@ -253,7 +259,8 @@ def _read_lora(stored: StoredAdapter) -> Adapter:
         if not target.n_experts:
             raise
         raise ValueError(
-            f"{error}. Correct its layout, or the order of `names` if these tensors are another parameter's"
+            f"{error}. If these tensors belong to another stack of experts, change the order of `names`. If not, "
+            f"correct the layout of the stack"
         ) from error
     _, outputs = target.input_and_output_axes
     is_last = outputs == (len(target.heads or target.shape) - 1,)
@@ -273,7 +280,10 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
     lora = (array.value("v") if is_dora else array).stage
     target.one_expert().require_rows_are_inputs(lora)
     if lora.init_weights in ("pissa", "olora"):
-        raise ValueError(f"PEFT adds the factors to the original base, but {lora!r} has subtracted the initial ones")
+        raise ValueError(
+            f"PEFT adds the factors to the original base weight, but {lora!r} has subtracted the initial factors from "
+            f"it. Use another `init_weights`"
+        )
     if is_dora:
         _require_dora_axis(array.stage, target)
     tensors = array.tensors(_lora_conversions(target, lora.rank, is_dora=is_dora))
@@ -292,14 +302,15 @@ def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
     axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
     if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
         raise ValueError(
-            f"PEFT's DoRA has a length for each output, along axis {one_or_tuple(outputs)}, unlike {stage!r}"
+            f"PEFT's DoRA has one length for each output, but {stage!r} has other lengths. Pass "
+            f"`axis={one_or_tuple(outputs)}` to the stage"
         )
 
 
 def _read_bias(stored: StoredAdapter) -> Adapter:
     """Converts the stored update of a bias to stages and raw values. It is scaled like the LoRA of the weight."""
     if not stored.config.get("lora_bias"):
-        raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
+        raise ValueError(f"the tensor {BIAS} requires lora_bias=True in `config`. Set it, or leave out the tensor")
     values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})
     rank, alpha = _rank_and_alpha(stored)
     divisor = math.sqrt(rank) if stored.config.get("use_rslora") else rank
@@ -322,7 +333,9 @@ def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conve
 def _token_axis(target: Target) -> int:
     """Returns the axis that indexes tokens: the input axis of an embedding table, or an output layer's output axis."""
     if len(target.shape) != 2:
-        raise ValueError(f"trained tokens are supported for matrices, but this has shape {target.shape}")
+        raise ValueError(
+            f"trained tokens require a 2-D array, but {target.path!r} has shape {target.shape}. Train it whole instead"
+        )
     return target.input_axes[0] if target.is_table else target.output_axis
 
 
@@ -331,7 +344,10 @@ def _read_tokens(stored: StoredAdapter, name: str, indices: Sequence[int]) -> Ad
     axis = _token_axis(stored.target)
     values = stored.values(_token_conversions(stored.target, name, len(indices)))
     if max(indices, default=0) >= stored.target.shape[axis]:
-        raise ValueError(f"expected token indices below {stored.target.shape[axis]}, got {max(indices)}")
+        raise ValueError(
+            f"the token indices of {stored.target.path!r} must be below {stored.target.shape[axis]}, but got "
+            f"{max(indices)}. Pass a model with the adapter's vocabulary as `like`"
+        )
     return Adapter((TrainableSlices(tuple(indices), axis=axis),), values)
 
 
@@ -339,7 +355,7 @@ def _write_tokens(array: AdaptedArray) -> PeftForm:
     """Converts trained tokens to the tensor that PEFT stores, and the setting ``token_indices``."""
     target, stage, axis = array.target, array.stage, _token_axis(array.target)
     if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
-        raise ValueError(f"PEFT has tokens along axis {axis}, so it has no equivalent of {stage!r}")
+        raise ValueError(f"PEFT's tokens lie along axis {axis}, but got {stage!r}. Pass `axis={axis}` to the stage")
     tensors = array.tensors(_token_conversions(target, DELTA, len(stage.indices)))
     return PeftForm(tensors, {"token_indices": stage.indices})
 
@@ -366,7 +382,10 @@ def _write_gains(array: AdaptedArray) -> PeftForm:
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
     if axis not in (target.input_channel_axis, target.output_axis):
-        raise ValueError(f"IA3 multiplies the inputs or the outputs, so it has no equivalent of {gain!r}")
+        raise ValueError(
+            f"IA3 multiplies the inputs (axis {target.input_channel_axis}) or the outputs (axis {target.output_axis}), "
+            f"but got {gain!r}. Pass one of these axes to the stage"
+        )
     inputs = axis != target.output_axis
     return PeftForm(array.tensors(_gain_conversions(target, axis, inputs=inputs)), {"inputs": inputs})
 
@@ -387,5 +406,8 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 def concrete_number(x: Any) -> float:
     """Converts a stage's hyperparameter, such as ``alpha``, to a float. Raises an error if it is traced."""
     if isinstance(x, Tracer):
-        raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
+        raise ValueError(
+            "the numbers of a stage, such as `alpha`, must be concrete, but one is traced. Call `to_peft` outside of "
+            "`jax.jit`"
+        )
     return float(x)

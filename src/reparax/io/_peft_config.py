@@ -172,14 +172,14 @@ def read_config(config: Any) -> dict[str, Any]:
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
-            "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
-            "the file with `json.load`."
+            "from_peft takes the contents of adapter_config.json as `config`, but got a value without 'peft_type'. "
+            "Read the file with `json.load`."
         )
     name = str(getattr(config["peft_type"], "value", config["peft_type"]))
     if name not in METHODS:
         raise ValueError(
-            f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}. If it changes weights, merge "
-            f"it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+            f"from_peft reads adapters of the types {', '.join(sorted(METHODS))}, but got the type {name}. If it "
+            f"changes weights, merge it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
         )
     values = {key: value for key, value in config.items() if value is not None}
     known = [*METHODS[name].settings.items(), *_COMMON.items()]
@@ -199,7 +199,10 @@ def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -
     fits, expected = _KINDS[kinds[key]]
     if not fits(value):
         got = short_repr(value)
-        raise ValueError(f"from_peft takes {expected} as {key} of {method}, but got {got}. Correct `config`.")
+        raise ValueError(
+            f"from_peft: {key} of {method} must be {expected}, but got {got}. Pass the `config` that PEFT saved with "
+            f"the adapter."
+        )
     return True
 
 

@@ -105,7 +105,7 @@ def from_peft(
     config = read_config(config)
     arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     if attention := next((name for name in arrays if ".base_layer.out_proj.lora_" in name), None):
-        raise ValueError(f"from_peft does not read {attention!r}: {ATTENTION}. {MERGE}")
+        raise ValueError(f"from_peft cannot read {attention!r}: {ATTENTION}. {MERGE}")
     arrays = _tensors_of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
         targets = targets_by_name(like, names, layouts, roles)
@@ -124,8 +124,9 @@ def from_peft(
     if lines or not adapters:
         text = "\n  ".join(lines or ["it contains no tensor of an adapter"])
         raise ValueError(
-            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names`, `layouts` or "
-            f"`config`, or merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+            f"from_peft: the adapter does not fit this model:\n  {text}\nPass the `config` of this adapter, and "
+            f"`like`, `names` and `layouts` of its model, or merge the adapter in PEFT with `merge_and_unload`, and "
+            f"read the weights with `from_torch`."
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
@@ -151,8 +152,8 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
     others = {name: x for name, x in arrays.items() if name not in match_of_name}
     if bare := next((name for name in others if method.suffix_of(name)), None):
         raise ValueError(
-            f"from_peft takes the tensors of one adapter, but {bare!r} belongs to a file, and "
-            f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
+            f"from_peft takes the tensors of one adapter, but {bare!r} is named as in a file, and "
+            f"{next(iter(match_of_name))!r} as in a model in memory. Read them in separate calls."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
     # In memory, the name of DoRA's lengths ends in `.weight`. In a file, the name lacks this suffix.
@@ -170,8 +171,8 @@ def _require_unique(names: Mapping[str, str]) -> None:
     for name, plain in names.items():
         if (other := owners.setdefault(plain, name)) != name:
             raise ValueError(
-                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} are both {plain!r}. Leave "
-                f"one of them out."
+                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} both stand for {plain!r}. "
+                f"Leave one of them out of `state_dict`."
             )
 
 
@@ -180,11 +181,11 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
-            f"from_peft reads one adapter, but the tensors hold {names_text}. Pass the name of one as `adapter`."
+            f"from_peft reads one adapter, but the tensors hold {names_text}. Pass one of these names as `adapter`."
         )
     if adapter is not None and adapter not in names:
-        has = f"adapters named {names_text}" if names else "no names of adapters, as in a file"
-        raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}. Correct `adapter`.")
+        has = f"adapters named {names_text}. Pass one of these names" if names else "no adapter names. Leave it out"
+        raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}.")
     return adapter or names[0]
 
 
@@ -336,7 +337,8 @@ def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], li
 def _missing_layer_errors(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
     """Returns an error text for each stacked array that has fewer layers in the file than in the model."""
     return [
-        f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Unstack the layers"
+        f"{path}: expected tensors for each of the {counts[path]} layers, got them for {len(parts)}. Pass a `like` "
+        f"with a separate array for each layer"
         for path, parts in layers_of_path.items()
         if len(parts) < counts[path]
     ]
@@ -351,8 +353,8 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
         if other_layer.stages != first_layer.stages:
             chains = " and ".join(" >> ".join(map(repr, layer.stages)) for layer in (first_layer, other_layer))
             raise ValueError(
-                f"from_peft: {path!r} is a stack, whose layers must have the same rank and alpha, but layers "
-                f"{first_index} and {index} have {chains}. Unstack the layers."
+                f"from_peft: the layers of the stack {path!r} must have the same rank and alpha, but layers "
+                f"{first_index} and {index} have {chains}. Pass a `like` with a separate array for each layer."
             )
     values = {
         name: stack_parts({index: jnp.asarray(layer.values[name]) for index, layer in layers.items()})

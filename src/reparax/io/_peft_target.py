@@ -36,7 +36,7 @@ WRAPPED = ".base_layer"
 """The suffix that PEFT appends to the name of a module that it has wrapped."""
 
 ATTENTION = (
-    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
+    "PEFT adds the update of `out_proj` in nn.MultiheadAttention twice, even in a merge, but in any other layer once"
 )
 """The reason why adapters of torch's attention are neither read nor written, as of PEFT 0.21."""
 
@@ -132,8 +132,8 @@ class Target(Entry):
         has_other_axes = self.heads and stage.axes_of(ndim) != (inputs, outputs)
         if set(rows) != set(inputs) or has_other_axes:
             raise ValueError(
-                f"PEFT's adapters map inputs to outputs (rows={inputs}, columns={one_or_tuple(outputs)}), so it has no "
-                f"equivalent of {stage!r}"
+                f"PEFT's adapters map inputs to outputs, but {stage!r} has other axes. Pass "
+                f"`rows={one_or_tuple(inputs)}, columns={one_or_tuple(outputs)}` to the stage"
             )
 
     def read_factor(self, factor: Array) -> Array:
@@ -185,7 +185,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
             rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in siblings)
             raise ValueError(
                 f"PEFT adapts several parameters of {module!r} in the module's order, without recording which is "
-                f"which. Give each its own rule in that order, such as names={{{rules}}}."
+                f"which. Give each parameter its own rule in this order, such as names={{{rules}}}."
             )
         # PEFT wraps the module once for each parameter, and the wrapper of the last parameter is the outermost.
         outermost_first = sorted(siblings, key=lambda target: target.rule or 0, reverse=True)
@@ -227,9 +227,9 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
         if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(
                 f"PEFT adapts {target.path!r} as a parameter, so it needs a layout of experts: "
-                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
-                f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
-                f"both."
+                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) in JAX and (experts, out, in) "
+                f"in torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) "
+                f"in both."
             )
     return parameters
 

@@ -37,7 +37,7 @@ from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
-_MERGE = "Merge it with `p.fold(raw)`."
+_MERGE = "Otherwise, merge the adapter with `p.fold(raw)`."
 Targets = Mapping[str, Target]
 Forms = dict[str, PeftForm]
 
@@ -135,11 +135,11 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
     """Returns the only PEFT method in ``names``. Raises an error unless it is alone and ``lines`` is empty."""
     if not names and not lines:
         raise ValueError(
-            "to_peft: expected adapters of one method, got none. Write a model without adapters with "
-            "`rpx.io.to_torch(p, raw)`."
+            "to_peft: the chain must have adapters of one PEFT method, but has none. Write a model without adapters "
+            "with `rpx.io.to_torch(p, raw)`."
         )
     if len(names) > 1 and not lines:
-        lines = [f"expected adapters of one method, got {', '.join(sorted(names))}"]
+        lines = [f"all adapters must be of one PEFT method, but got {', '.join(sorted(names))}"]
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft cannot write this adapter:\n  {text}\n{_MERGE}")
@@ -180,7 +180,7 @@ def _equal_setting(modules: Forms, name: str) -> Any:
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
-        raise ValueError(f"PEFT has one {name} for all modules, but got {text}")
+        raise ValueError(f"PEFT has one {name} for all modules, but got {text}. Use equal values")
     return values.pop()
 
 
@@ -216,7 +216,10 @@ def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
         if module not in modules:
-            raise ValueError(f"PEFT adapts a bias only if its weight is adapted, but that of {module!r} is not")
+            raise ValueError(
+                f"PEFT adapts a bias only if its weight is adapted, but the weight of {module!r} is not. Add a LoRA "
+                f"for the weight"
+            )
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (concrete_number(bias.factor) / concrete_number(weight.factor))
@@ -293,18 +296,25 @@ def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], 
     gain, target = array.producer, array.target
     base = array.value("w").producer
     if base is None:
-        raise ValueError(f"PEFT does not train the array that {gain!r} multiplies. Put `Freeze()` before it")
+        raise ValueError(
+            f"PEFT freezes the array that {gain!r} multiplies, but this chain trains {target.path!r}. Put `Freeze()` "
+            f"before the gain"
+        )
     if not isinstance(base, Freeze | Quantized):
         raise array.error_of_other_stage("w")
     if len(target.shape) == 1:
         if not isinstance(array.value("g").producer, Tie):
-            raise ValueError("PEFT multiplies a bias by the same factors as the outputs. Tie the two gains")
+            raise ValueError(
+                f"PEFT multiplies a bias by the same factors as the outputs, but {target.path!r} has a gain of its "
+                f"own. Tie the two gains with `rpx.Tie`"
+            )
         return
     bias, axis = f"{target.module}.bias", array.stage.axis
     is_of_outputs = isinstance(axis, int) and axis % len(target.shape) == target.output_axis
     if is_of_outputs and bias in targets and bias not in adapted:
         raise ValueError(
-            f"PEFT also multiplies {targets[bias].path!r} by these factors. Add a `Gain` for it, tied to this one"
+            f"PEFT also multiplies the bias {targets[bias].path!r} by the factors of {gain!r}. Add a `Gain` for the "
+            f"bias, tied to this gain"
         )
 
 
@@ -314,8 +324,8 @@ def _require_findable_name(written: PeftForm, target: Target) -> None:
     expected = "bias" if BIAS in written.tensors else "weight"
     if not target.n_experts and (name != expected or not module):
         raise ValueError(
-            f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but this is {target.tensor!r} in "
-            f"torch. Rename it with `names`"
+            f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but {target.path!r} is "
+            f"{target.tensor!r} in torch. Rename it with `names`"
         )
 
 
@@ -348,17 +358,20 @@ def _require_savable_modules(
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:
-            raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {module!r} needs both.")
+            raise ValueError(
+                f"to_peft: PEFT either adapts a module or saves it whole, but {module!r} has both an adapter and "
+                f"arrays that train. Freeze these arrays."
+            )
         if module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
             raise ValueError(
                 f"to_peft: PEFT trains each array of a module that it saves whole, such as {module!r}, but "
-                f"{target.path!r} is frozen. Freeze the others too, or train it."
+                f"{target.path!r} is frozen. Freeze all arrays of the module, or none."
             )
         saved = next((saved for saved in saved_modules if module.endswith(saved)), module)
         if module not in saved_modules and saved != module:
             raise ValueError(
-                f"to_peft: PEFT matches the names of saved modules with suffixes, but {saved!r} is also a suffix of "
-                f"{module!r}. Freeze {saved!r}."
+                f"to_peft: PEFT saves each module whose name ends in {saved!r}, but {module!r}, which also does, is "
+                f"not trained whole. Freeze {saved!r}."
             )
 
 
@@ -370,10 +383,12 @@ def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_mod
     if not biases:
         return "none"
     if method != "LORA":
-        raise ValueError(f"to_peft: PEFT trains no biases with {method}, but these train: {paths_text}. Freeze them.")
+        raise ValueError(
+            f"to_peft: PEFT trains no biases with {method}, but this chain trains {paths_text}. Freeze these biases."
+        )
     if biases not in (all_biases, adapted_biases):
         raise ValueError(
-            f"to_peft: PEFT trains all biases or those of adapted modules, but these train: {paths_text}. Freeze them, "
-            f"or train the others too."
+            f"to_peft: PEFT trains all biases, or the biases of all adapted modules, but this chain trains only "
+            f"{paths_text}. Freeze these biases, or train the others too."
         )
     return "all" if biases == all_biases else "lora_only"

@@ -344,8 +344,8 @@ def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, A
     stack = f"If {doubtful[0]!r} is a stack, name each layer: {per_layer_names(doubtful[0])}. " if doubtful else ""
     text = "\n  ".join(f"{name}: {lines[name]}" for name in sorted(lines))
     raise ValueError(
-        f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
-        f"entries that are not parameters from the state dict and from `like`."
+        f"the state dict does not fit {p!r}:\n  {text}\n{stack}Pass the chain, `names` and `layouts` that belong to "
+        f"the torch module, and remove entries that are not parameters from the state dict and from `like`."
     )
 
 
@@ -387,5 +387,6 @@ def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree)
         name = entry.tensor
         if name in state and not np.array_equal(tied_tensors[name], state[name]):
             raise ValueError(
-                f"{name!r} differs from the parameter that {entry.path!r} is tied to. Remove the tie, or this tensor."
+                f"the tensor {name!r} must equal the parameter that {entry.path!r} is tied to, but differs from it. "
+                f"Remove the tie from the chain, or the tensor from the state dict."
             )

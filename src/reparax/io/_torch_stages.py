@@ -151,7 +151,7 @@ def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
         is_foreign = name_map.fields is not None and field.name not in name_map.fields
         if is_foreign and getattr(stage, field.name) != field.default:
             how = "Name each layer of a stack with {i} in `names`. " if field.name == "stacked" else ""
-            raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
+            raise ValueError(f"torch has no equivalent of the field {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
 
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
@@ -184,7 +184,10 @@ def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> A
     match stage, name:
         case WeightNorm(axis=axis), "g":
             if isinstance(axis, tuple) or axis == EACH:
-                raise ValueError(f"torch has norms along a single axis only, unlike {stage!r}. {EXCHANGE_PLAIN}")
+                raise ValueError(
+                    f"torch's weight norm has a norm for each index of a single axis, unlike {stage!r}. "
+                    f"{EXCHANGE_PLAIN}"
+                )
             return x.reshape(()) if axis is None else to_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
@@ -225,16 +228,17 @@ def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, 
     """
     _, columns = stage.axes_of(len(shape))
     if len(columns) > 1:
-        raise ValueError(f"torch has one column axis, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch's spectral norm has a single column axis, unlike {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
 
 
 def _require_binary(mask: Array) -> Array:
     """Returns the mask. Raises an error if the mask is not binary, because gradients would then differ from torch's."""
-    if not jnp.all((mask == 0) | (mask == 1)):
+    others = mask[(mask != 0) & (mask != 1)]
+    if others.size:
         raise ValueError(
-            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
-            "torch with `prune.remove`, and call `init` with the result."
+            f"a pruning mask must consist of zeros and ones, but got {float(others[0]):.3g}. Apply the mask in torch "
+            f"with `prune.remove`, and call `init` with the result."
         )
     return mask
 
@@ -244,7 +248,10 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
     slice_mask = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(slice_mask == mask):
-        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis='each'`.")
+        raise ValueError(
+            f"the stage prunes whole slices (mask shape {shape}), but torch's mask differs within a slice. Pass "
+            f"`axis='each'` to the stage."
+        )
     return slice_mask
 
 
@@ -273,8 +280,8 @@ def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, wit
     if _torch_map(entry) == "householder":
         return {"x": _write_reflections(w)}
     raise ValueError(
-        f"without trivialization, torch's base is the identity, but {stage!r} has another base, or another map than "
-        f"torch. Use style='parametrizations', or orthogonal_map='householder', which torch can invert."
+        f"without trivialization, torch's base is the identity, but {stage!r} has another base or another map than "
+        f"torch. Pass style='parametrizations', or orthogonal_map='householder', which torch can invert."
     )
 
 
@@ -307,8 +314,8 @@ def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> N
     has_named_axes = stage.rows is not None or stage.columns is not None
     if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (entry.has_other_order and leading):
         raise ValueError(
-            f"the matrices of {stage!r} and of torch lie in the last two axes, which differ between the two. "
-            f"{EXCHANGE_PLAIN}"
+            f"torch's `orthogonal` acts on the matrices in the last two axes of a tensor, but {stage!r} acts on other "
+            f"matrices. {EXCHANGE_PLAIN}"
         )
 
 
@@ -327,10 +334,10 @@ def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None
         return
     name_in_torch = {name: torch_name for torch_name, name in ORTHOGONAL_MAPS.items()}
     raise ValueError(
-        f"torch's file does not say which map produces this matrix: {stage!r} has map={stage.map!r}, but torch takes "
-        f"{name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
-        f"torch's `orthogonal` was called without a map, or orthogonal_map={name_in_torch[stage.map]!r} if with "
-        f"this one."
+        f"a state dict does not record the map of torch's `orthogonal`: {stage!r} has map={stage.map!r}, but torch "
+        f"uses {name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass "
+        f"orthogonal_map='default' if `orthogonal` was called without a map, or "
+        f"orthogonal_map={name_in_torch[stage.map]!r} if it was called with this map."
     )
 
 
@@ -384,8 +391,8 @@ def _signs_in_torch(diagonal: Array) -> Array:
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
         raise ValueError(
-            "expected signs of reflections on the diagonal, got numbers that torch reads as zeros, as after weight "
-            "decay. Set them to -1 or 1."
+            "the diagonal must hold the signs -1 or 1 of reflections, but holds numbers that torch reads as zeros, as "
+            "after weight decay. Set each of them to -1 or 1."
         )
     return signs
 

@@ -45,7 +45,8 @@ def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Coll
     for name in sorted(names - {*of_library}):
         if _is_method(type(model), name):
             raise ValueError(
-                f"{who} has {name!r} of its own, which would hide that of {type(model).__name__}. Rename the model's."
+                f"{who} has {name!r} of its own, which would hide {name!r} of {type(model).__name__}. Rename it in the "
+                f"model."
             )
 
 
@@ -72,11 +73,11 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
     instead = ", or train with `rpx.optimizer(tx, p)`"
     if any(stage.moves_weights for stage in p):
         instead = ""
-        why = "which may move weights too, so the optimizer must know when"
+        why = "it may also move weights, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
-            f"{CallName(p, 'update')} advances fixed values, once per training step, {why}. Call `{call}` "
-            f'after each step{instead}, and say so: `{who}(..., updates="{BY_HAND}")`.'
+            f"{CallName(p, 'update')} must advance fixed values once per training step, but {why}. Call `{call}` after "
+            f'each step{instead}, and confirm this with `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
 
@@ -89,15 +90,17 @@ def advanced(p: Parametrization, raw: PyTree) -> PyTree:
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """Returns the error for calling a model whose chain draws random numbers without a random stream."""
     return ValueError(
-        f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
-        f"{what}. Give one, `{give}`, or evaluate with {mean}."
+        f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a random key or stream, "
+        f"but got {what}. Pass one, `{give}`, or evaluate with {mean}."
     )
 
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
     """Returns the random key for ``init``, or None if ``init`` needs none. Raises an error if the key is missing."""
     if p.random_init and key is None:
-        raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+        raise ValueError(
+            f"{CallName(p, 'init')} draws random numbers, so it needs a key, but got none. Write `{give}`."
+        )
     return key if p.random_init else None
 
 
@@ -144,7 +147,7 @@ class Functions:
     _start: ClassVar[str] = ""
     """The code that calls :meth:`start` with a key, for errors."""
     _fixed_missing: ClassVar[tuple[str, str, str]]
-    """Three parts of the error about missing fixed values: what was given, where they should be, and what to do."""
+    """Parts of the error about missing fixed values: what was given, where these values belong, and what to do."""
 
     _get: Callable[..., PyTree]
     """``_get(*variables)`` returns the raw tree in raw variables, or the parameters in variables of the plain model."""
@@ -189,8 +192,7 @@ class Functions:
                 raise
             found, missing, remedy = self._fixed_missing
             raise ValueError(
-                f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where fixed values "
-                f"are kept. {remedy}"
+                f"{CallName(self.p, 'apply')} needs the fixed values in {missing}, but got only {found}. {remedy}"
             ) from error
 
     def fold(self, *variables: Any) -> Any:

@@ -94,7 +94,7 @@ class Parametrized(eqx.Module):
         """Wraps ``model``, with the raw tree of ``p`` in place of its arrays."""
         self.p = base.check_arguments(_WHO, model, p)
         base.require_reachable(_WHO, model, Parametrized, dir(eqx.Module))
-        base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
+        base.check_updates(_WHO, p, updates, "model = model.update()", "a call of an equinox module cannot change it")
         if raw is None:
             raw_model = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))
         else:
@@ -166,8 +166,8 @@ def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
         parts = treedef.flatten_up_to(raw)
     except ValueError as error:
         raise ValueError(
-            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
-            "another model, or of other static fields."
+            f"{_WHO} takes a raw tree of this model, but got one of another model, or with other static fields. Pass a "
+            "tree that `p.init(model)` returned."
         ) from error
     return treedef.unflatten([part if is_array(x) else x for x, part in zip(leaves, parts, strict=True)])
 
@@ -184,9 +184,9 @@ class _Bits(eqx.Module):
             return self.bits  # While `eqx.tree_at` looks for the node to replace, `bits` is no array.
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
-                f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
-                f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
-                "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
+                f"{_WHO} stores fixed values of dtype {self.dtype} as integers of dtype {_unsigned(self.dtype)}, but "
+                f"got {self.bits.dtype}, as after a cast or an average of all arrays. Cast or average only "
+                "`eqx.filter(model, eqx.is_inexact_array)`, which leaves fixed values out."
             )
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             real = jnp.finfo(self.dtype).dtype

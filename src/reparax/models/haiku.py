@@ -79,11 +79,11 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
         )
     if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
         raise ValueError(
-            f"{_WHO} takes noise from `rng`, but got a network without it. Leave out `hk.without_apply_rng`, or pass "
-            "`p.deterministic`."
+            f"{_WHO} draws noise with `rng`, but `apply` of the network takes no `rng`. Leave out "
+            "`hk.without_apply_rng`, or pass `p.deterministic`."
         )
     with_state = isinstance(transformed, hk.TransformedWithState)
-    why = None if with_state else "which a call of a network without state cannot"
+    why = None if with_state else "a call of a network without state cannot return them"
     call = f"network.update({'params, state' if with_state else 'params'})"
     advances = base.check_updates(_WHO, p, updates, call, why)
     return _make_pair(_WithState if with_state else _WithoutState, transformed, p, advances=advances)

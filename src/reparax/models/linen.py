@@ -134,7 +134,7 @@ class _Parametrized(base.Functions, nn.Module):
     _start: ClassVar[str] = "module.start(variables, key)"
     _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "the collection 'params'",
-        "collection 'fixed'",
+        "the collection 'fixed'",
         'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, call '
         "`module.start(variables)`.",
     )
@@ -160,8 +160,8 @@ class _Parametrized(base.Functions, nn.Module):
         """Converts variables of the plain module to raw variables."""
         if "fixed" in arguments[0]:
             raise ValueError(
-                f"{_WHO} puts fixed values into the collection 'fixed', but there is one. Start with the "
-                "variables of the plain module, and give a collection of its own another name."
+                f"{_WHO} puts fixed values into the collection 'fixed', but the variables already have one. Pass the "
+                "variables of the plain module. If the module has its own collection 'fixed', rename it."
             )
         return super().start(*arguments, key=key)
 
@@ -229,8 +229,8 @@ class _Parametrized(base.Functions, nn.Module):
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
-                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but this "
-                f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
+                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but in this call "
+                f"'batch_stats' is mutable and the collection 'fixed', which holds these values, is not. Write "
                 f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
                 "and call `module.update(variables)` after each step."
             )
@@ -256,7 +256,7 @@ def _checked(variables: PyTree) -> PyTree:
     """Returns ``variables`` unchanged. Raises an error if they are parameters outside of a collection."""
     if variables and not {"params", "fixed"} & set(variables):
         raise ValueError(
-            f"{_WHO} takes variables, which have the collection 'params', but got "
+            f"{_WHO} takes variables with the collection 'params', but got a dict with only "
             f'{", ".join(map(repr, variables))}. Write `{{"params": params}}`.'
         )
     return variables

@@ -293,7 +293,7 @@ def _refuse_part(part: _Part) -> Any:
     """Raises an error when JAX looks for arrays in a ``_Part``."""
     raise TypeError(
         f"A {type(part._module).__name__} inside {_WHO} can be called and read, but JAX and nnx cannot take it apart, "
-        "as its parameters are raw values of the whole model. Pass the whole model, "
+        "because its parameters are computed from raw values of the whole model. Pass the whole model, "
         "`nnx.jit(lambda model, x: model.part(x))(model, x)`, or take its values from `model.raw` or, as a copy, from "
         "`model.effective()`."
     )
@@ -305,9 +305,9 @@ jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
 def _refuse_parameters(name: str, value: Any) -> None:
     """Raises the error for setting an attribute whose old or new value has parameters."""
     raise ValueError(
-        f"{_WHO} holds raw values, so {name!r}, which has parameters before or after, cannot become "
-        f"{type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
-        f"`model = {_WHO}(model, p)`."
+        f"{_WHO} computes parameters from raw values, so {name!r}, whose old or new value has parameters, cannot be "
+        f"set to a value of type {type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, "
+        f"`model.{name} = ...`, `model = {_WHO}(model, p)`."
     )
 
 

@@ -134,7 +134,10 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
         raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
-        raise ValueError(f"optimizer takes the chain, which it advances, or updates={BY_HAND!r}, but got both.")
+        raise ValueError(
+            f"optimizer takes either the chain `p`, whose fixed values it advances, or updates={BY_HAND!r}, but got "
+            f"both. Leave one out."
+        )
     advancing, by_hand = p if p is not None and p.has_update else None, updates is not None
 
     def init(params: PyTree) -> PyTree:
@@ -151,7 +154,9 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
         if advancing is not None and params is None:
-            raise ValueError(f"optimizer.update needs the raw tree, of which it advances fixed values. {CALL}")
+            raise ValueError(
+                f"optimizer.update needs the raw tree, whose fixed values it advances, but got params=None. {CALL}"
+            )
         free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
         new_updates = combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1]))
@@ -171,8 +176,9 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
             return u
         if jnp.issubdtype(new.dtype, jax.dtypes.extended):
             raise ValueError(
-                f"optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` "
-                f"after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+                f"optimizer.update cannot advance fixed values that are PRNG keys, because no update can be added to a "
+                f"key. Call `raw = p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, "
+                f"updates={BY_HAND!r})`."
             )
         # Equal entries get a zero update, because infinity minus itself would be NaN.
         return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else jnp.where(new == w, 0, new - w)
@@ -186,7 +192,10 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
     if not getattr(type(raw), "holds_chain", False):
         return p.update(raw)
     if raw.p != p:
-        raise ValueError(f"optimizer got a model of the chain {raw.p!r}, but is to advance {p!r}. Pass the same chain.")
+        raise ValueError(
+            f"optimizer advances the fixed values of {p!r}, but got a model with the chain {raw.p!r}. Pass the same "
+            f"chain to both."
+        )
     return raw.update()
 
 
@@ -203,10 +212,10 @@ def _require_advancing(p: Parametrization, raw: PyTree) -> None:
             if fixed or kinds.isdisjoint(stage.kind for stage in p):
                 raise
     raise ValueError(
-        f"optimizer.init needs the fixed values of the raw tree too, which {p!r} advances, but something keeps them "
-        f"apart. Put masks and partitions inside, `rpx.optimizer(optax.masked(tx, mask), p)`; filter a model of "
-        f"equinox by `eqx.is_array`; of a model that holds its chain pass `module.raw(variables)`, or let its calls "
-        f"advance them, with `tx` alone."
+        f"optimizer.init needs the whole raw tree, whose fixed values {p!r} advances, but they are missing. Put masks "
+        f"and partitions inside the optimizer, `rpx.optimizer(optax.masked(tx, mask), p)`. Filter a model of equinox "
+        f"by `eqx.is_array`. For a model that holds its chain, pass `module.raw(variables)`, or use `tx` alone and let "
+        f"the model's calls advance them."
     )
 
 
@@ -217,8 +226,8 @@ def _require_no_update(raw: PyTree) -> None:
             if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
                 raise ValueError(
                     f"optimizer.init found {mark!r} at {parameter_path(path)!r}, whose fixed values must advance in "
-                    f"each step, or the weights are wrong. Pass the chain, `rpx.optimizer(tx, p)`; or call `raw = "
-                    f"p.update(raw)` after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+                    f"each step, or the weights will be wrong. Pass the chain, `rpx.optimizer(tx, p)`. Or call `raw = "
+                    f"p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, updates={BY_HAND!r})`."
                 )
 
 
@@ -289,7 +298,7 @@ def projected(p: Parametrization) -> Transformation:
         del extra
         if params is None:
             raise ValueError(
-                f"{CallName(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"{CallName(p, 'projected')} needs the parameters that it projects, but got params=None. Call "
                 f"`tx.update(grads, state, params)`."
             )
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
@@ -297,8 +306,8 @@ def projected(p: Parametrization) -> Transformation:
         difference = None if has_one_structure else first_difference(updates, params)
         if difference is not None:
             raise ValueError(
-                f"{CallName(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
-                f"`tx.update(grads, state, params)`."
+                f"{CallName(p, 'projected')} takes updates with the structure of the parameters, but they differ: "
+                f"{difference}. Call `tx.update(grads, state, params)`."
             )
         updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
         nearest = p.fold(with_any_key(p.deterministic.init)(updated))
@@ -602,11 +611,14 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
     sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
     if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
-        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
+        raise ValueError(
+            "state_shardings takes NamedShardings as `shardings`, but got a PartitionSpec. Pass the result of "
+            "`p.shardings(specs, mesh, like=params)`."
+        )
     if missing := sorted(shapes.keys() - sharding_of.keys()):
         raise ValueError(
-            f"state_shardings: there is no sharding for {path_text(missing[0])!r} of the raw tree. Pass the raw tree, "
-            f"and the result of `p.shardings` for it."
+            f"state_shardings needs a sharding for each raw array, but got none for {path_text(missing[0])!r}. Pass "
+            f"the whole raw tree as `raw`, and the result of `p.shardings` for it as `shardings`."
         )
     replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
 
