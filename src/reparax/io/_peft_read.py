@@ -184,7 +184,7 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
             f"from_peft reads one adapter, but the tensors hold {names_text}. Pass one of these names as `adapter`."
         )
     if adapter is not None and adapter not in names:
-        has = f"adapters named {names_text}. Pass one of these names" if names else "no adapter names. Leave out `adapter`"
+        has = f"adapters named {names_text}. Pass one of these" if names else "no adapter names. Leave out `adapter`"
         raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}.")
     return adapter or names[0]
 
