@@ -1,4 +1,4 @@
-"""The laws of parametrizations: run ``check_laws`` on your own stage.
+"""Defines the laws of parametrizations, and ``check_laws``, which checks them for any stage or chain.
 
 A broken law raises an ``AssertionError`` that names the stage, the path and the size of the deviation.
 """
@@ -35,7 +35,7 @@ LAWS: dict[str, Callable[[Case], None]] = {}
 
 
 def law(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Adds a law to :data:`LAWS`; use it as a decorator."""
+    """Adds a function that checks a law to :data:`LAWS`, under the function's name; use it as a decorator."""
     LAWS[check.__name__] = check
     return check
 
@@ -45,9 +45,9 @@ def check_laws(
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    If the gradient of your stage is not the gradient of its formula, as for rounding, set ``straight_through = True``.
-    If the mean of a random stage is not the array itself, define ``mean_leaf``. Give a random stage a nonzero strength,
-    because its draws must differ.
+    If the gradient of your stage intentionally differs from the gradient of its formula, as for rounding, set
+    ``straight_through = True``. If the mean of a random stage is not the array itself, define ``mean_leaf``. Give a
+    random stage a nonzero strength, because its draws must differ.
 
     Args:
       p: A stage or a chain.
@@ -81,16 +81,16 @@ def check_laws(
 def right_inverse(case: Case) -> None:
     """Requires ``fold(init(w)) == w``, up to rounding, if each stage can represent the values that it gets from ``w``.
 
-    First, ``apply(init(...))`` of each stage must return every array in the stage's image unchanged. A point of the
-    image is found by changing raw values at random. If a stage has fixed values, these belong to the point from which
-    they were initialized. Therefore, ``apply(init(...))`` must be a projection: applying it twice must give the same
-    result.
+    First, ``apply(init(w)) == w`` must hold for each stage alone if ``w`` is in the stage's image, that is, if its
+    ``apply`` can compute ``w``. Such a ``w`` is found by changing raw values at random. If a stage has fixed values,
+    these belong to the point from which they were initialized. Therefore, ``apply(init(...))`` must be a projection:
+    applying it twice must give the same result.
 
     Then the chain must return a weight unchanged if each stage returns its own input tree unchanged. The last stage
     gets the weight, and each earlier stage gets the raw tree of the stage after it. If a stage changes its input, as
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` does for most weights, the initial weight may differ from the given
-    one. Random stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their
-    mean. A chain that contains a stage with ``starts_elsewhere = True`` is not checked.
+    one. Random stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` does not
+    account for their mean. A chain that contains a stage with ``starts_elsewhere = True`` is not checked.
     """
     if any(stage.starts_elsewhere for stage in case.chain):
         return
@@ -114,7 +114,7 @@ def right_inverse(case: Case) -> None:
 
 @law
 def types(case: Case) -> None:
-    """Requires the model's paths and shardings, and its shapes and dtypes unless the chain has ``changes_type``."""
+    """Requires effective arrays to keep paths and shardings, and also shapes and dtypes unless ``changes_type``."""
     p, params = case.chain, case.params
     key = case.key if p.stochastic else None  # If the chain is deterministic, reuse the program compiled for fold.
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
@@ -178,7 +178,7 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 
 @law
 def value_semantics(case: Case) -> None:
-    """Requires that copies are equal, have equal hashes and share one trace, and that there are no pytree leaves."""
+    """Requires that a chain has no pytree leaves, and that its copies are equal, hash equally and share one trace."""
     p = case.chain
     copies = [copy.deepcopy(p)]
     if evidence.picklable(p):
@@ -282,7 +282,7 @@ def _require_independent(case: Case) -> None:
 
 @law
 def mean(case: Case) -> None:
-    """Requires the mean of each random stage to equal the result of its replacement in ``deterministic``.
+    """Requires the mean of each random stage's draws to equal the result of its replacement in ``p.deterministic``.
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, which are estimated
@@ -325,7 +325,7 @@ def purity(case: Case) -> None:
 def gradients(case: Case) -> None:
     """Requires that gradients agree with finite differences, are finite even at zero, and are nonzero for each array.
 
-    Gradients must be nonzero at a generic point only, because the initial gradient of a factor is zero if another
+    Gradients must be nonzero only at a generic point, because the initial gradient of a factor is zero if another
     factor is zero. Finite differences use double precision, or single precision if the chain does not support double
     precision. A chain with ``straight_through = True`` is not compared with finite differences.
     """
@@ -368,7 +368,7 @@ def _require_slope(case: Case, step: float, bound: float) -> None:
 
 
 def _advice_on_slope(case: Case) -> str:
-    """Suggests what to do about a gradient that differs from the slope."""
+    """Returns a clause that says what to do if a gradient differs from finite differences."""
     has_doubles = any(x.dtype == np.float64 for _, x in evidence.named_arrays(evidence.trainable(case.moved)[0]))
     # Rounding to float32 turns the result into a step function, which the gradient does not show.
     if has_doubles and "new_dtype=float32" in str(jax.make_jaxpr(case.chain.apply)(case.moved, case.key)):
@@ -378,7 +378,7 @@ def _advice_on_slope(case: Case) -> str:
 
 @law
 def update(case: Case) -> None:
-    """Requires ``update`` to change only the numbers of fixed values, and to be deterministic for a tree and a key.
+    """Requires ``update`` to change only entries of fixed values, and to give equal results for equal trees and keys.
 
     Stages with ``moves_weights = True`` may also change trainable values.
     """
@@ -391,7 +391,7 @@ def update(case: Case) -> None:
         "under jit it": lambda: compiled_step(raw),
         "a second one": lambda: compiled_step(compiled_step(raw)),
     }
-    for who, step in ways.items():  # Keep this order: a second update would fail on the result of a wrong first one.
+    for who, step in ways.items():  # Keep this order: the second update needs a correct first one.
         actual = step()
         case.require_same_types(actual, raw, who)
         if not any(stage.moves_weights for stage in evidence.stages_of(p)):
@@ -413,7 +413,7 @@ def update_base(case: Case) -> None:
 
 @law
 def transfer(case: Case) -> None:
-    """Requires that ``transfer(p, p, raw)`` does not change a single bit."""
+    """Requires that ``transfer(p, p, raw)`` returns a tree with the same paths and the same bits as ``raw``."""
     actual = evidence.compiled_transfer(case.chain, case.moved)
     same_paths = evidence.array_paths(actual) == evidence.array_paths(case.moved)
     case.require(same_paths, "`transfer(p, p, raw)` has different paths")
@@ -423,7 +423,7 @@ def transfer(case: Case) -> None:
 
 @law
 def chains(case: Case) -> None:
-    """Requires the same results before and behind another stage as alone, even after an update.
+    """Requires a chain to give the same results before and behind another stage as alone, even after an update.
 
     The other stage doubles its raw value. Behind the other stage, the tested chain has raw values that the other stage
     computes. Before the other stage, the tested chain acts on the other stage's raw values instead of the model's

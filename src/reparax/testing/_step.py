@@ -24,7 +24,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     checked.
 
     Args:
-      p: The chain.
+      p: The chain to which both raw trees belong.
       before: The raw tree before the step.
       after: The raw tree after the step.
 
@@ -63,7 +63,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
-    """Describes how a value differs from the expected value. The text is empty if the difference is only rounding."""
+    """Returns how a value differs from the expected value, as text; empty if the difference is only rounding."""
     eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
     ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):

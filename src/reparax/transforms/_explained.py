@@ -9,7 +9,7 @@ from reparax.core.reports import fold_lines
 
 @dataclass(frozen=True)
 class Weight:
-    """One line of a report: what a transform does with one weight.
+    """Describes what a transform does with one weight, as one line of a report.
 
     Attributes:
       path: The path of the parameter from which the weight is computed, or the common path of several parameters.
