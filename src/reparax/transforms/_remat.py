@@ -21,7 +21,8 @@ The loss is linearized. Residuals that depend on ``x`` are stored, as without ``
 and the residual of ``tanh``. The other residuals are values of the early half, such as ``noisy.T``. These values are
 not stored, because the backward pass runs the early half again. No product of ``late`` runs twice.
 
-In both passes, each output of the early half is computed just before its first use in the late half.
+The early half computes values from parameters and keys alone. In both passes, each of its outputs is computed just
+before its first use in the late half.
 
 ``_remat_rewrites`` rewrites the program before it is differentiated. ``_remat_derivative`` defines the derivative, and
 the primitives that hold a program. ``_remat_order`` orders the equations, and decides which values must wait.
@@ -45,15 +46,15 @@ R = TypeVar("R")
 def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"] | None = None) -> Callable[P, R]:
     """Returns ``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
-    Everything that the network computes from weights alone, such as casts and transposes, is recomputed too, from the
+    Everything that the network computes from weights alone, such as casts and transposes, is also recomputed from the
     raw parameters and the key. Everything else, such as activations, is stored exactly as without ``remat``, and no
     matmul of the network runs twice. In both passes, each weight is computed just before it is used, so only one
     layer's weights are in memory at a time. Values, gradients and noise are the same as without ``remat``. Inside and
     outside of ``remat``, you can use ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``,
     ``jax.hessian``, ``jax.linear_transpose``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and
     ``checkify``. Outside, you can also use ``jax.experimental.jet`` if ``jet`` supports the operations of ``fun``.
-    ``jet`` has no rules for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, and therefore none for ``apply``
-    without ``remat``, nor for most norms.
+    ``jet`` has no rules for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, so it supports neither ``apply``
+    without ``remat`` nor most norms.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
     weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:

@@ -22,10 +22,10 @@ from reparax.programs.jaxprs import Env, values, variables
 def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
-    """Runs a program without constants like ``dependence.run``, but computes known values just before their use.
+    """Runs a program without constants, and computes values that depend on known inputs alone just before their use.
 
-    ``known_inputs`` says which inputs are parameters and keys, and ``rule`` may change how an equation is run. A batch
-    of delayed equations is not computed before the data that its reader needs.
+    ``known_inputs`` says which inputs are known, that is, parameters and keys. ``rule`` may change how an equation is
+    run. A batch of delayed equations is not computed before the data that the reader of its values needs.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
@@ -41,12 +41,12 @@ def run_delayed(
 
 
 def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
-    """Splits the equations of a program into batches, and delays those that can wait until just before a reader.
+    """Splits the equations of a program into batches, and delays equations whose values are not needed yet.
 
-    An equation can wait if all of its operands are known and it has no effects. For the program
-    ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the new order is ``w1``, ``y``, ``w2``, ``z``. In a batch of
-    delayed equations, ``reads_beside`` holds the operands of the reader. Delayed equations whose outputs are never read
-    are dropped.
+    An equation can be delayed if it has no effects and all of its operands are known (computed from known inputs
+    alone). For the program ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the new order is ``w1``, ``y``, ``w2``,
+    ``z``. In a batch of delayed equations, ``reads_beside`` holds the operands of the equation that reads its values.
+    Delayed equations whose outputs are never read are dropped.
     """
     can_wait = [all(dependence.are_known(is_known, eqn.invars)) and not jaxprs.has_effects(eqn) for eqn in jaxpr.eqns]
     # Maps each value that is still delayed to the index of the equation that computes the value.
@@ -81,7 +81,8 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Runs a program such that compilers cannot compute its large values before the value ``barrier``.
 
-    Some inputs and intermediate values of the program are made to depend on ``barrier``. Their numbers do not change.
+    Some inputs and intermediate values of the program are made to depend on ``barrier``, without changing their
+    entries.
     """
     waiting = barrier_inputs(program)
 
@@ -118,9 +119,9 @@ def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any],
 # ---- what must wait
 #
 # A program cannot run early if all of its large or costly values depend on values that wait. A value waits if a zero
-# that is computed from the barrier is added to it. This addition copies the value, so only the smallest values that
-# suffice are made to wait: noise waits if its key waits, and a normalized weight waits if its lengths wait. A
-# transposed parameter need not wait, because compilers read the transpose in the memory of the parameter.
+# that is computed from the barrier is added to it. This addition copies the value, so only the smallest sufficient
+# values are made to wait: noise waits if its key waits, and a normalized weight waits if its lengths wait. A transposed
+# parameter need not wait, because compilers read the transpose in the memory of the parameter.
 
 SMALL = 4
 """A value counts as small if the value that it is compared with is at least this many times larger."""
@@ -145,7 +146,7 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 
 
 def barrier_inputs(program: Jaxpr) -> set[Var]:
-    """Returns the smallest values of a program that must wait so that all of its large or costly values wait.
+    """Returns the smallest values of a program that must wait for a barrier so that all large or costly values wait.
 
     All small inputs are part of the result. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w``
     waits if the lengths wait. The result is empty if the program computes only views of its inputs.

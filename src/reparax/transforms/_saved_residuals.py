@@ -27,7 +27,7 @@ _TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alon
 
 @dataclass(frozen=True)
 class Kept:
-    """One array that is stored for the backward pass.
+    """Describes one array that is stored for the backward pass.
 
     Attributes:
       kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed only from such
@@ -95,9 +95,9 @@ def saved_residuals(
 ) -> SavedResiduals:
     """Reports what JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
-    ``saved_residuals`` traces ``fun`` and computes nothing. The report lists raw parameters, values computed only from
-    parameters and keys (which :func:`remat` would recompute), and activations. Keys that ``fun`` closes over count as
-    keys too.
+    ``saved_residuals`` traces ``fun`` and computes no arrays. The report lists raw parameters, values computed only
+    from parameters and keys (which :func:`remat` would recompute), and activations. Keys that ``fun`` closes over count
+    as keys too.
 
     Args:
       fun: The loss.
@@ -223,7 +223,7 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """Passes a value that depends only on ``w``, and a value that also depends on ``x``, through each kind of call.
+    """Passes two values through each kind of call: the first depends only on ``w``, the second also on ``x``.
 
     The function is only traced, never computed, to check that the analysis tells the two values apart.
     """
