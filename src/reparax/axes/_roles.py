@@ -65,11 +65,14 @@ def roles(fun: Callable[..., Any], /, *args: Any, argnums: int | None = None, **
     who = check_call("roles", fun, argnums, own_options=given_options(argnums=argnums))
     if isinstance(argnums, tuple | list):
         raise TypeError(
-            f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
-            f"argument, such as a tuple of trees."
+            f"{who} takes a single position as argnums, but got {argnums!r}. Put all parameters into one argument of "
+            f"the function, such as a tuple of trees."
         )
     if not args:
-        raise TypeError(f"{who} got no arguments of the function. Pass them after it, parameters first.")
+        raise TypeError(
+            f"{who} needs the arguments of the function, but got none. Pass them after the function: "
+            f"`roles(loss, params, batch)`."
+        )
     arguments = Arguments.of(who, fun, argnums or 0, args, kwargs)
     uses = Reading(arguments).uses
     products = [use for use in uses if isinstance(use, DataProduct)]

@@ -280,7 +280,7 @@ class Case:
         except (ValueError, TypeError):
             return
         except Exception as error:
-            raise self.error(f"{message}, and ends in a bare {error!r}") from error
+            raise self.error(f"{message}, and raises {error!r} instead of a ValueError or TypeError") from error
         raise self.error(message)
 
     def require_close(self, actual: PyTree, expected: PyTree, bound: float, message: str) -> None:
@@ -291,10 +291,10 @@ class Case:
     def require_same_types(self, actual: PyTree, expected: PyTree, who: str) -> None:
         """Requires that two trees have the same structure, and that arrays have the same shape, dtype and weak type."""
         structure, expected_structure = jax.tree.structure(actual), jax.tree.structure(expected)
-        self.require(structure == expected_structure, f"{who} gives {structure}, not {expected_structure}")
+        self.require(structure == expected_structure, f"{who} returns {structure}, not {expected_structure}")
         for path, *arrays in paired(actual, expected):
             type, expected_type = map(_describe_type, arrays)
-            self.require(type == expected_type, f"{who} makes {path!r} {type}, but it was {expected_type}")
+            self.require(type == expected_type, f"{who} returns {path!r} as {type}, but its input was {expected_type}")
 
 
 def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:

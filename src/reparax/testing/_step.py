@@ -44,9 +44,9 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
       >>> check_step(p, before, after)
       Traceback (most recent call last):
         ...
-      AssertionError: MagnitudePruning(sparsity=0.5).update makes other fixed values of this step:
-        w/@magnitude_pruning/@fixed/mask: got what it was before the step
-      Let the optimizer advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.
+      AssertionError: MagnitudePruning(sparsity=0.5).update gives other fixed values than this step:
+        w/@magnitude_pruning/@fixed/mask: the step did not change it
+      Let the optimizer update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.
     """
     require_chains("testing.check_step(p, before, after)", p)
     p.check(after, since=before)
@@ -55,10 +55,10 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     rows = zip(items(new_values), jax.tree.leaves(old_values), jax.tree.leaves(expected_values), strict=True)
     # If `update` does not advance a value, it returns the same object.
     advanced = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
-    if lines := [f"\n  {path}: got {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
+    if lines := [f"\n  {path}: {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
         raise AssertionError(
-            f"{CallName(p, 'update')} makes other fixed values of this step:{''.join(lines)}\nLet the optimizer "
-            f"advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."
+            f"{CallName(p, 'update')} gives other fixed values than this step:{''.join(lines)}\nLet the optimizer "
+            f"update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."
         )
 
 
@@ -69,5 +69,5 @@ def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
         return ""
     if evidence.equal(new, old):
-        return "what it was before the step"
-    return f"numbers that differ by {difference:.1e} of the largest"
+        return "the step did not change it"
+    return f"it differs by {difference:.1e} of the largest entry"

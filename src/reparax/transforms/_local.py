@@ -879,15 +879,16 @@ def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) 
     """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
-            f"{who} found no noise, as the function does not call `apply`, or only under `rpx.remat`. Call it inside, "
-            "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
+            f"{who} found no noise, because the function does not call `apply`, or calls it only under `rpx.remat`. "
+            "Call `apply` in the function, as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and apply "
+            "`rpx.remat` to the result."
         )
     if rules.reads and not rules.analysis.multiplies_data:
         for weight in _weights_if_all_is_data(arguments, call):  # The error names the first weight, if any.
             raise ValueError(
-                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
-                "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
-                "argument: `loss(raw, key, x)`."
+                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because the array that "
+                "multiplies it is closed over, or in an argument for weights (argnums, by default the first). Pass the "
+                "data as an argument of its own: `loss(raw, key, x)`."
             )
 
 

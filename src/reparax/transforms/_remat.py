@@ -97,7 +97,7 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
     """
     who = check_call("remat", fun, argnums)
     if keep not in ("masks", None):
-        raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
+        raise ValueError(f"{who} takes keep='masks', to store masks, or keep=None, but got {keep!r}.")
 
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,8 +105,8 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
         if jaxprs.has_refs(call.program):
             raise TypeError(
-                f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
-                f"function, and return its value together with the loss."
+                f"{who} found a mutable array (jax.new_ref) in the function, but cannot recompute its content. Return "
+                f"the new content together with the loss, and write it to the array outside of the function."
             )
         recomputing = recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")
         return call.restore(recomputing(*call.inputs))

@@ -63,7 +63,7 @@ class SavedResiduals:
         """
         if kind is not None and kind not in _TITLES:
             raise ValueError(
-                f"saved_residuals(...).bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."
+                f"saved_residuals(...).bytes takes 'parameters', 'weights', 'activations' or None, but got {kind!r}."
             )
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
@@ -152,8 +152,8 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     operands = [i for i, flags in enumerate(zip(is_floating, arguments.is_chosen, strict=True)) if all(flags)]
     if not operands:
         raise TypeError(
-            f"{who} found no floating-point array among the arguments that are parameters, so there is no gradient to "
-            f"take. Pass the parameters first, or name them by argnums."
+            f"{who} found no floating-point array in the arguments for parameters, so there is no gradient to take. "
+            f"Pass the parameters as the first argument, or pass their position as argnums."
         )
     traced_loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
     loss, constants = jaxprs.consts_first(traced_loss)
