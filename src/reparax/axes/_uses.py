@@ -262,7 +262,7 @@ def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
 def _takes_whole_array(view: DynamicSlice) -> bool:
     """Returns whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3).
 
-    The slice must have size 1 or be whole along each axis, and have at least two axes of a larger size.
+    Along each axis, the slice must have size 1 or the size of the stack. At least two axes must be larger than 1.
     """
     are_whole = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
     return len(are_whole) > 1 and all(are_whole)

@@ -87,9 +87,9 @@ def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
 def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
     """Takes an axis of the given size from the front of a sequence of parts; returns the axis and the remaining parts.
 
-    Parts of the sizes 2, 3 and 4 and the size 6 give the axis (2, 3) and leave (4,). A part that is too large is
-    divided: the size 4 gives (2, 2) from the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
-    neighboring parts are merged: (6, 4) become (24,), from which the size 8 leaves (3,). The size 1 takes the first
+    From parts of sizes (2, 3, 4), the size 6 takes the axis (2, 3) and leaves (4,). A part that is too large is
+    divided: from (2, 6), the size 4 takes (2, 2) and leaves (3,). Where sizes do not divide each other, neighboring
+    parts are merged: (6, 4) become (24,), from which the size 8 takes (8,) and leaves (3,). The size 1 takes the first
     part if this part has size 1; otherwise, it gives a new axis, as in ``x[None]``.
     """
     if size == 1:
@@ -111,8 +111,8 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
 def combined(axes: Iterable[Axis]) -> Axis:
     """Returns the axis of an elementwise result, given the matching axes of the operands.
 
-    The result is divided into parts wherever any of ``axes`` is, and has the origins of all of them. Axes of size 1 are
-    broadcast.
+    The result is divided into parts wherever any of ``axes`` is, and comes from the parameter axes of all of them. Axes
+    of size 1 are broadcast.
     """
     return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # Axes of size 1 come last.
 

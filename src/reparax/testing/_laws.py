@@ -310,7 +310,7 @@ def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
 
 @law
 def purity(case: Case) -> None:
-    """Requires that inputs do not change, and that random stages do not change the raw tree."""
+    """Requires that a chain's methods do not change their inputs, and that random stages do not change the raw tree."""
     p, key = case.chain, case.key
     copies = jax.tree.map(np.array, case.params), jax.tree.map(np.array, case.raw)
     originals = jax.tree.map(np.array, copies)
@@ -444,7 +444,7 @@ def chains(case: Case) -> None:
 
 @law
 def selection(case: Case) -> None:
-    """Requires an error if a selection matches nothing, for every form of ``where``."""
+    """Requires ``init`` to raise an error if ``where`` selects no array, for every form of ``where``."""
     name = "no such path"
 
     def none(path: str, array: Any) -> bool:

@@ -40,7 +40,8 @@ class Explained:
     titles: tuple[str, str]
 
     def __repr__(self) -> str:
-        """Returns a table: the head, then weights under each title. Equal weights of numbered layers share a line."""
+        """Returns a table: the head, then the weights under each title, with equal weights of numbered layers in one
+        line."""
         n = sum(weight.is_transformed for weight in self.weights)
         lines = [self.head.format(f"{n} of {len(self.weights)}")]
         for title, flag in zip(self.titles, (True, False), strict=True):

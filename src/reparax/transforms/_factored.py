@@ -130,7 +130,7 @@ class Record:
 
     @property
     def is_cheaper_formed(self) -> bool:
-        """Whether forming the sum costs less than keeping its factors, or equally much if a read needs the array."""
+        """Whether forming the array costs less than keeping the factors, or the same if a read needs the array."""
         cost_in_factors, cost_formed = self.costs
         is_array_needed = any(read.needs_array for read in self.reads)
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
@@ -322,9 +322,9 @@ class WeightUse:
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     """Returns how an equation multiplies data by a weight in factors, or None if it needs the array of the weight.
 
-    An equation needs the array if it is not a product, look-up or convolution, if several of its operands are sums, if
-    it specifies the sharding of its output, or if the rule for this kind of equation returns None. The function
-    computes no arrays.
+    An equation needs the array if it is not a product, look-up or convolution, if several of its operands are weights
+    in factors, if it specifies the sharding of its output, or if the rule for this kind of equation returns None. The
+    function computes no arrays.
     """
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -401,7 +401,7 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
 def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
     """Returns the cost of computing rows of a weight from factors, and of looking up the rows in the weight's array.
 
-    With the array, the gradient is as large as the whole weight, even if few rows are looked up.
+    If rows are looked up in the array, the gradient is as large as the whole weight, even for few rows.
     """
     cost_of_writing = ENTRY * sums.count_entries(rows.shape)
     cost_of_gradient = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
@@ -423,7 +423,7 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return None
 
     def product() -> Any:
-        """Computes the rows from the factors."""
+        """Computes the looked-up rows from the factors of the table."""
         numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
         return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
@@ -431,7 +431,7 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
-"""The modes for out-of-bounds indices that a look-up in factors supports."""
+"""The ``GatherScatterMode`` values that a look-up in a weight's factors supports."""
 
 
 def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
@@ -463,7 +463,7 @@ def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
 
 @_stop_gradient_outside.defjvp
 def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Implements the JVP rule: the tangent is zero for rows whose index is out of bounds."""
+    """Implements the JVP rule, by which the tangents of rows with an out-of-bounds index are zero."""
     return _stop_gradient_outside(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
@@ -535,7 +535,7 @@ class _Convolution:
 
         The cost also includes the multiplication of the factors of the kernel.
         """
-        # The passes compute the output, the gradient of the data and, if the kernel is trainable, its gradient.
+        # The passes compute the output, the gradient of the data, and the gradient of a trainable kernel.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
@@ -673,7 +673,7 @@ class Factoring:
     def _multiply(self, operation: Operation) -> Outs:
         """Multiplies data by a weight in factors; returns None if the equation needs the array of the weight.
 
-        Until the plan is decided, the product is only recorded, and a stand-in of its type is returned.
+        Until the plan is decided, the product is only recorded, and a placeholder of its type is returned.
         """
         eqn, interpreter = operation.eqn, operation.interpreter
         use = weight_use(eqn, _with_data_formed(operation))
@@ -693,7 +693,7 @@ class Factoring:
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """Returns matrices that are looked up in a stacked weight, as a sum, or as an array if the plan forms them.
+        """Returns matrices that are looked up in a stacked weight, in factors, or as an array if the plan forms them.
 
         The matrices have their own maker, which identifies them, and therefore their own record in the plan.
         """
@@ -754,7 +754,7 @@ def _with_data_formed(operation: Operation) -> Sequence[Any]:
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation declares a sum, or has a body that may create a sum."""
+    """Returns whether an equation declares an array as a sum of terms, or has a body that may create such a sum."""
     return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 

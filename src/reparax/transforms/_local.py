@@ -197,7 +197,7 @@ def _add_noise(
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
-        """Draws the noise, which is not stored for the backward pass."""
+        """Draws the noise of the output, which the backward pass recomputes."""
         variance = _variance(view, weight_operand, data, _square_factors(std))
         # The cotangent of the variance contains the draw. Unless the standard deviations are scalars, their gradients
         # and the gradients of the data both read this cotangent.
@@ -224,12 +224,12 @@ def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """Returns the precision for squared operands; drops a ``DotAlgorithm``, because squares may have other dtypes."""
+    """Returns the precision for squared operands; None for a ``DotAlgorithm``, as squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
 def _square(x: Any) -> Array:
-    """Squares data in float32 or wider."""
+    """Returns the squares of an array's entries, in float32 or wider."""
     return jnp.square(widened(x))
 
 
@@ -269,7 +269,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            assert products is not None  # `_is_linear` has checked this.
+            assert products is not None  # `_is_linear` has checked that it exists.
             return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
@@ -399,7 +399,7 @@ class _FactsOfDraws(AllFacts):
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never the body of a draw."""
+        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never one that draws samples."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -419,7 +419,7 @@ class Drawing:
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
-        """Takes the draws to share, and an analysis for all interpreted programs. No reads are recorded yet."""
+        """Creates rules without recorded reads, given the draws that all rows share and an analysis of all programs."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
@@ -596,7 +596,7 @@ def _drawn_sum(operation: Operation) -> Sum:
 
 
 def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
-    """Returns the separate draws if an equation splits a batch of draws, or None for any other equation.
+    """Returns separate noise arrays if an equation splits a batch of noise arrays, or None for any other equation.
 
     The noise for arrays of equal shapes is drawn in one batch, with one key for each array. For example, 3 keys give a
     batch of shape (3, 8, 4), which is split into 3 draws of shape (1, 8, 4). The draws are independent, so each draw
@@ -611,7 +611,7 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
         return None
 
     def with_own_source(factor: Factor, i: int) -> Factor:
-        """Gives the factor of the ``i``-th output its own source."""
+        """Returns ``factor`` with a source of its own, so that the ``i``-th output counts as a separate draw."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
@@ -695,7 +695,7 @@ def is_draw(eqn: JaxprEqn) -> bool:
 
 
 def _has_draw_inside(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has a draw in its body, at any depth."""
+    """Returns whether an equation draws normal samples in its body, at any depth."""
     return any(is_draw(x) or _has_draw_inside(x) for program in jaxprs.inner_programs(eqn) for x in program.eqns)
 
 
@@ -729,10 +729,10 @@ def _draws_to_share(rules: Drawing) -> Shared:
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """Yields per-row reads that use a draw along the opposite side of an earlier read: ``g @ w.T`` after ``x @ w``.
+    """Yields reads that sum over axes of a draw that an earlier read keeps, or vice versa: ``g @ w.T`` after ``x @ w``.
 
-    Such a read sums over an axis that an earlier read keeps, or keeps an axis that an earlier read sums over. ``reads``
-    holds all reads of the draw, in the order of the program.
+    ``reads`` holds all reads of the draw, in the order of the program. Reads for which all rows share one draw are
+    skipped.
     """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
@@ -790,10 +790,10 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     counts only the Gaussian noise.
 
     If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
-    weights as the value. Such a gradient is recognized if a weight is read along both sides, as in ``x @ w`` and
-    ``g @ w.T``, or if values are recomputed for a gradient. All weights that are read more than once then take one draw
-    for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that does not multiply by a noisy weight. In
-    these cases, value and derivative draw independently.
+    weights as the value. Such a gradient is recognized if one product sums over an axis of a weight that another
+    product keeps, as in ``x @ w`` and ``g @ w.T``, or if values are recomputed for a gradient. All weights that are
+    read more than once then take one draw for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that
+    does not multiply by a noisy weight. In these cases, value and derivative draw independently.
     ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
     where and why other weights share one draw.
 
@@ -947,7 +947,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
-        """Rewrites the program with these draws shared, and repeats with more shared draws until no more are found."""
+        """Rewrites the program so that all rows share these draws; repeats this until no more draws must be shared."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)

@@ -68,8 +68,8 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
       argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and every argument that holds only PRNG keys (or uint32 arrays
         whose last axis has size 2 or 4, like a legacy key). The inputs of ``p.apply``, and the keys and numbers from
-        which these inputs are computed, always count as named, even if ``fun`` closes over them. Other arrays that
-        ``fun`` closes over count as data.
+        which these inputs are computed, always count as named in ``argnums``, even if ``fun`` closes over them. Other
+        arrays that ``fun`` closes over count as data.
       keep: ``"masks"`` stores the random masks of dropout for the backward pass instead of drawing the masks again. A
         mask takes one bit per entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn
         only once. A mask is any boolean array that is computed from a key, has at least 1024 entries, and has an axis

@@ -52,7 +52,7 @@ class RematCall:
 
     @property
     def n_fixed(self) -> int:
-        """The number of inputs that are not tangents."""
+        """The number of the call's inputs that are not tangents."""
         return len(self.known_inputs) - self.n_tangents
 
 
@@ -90,7 +90,7 @@ class CallPrimitive:
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """Runs a call. Under tracing, the call becomes one equation, which holds the program of the call."""
+        """Returns the outputs of a call. Under tracing, the call becomes one equation, which holds its program."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
@@ -359,7 +359,7 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Runs a linear call, and computes each weight just before its use."""
+    """Runs the program of a linear call, and computes each weight just before its use."""
     return run_delayed(call.program, args, call.known_inputs)
 
 

@@ -30,7 +30,7 @@ def run_delayed(
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def run_batch(batch: Batch, program: Jaxpr, env: Env) -> Sequence[Any]:
-        """Runs the program of a batch; ``env`` holds all values computed so far."""
+        """Runs the program of a batch, given ``env``, which holds all values computed so far."""
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
         # One array suffices as a barrier. A batch whose reader needs no data runs at once, without a barrier.
@@ -56,7 +56,7 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
     def add_delayed(needed: Sequence[Any], reads_beside: Sequence[Any]) -> None:
         """Adds a batch with all delayed equations that are needed for these values, directly or indirectly, if any.
 
-        These equations are then no longer delayed.
+        The equations of the new batch are then no longer delayed.
         """
         stack, numbers = variables(needed), set[int]()
         while stack:
@@ -87,7 +87,7 @@ def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[A
     waiting = barrier_inputs(program)
 
     def wait(v: Var, x: Any) -> Any:
-        """Makes the value ``x`` of a variable depend on the barrier if the variable must wait, and returns it."""
+        """Returns the value ``x`` of a variable, made to depend on the barrier if the variable must wait."""
         return tie(x, barrier) if v in waiting else x
 
     outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
@@ -124,7 +124,7 @@ def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any],
 # parameter need not wait, because compilers read the transpose in the memory of the parameter.
 
 SMALL = 4
-"""A value counts as small if the value that it is compared with is at least this many times larger."""
+"""A value counts as small if it is at least this many times smaller than the value with which it is compared."""
 FEW = 32
 """The number of cheap operations per entry that cost no more than storing the entry and reading it again."""
 
@@ -148,8 +148,8 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 def barrier_inputs(program: Jaxpr) -> set[Var]:
     """Returns the smallest values of a program that must wait for a barrier so that all large or costly values wait.
 
-    All small inputs are part of the result. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w``
-    waits if the lengths wait. The result is empty if the program computes only views of its inputs.
+    All small inputs are part of the result. For ``w = v / norm(v)``, the result holds the lengths ``norm(v)``, because
+    ``w`` waits if the lengths wait. The result is empty if the program computes only views of its inputs.
     """
     views = _views(program)
     operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
@@ -163,7 +163,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
     waiting = set(barriers)
 
     def add_barrier(v: Var) -> None:
-        """Makes a value wait for the barrier, by the smallest value on a path to it, unless it depends on no input."""
+        """Makes a value wait, by a barrier on the smallest value on a path to it, unless it depends on no input."""
         if v not in waiting and v in smallest:
             barriers.add(smallest[v])
             waiting.update((v, smallest[v]))
@@ -232,7 +232,7 @@ def costly_outputs(program: Jaxpr) -> set[Var]:
 
 
 def _views(program: Jaxpr) -> set[Var]:
-    """Returns the values that are read in the memory of an input, or are computed only from constants."""
+    """Returns the values of a program that are read in the memory of its inputs, or computed only from constants."""
     views = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)

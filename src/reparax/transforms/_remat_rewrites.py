@@ -35,7 +35,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     ``args`` holds the inputs of the program; only their types are read. A ``jit`` that contains an ``apply`` is inlined
     too, so that all readers share the values of the ``apply``.
     """
-    has_apply = functools.cache(contains_apply)  # Many equations hold the same program.
+    has_apply = functools.cache(contains_apply)  # Many equations may hold the same program.
 
     def is_inlined(eqn: JaxprEqn) -> bool:
         """Returns whether an equation is an ``apply``, or a ``jit`` that contains one."""
@@ -55,14 +55,14 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
     """Returns a rule that makes the bodies of equations recompute if they mix known and other values.
 
-    ``function_of_body`` turns a body into a function that recomputes. All other equations are left as they are. If all
-    operands of an equation are known, the whole equation is recomputed. If no operand is known, the equation contains
-    nothing to recompute.
+    ``function_of_body`` turns a body into a function that recomputes its known values. All other equations are left as
+    they are. If all operands of an equation are known, the whole equation is recomputed. If no operand is known, the
+    equation contains nothing to recompute.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """Returns a function that runs an equation with a body that recomputes, or None to leave it as it is."""
+        """Returns a function that runs an equation so that its body recomputes, or None to leave it unchanged."""
         run_with_body = jaxprs.runner_of(eqn)
         known_operands = dependence.are_known(is_known, eqn.invars)
         if run_with_body is None or all(known_operands) or not any(known_operands):
@@ -224,7 +224,7 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
 # ``recomputing_program`` that the bytes are stored.
 
 SMALLEST_MASK = 1024
-"""Masks with fewer entries are drawn again, because storing such a small mask saves no time."""
+"""The fewest entries of a mask that is stored. A smaller mask is drawn again, because storing it saves no time."""
 
 
 def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
@@ -323,7 +323,7 @@ def _read_from_bits(mask: Array) -> Array:
     backward pass computes the result from the bytes alone, because values with this name are stored.
     """
     axis = _packed_axis(jax.typeof(mask))
-    assert axis is not None  # Other masks are not stored.
+    assert axis is not None  # Only masks with such an axis are stored.
     groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
     positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # Each byte has bit positions 0 to 7.
     packed = checkpoint_name(lax.reduce_or(groups << positions, (axis + 1,)), STORED)

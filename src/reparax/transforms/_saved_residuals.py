@@ -30,8 +30,8 @@ class Kept:
     """Describes one array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed only from such
-        arrays, and ``"activations"`` for all other arrays.
+      kind: ``"parameters"`` for an array of the arguments in ``argnums``, ``"weights"`` for an array computed only from
+        such arrays, and ``"activations"`` for all other arrays.
       type: The dtype and shape of the array.
       bytes: The size of the array in bytes.
       origin: The path of the argument, or the source line that computed it.
@@ -47,7 +47,8 @@ class Kept:
 class SavedResiduals:
     """A report of what is stored between the forward and the backward pass. The repr is a table, largest arrays first.
 
-    Equal lines are shown once, with their count. Arguments whose paths differ only in a number also share a line.
+    In the table, equal lines are shown once, with their count. Arguments whose paths differ only in a number also share
+    a line.
 
     Attributes:
       kept: The stored arrays.
@@ -113,7 +114,8 @@ def saved_residuals(
       other kinds are ``"weights"`` and ``"activations"``.
 
     Raises:
-      TypeError: If no named argument holds a floating-point array, or ``argnums`` is not valid for :func:`remat`.
+      TypeError: If no argument in ``argnums`` holds a floating-point array, or ``argnums`` is not valid for
+        :func:`remat`.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -184,7 +186,7 @@ def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *
     """
 
     def first_output(*values: Any) -> Any:
-        """Computes the first output with the operands replaced by ``values``."""
+        """Computes the first output of ``loss``, with ``values`` in place of the operands."""
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
         return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
 
