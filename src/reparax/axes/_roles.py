@@ -1,9 +1,8 @@
 """Finds the roles of the axes of parameters (``roles``), and checks the axes of a chain (``check_axes``).
 
 ``Reading`` finds the products of weights with data in a program, and describes each product by the parameter axes that
-take part in it. From these products, this module derives which axes are inputs and outputs in products of two weights,
-such as ``W1 @ W2``. It then marks the axes that index the members of ensembles as stacked, and turns the products of
-each parameter into its :class:`Role`.
+take part in it. From these, this module derives the inputs and outputs of products of two weights. It then marks the
+axes that index members of ensembles as stacked, and turns the products of each parameter into its :class:`Role`.
 """
 
 from __future__ import annotations
@@ -174,9 +173,8 @@ def _orient_weight_products(
     output. The same result could be computed as ``(x @ W1) @ W2``, where axis 1 of ``W1`` is an output and axis 0 of
     ``W2`` is an input.
 
-    The other orientation has data multiplied by ``W2.T`` first. If neither orientation agrees with the products with
-    data, as in a penalty, the product of weights is left out. If both agree, as for the query and key weights of
-    attention, both are returned.
+    In the other orientation, data are multiplied by ``W2.T`` first. If neither agrees with the products with data, as
+    in a penalty, the product of weights is left out. If both agree, as for queries and keys, both are returned.
     """
     inputs = union(product.inputs for product in data_products)
     outputs = union(product.outputs for product in data_products)
@@ -186,8 +184,7 @@ def _orient_weight_products(
     oriented = _orient_by_known_axes(candidates, inputs, outputs)
     inputs = inputs.union(*(product.middle.inputs for product in oriented))
     outputs = outputs.union(*(product.middle.outputs for product in oriented))
-    # The other orientation agrees too if an input of this orientation is an output elsewhere, or if an output is an
-    # input elsewhere.
+    # The other orientation agrees too if an input of this orientation is an output elsewhere, or vice versa.
     conflicting = [product for product in oriented if product.inputs & outputs or product.outputs & inputs]
     return [product.middle for product in (*oriented, *(product.transposed() for product in conflicting))]
 

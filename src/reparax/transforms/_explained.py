@@ -40,8 +40,7 @@ class Explained:
     titles: tuple[str, str]
 
     def __repr__(self) -> str:
-        """Returns a table: the head, then the weights under each title, with equal weights of numbered layers in one
-        line."""
+        """Returns a table: the head, then the weights under each title. Equal weights of numbered layers are folded."""
         n = sum(weight.is_transformed for weight in self.weights)
         lines = [self.head.format(f"{n} of {len(self.weights)}")]
         for title, flag in zip(self.titles, (True, False), strict=True):
