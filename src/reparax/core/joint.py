@@ -1,9 +1,8 @@
 """Defines the base class of stages whose formula takes several arrays at once, such as the kernel and bias of a layer.
 
-The arrays that one call of the formula takes form a group. If ``Joint.arrays`` holds regular expressions, the arrays
-whose paths capture the same text form a group, such as one group per layer. Otherwise, all selected arrays form one
-group. Each group is one :class:`Site`, where the formula knows the arrays by their names in ``arrays`` or by their
-paths.
+The arrays that one call of the formula takes form a group. If ``Joint.arrays`` holds regular expressions, arrays whose
+paths capture the same text form a group, such as one group per layer. Otherwise, all selected arrays form one group.
+Each group is one :class:`Site`, where the formula knows the arrays by their names in ``arrays`` or by path.
 """
 
 from __future__ import annotations
@@ -147,8 +146,8 @@ class Joint(Leafwise):
     def sites(self, method: str, tree: Flat) -> list[Site]:
         """Returns one :class:`Site` per group of arrays; without ``arrays``, all selected arrays form a single group.
 
-        In ``init``, the leaves of ``tree`` are the arrays themselves. Later, they are marker dicts, which hold raw
-        values.
+        In ``init``, the leaves of ``tree`` are arrays. Later, they are the marker dicts that hold the raw values of
+        arrays.
         """
         who = CallName(self, method)
         if self.arrays:  # The expressions match paths, so the selection does not read marker dicts.

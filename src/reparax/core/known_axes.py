@@ -1,4 +1,4 @@
-"""Infers what an array's axes are from the class of its layer, or from its name, without tracing a network.
+"""Infers the roles of an array's axes from the class of its layer, or from its name, without tracing a network.
 
 In a model of nnx or equinox modules, only the class of the layer counts; the tables for these libraries are in
 ``models/_nnx_layers.py`` and ``models/_equinox_layers.py``. In a plain tree of arrays, only the name of the array
@@ -92,7 +92,7 @@ class KnownAxes:
         return KnownAxes(role, self.why, f"a factor of {self.source}" if self.is_class else self.source, self.is_class)
 
     def possible_stacks(self, shape: Numbers, given: Numbers = ()) -> list[Numbers]:
-        """Returns each tuple of axes that may be stacked: the other axes of ``shape`` then have the known sizes.
+        """Returns each tuple of axes of ``shape`` that may be stacked, because the other axes have the known sizes.
 
         If the known sizes are ``(8, 4)``, the shape ``(3, 8, 4)`` gives ``[(0,)]``, ``(8, 4)`` gives ``[()]``, and
         ``(5, 5)`` gives ``[]``, because no axes fit. If the user gave the stacked axes as ``given``, no others are
@@ -130,8 +130,8 @@ class KnownAxes:
     def _why_not_stacked(self, w: Any, stacked: Numbers, tree: Any) -> str:
         """Returns why the axes ``stacked`` of ``w`` cannot be stacked layers, or ``""`` if they can.
 
-        They cannot if another array of the layer has no stacked axes of the same sizes, as for a kernel of shape ``(3,
-        8, 4)`` beside a bias of shape ``(5, 4)``. The other arrays are looked up in ``tree``. If ``tree`` is None, the
+        They cannot if another array of the layer has no stacked axes of the same sizes, as for a kernel of shape
+        ``(3, 8, 4)`` beside a bias of shape ``(5, 4)``. The other arrays are looked up in ``tree``; without it, the
         result is ``""``.
         """
         sizes = tuple(w.shape[axis] for axis in stacked)
@@ -151,7 +151,7 @@ class KnownAxes:
 def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
     """Yields each tuple of axes of ``shape`` that leaves axes of exactly these ``sizes`` when it is removed.
 
-    For the shape ``(3, 4, 4)`` and the sizes ``(3, 4)``, the results are ``(1,)`` and ``(2,)``. Leading axes come
+    For the shape ``(3, 4, 4)`` and the sizes ``(3, 4)``, the results are ``(1,)`` and then ``(2,)``: leading axes
     first.
     """
     for stacked in combinations(range(len(shape)), max(len(shape) - len(sizes), 0)):
@@ -161,11 +161,11 @@ def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
 
 
 def role_by_letters(letters: str, sizes: Any, source: str = "") -> Role:
-    """Returns the role of an array of these sizes, given a letter for each axis (see the docstring of the module).
+    """Returns the role of an array of these sizes, given a letter for each axis, such as ``i`` for inputs.
 
-    ``"wio"``, a convolution kernel, gives the inputs ``(0, 1)`` and the outputs ``(2,)``, and the window moves along
-    axis 0. ``source``, the name of the layer or of the array, is stored as the ``line`` of the :class:`Use` in the
-    role.
+    ``"wio"``, for a convolution kernel, gives the inputs ``(0, 1)`` and the outputs ``(2,)``, and the window moves
+    along axis 0. The role stores ``source``, the name of the layer or of the array, as the ``line`` of its
+    :class:`Use`.
     """
 
     def axes_with(chosen: str) -> Numbers:
@@ -243,7 +243,7 @@ def _without_contradictions(known: Mapping[int, KnownAxes], first_numbers: Seque
     """Returns a copy of ``known`` in which the axes are unknown for each parameter whose modules disagree about them.
 
     An embedding table that is also the last layer is such a parameter. Callers look up the axes at the first leaf of a
-    shared parameter, so they are marked as unknown there. ``first_numbers`` holds the index of this leaf for each leaf.
+    shared parameter, so only that entry is changed. ``first_numbers`` holds the index of this first leaf for each leaf.
     """
     resolved = dict(known)
     for number, axes in known.items():
@@ -295,8 +295,8 @@ def _layer_of(cls: type) -> tuple[type, str, Callable[[Any], Mapping[str, Spec]]
     """Returns the known layer that ``cls`` is, or that it computes like: its class, its name and its table function.
 
     The result is None if neither the class nor any base class is in the tables, or if the class computes something else
-    than that base class. The table function returns the :data:`Spec` of each array of a layer: ``{"kernel": ("io", 8,
-    4), ...}``.
+    than that base class. The table function maps a layer to the :data:`Spec` of each array,
+    ``{"kernel": ("io", 8, 4), ...}``.
     """
     for base in cls.__mro__:
         layers = layers_of_library(base.__module__)
