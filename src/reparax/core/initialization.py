@@ -63,10 +63,12 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
     with_markers = [site for site in sites if site.nodes]  # Other stages have no raw values.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
-        if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
-            raise TypeError(
-                f"{site.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
-            )
+        for w in (tree.arrays[place] for place in site.arrays.values()):
+            if isinstance(w, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{site.who}: expected an array, got {w}. For shapes and dtypes only, call "
+                    f"`jax.eval_shape(p.init, params)`."
+                )
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in site.arrays.items()}
         with locate_errors(site.who):
             values = site.stage._init_at(site, arrays, init_keys.get(i))
@@ -99,8 +101,9 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
         method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
         warnings.warn(
             f"{site.who}: {init} does not invert {method}: for an array w that {method} has computed, "
-            f"{method}({init}(w)) differs by {error:.2g} of the largest entry, so training may not start at your "
-            f"weights. Correct one of the two, or set `starts_elsewhere = True` in the class if this is intended.",
+            f"{method}({init}(w)) differs from w by {error:.2g} times its largest entry, so training may not start at "
+            f"your weights. Correct {init} or {method}, or set `starts_elsewhere = True` in the class if this is "
+            f"intended.",
             stacklevel=2,
         )
 

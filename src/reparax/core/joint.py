@@ -105,8 +105,8 @@ class Joint(Leafwise):
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
-                f"{type(self).__name__} got stacked={self.stacked!r}, but its formula takes all arrays together. Leave "
-                f"`stacked` out."
+                f"{type(self).__name__} got stacked={self.stacked!r} without `arrays`, so its formula takes all arrays "
+                f"together. Leave `stacked` out."
             )
         if self.arrays is not None and self.where is not None:
             raise ValueError(
@@ -272,9 +272,9 @@ class Joint(Leafwise):
             for leaf, captured in _matches(who, name, expression, leaves):
                 group = groups.setdefault(captured, {})
                 if name in group:
-                    raise _second_array_error(who, leaf, name, f"{name!r} at {group[name].path!r}")
+                    raise _second_array_error(who, leaf, name, f"{group[name].path!r} already has this name")
                 if leaf.place in name_of_place:
-                    raise _second_array_error(who, leaf, name, f"it for {name_of_place[leaf.place]!r}")
+                    raise _second_array_error(who, leaf, name, f"this array is already {name_of_place[leaf.place]!r}")
                 group[name], name_of_place[leaf.place] = leaf, name
         for group in groups.values():
             _require_complete(who, group, [name for name, _ in self.arrays])
@@ -303,14 +303,14 @@ def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) ->
     return captures
 
 
-def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
+def _second_array_error(who: object, leaf: Leaf, name: str, conflict: str) -> ValueError:
     """Returns the error for an array whose name is already taken in its group, or that already has another name.
 
-    ``occupant`` completes the sentence "... but already has".
+    ``conflict`` is the clause of the error that names the other array or the other name.
     """
     return ValueError(
-        f"{who} found {leaf.path!r} for {name!r}, but already has {occupant}. Capture in parentheses "
-        f"what differs between layers, and put the stage after those that split an array."
+        f"{who} found {leaf.path!r} for {name!r}, but {conflict}. Capture in parentheses the part of the path that "
+        f"differs between layers, as in '(.*)/kernel', and put this stage after stages that split an array."
     )
 
 
@@ -319,8 +319,8 @@ def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[st
     if lacking := [name for name in names if name not in group]:
         name, leaf = next(iter(group.items()))
         raise ValueError(
-            f"{who} found {leaf.path!r} for {name!r}, but no array for {lacking[0]!r} that captures the same "
-            f"text. Narrow the expressions to the layers that have all of {names}."
+            f"{who} found {leaf.path!r} for {name!r}, but no array for {lacking[0]!r} whose path captures the "
+            f"same text. Narrow the expressions to layers that have an array for each of {names}."
         )
 
 
@@ -331,8 +331,8 @@ def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -
     """
     if len(set(stacked_by_name.values())) > 1:
         raise ValueError(
-            f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack them along the same "
-            f"axes, or leave some layers out with the expressions."
+            f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack the arrays along "
+            f"the same axes, or narrow the expressions to layers with equal stacked axes."
         )
     return next(iter(stacked_by_name.values()))
 
@@ -343,8 +343,8 @@ def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -
     if None in sizes.values() or len(set(sizes.values())) > 1:
         shapes = {name: w.shape for name, w in arrays.items()}
         raise ValueError(
-            f"expected the same number of layers along stacked={stacked} in each array, got shapes {shapes}. Give the "
-            f"axes along which all of them are stacked."
+            f"expected the same number of layers along stacked={stacked} in each array, got shapes {shapes}. Set "
+            f"`stacked` to axes that have the same size in all of these arrays."
         )
 
 
@@ -360,7 +360,10 @@ def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
     """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):
-        raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
+        raise TypeError(
+            f"{who} takes a dict from names to regular expressions as `arrays`, such as {{'w': '(.*)/kernel'}}, but "
+            f"got {arrays!r}."
+        )
     for _, expression in items:
         check_where(expression, who)
     return items

@@ -85,8 +85,8 @@ class Perturbation(Leafwise):
         formula: Any = cls.__dict__.get("apply_leaf")
         if inspect.isfunction(formula) and not can_take(formula, 3, if_unknown=True):
             raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(formula))}, but is called with (self, "
-                f"w, key). Take a key, even if the stage is not random."
+                f"{cls.__name__}.apply_leaf takes ({', '.join(_required_arguments(formula))}), but is called with "
+                f"(self, w, key). Add the argument `key`, even if the stage is not random."
             )
 
     @abstractmethod
@@ -195,7 +195,7 @@ class Reparametrization(Leafwise):
         Raises:
           TypeError: If the class does not define ``init_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it.")
+        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it to return a dict of raw values.")
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
@@ -214,7 +214,10 @@ class Reparametrization(Leafwise):
         Raises:
           TypeError: If the class does not define ``terms_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
+        raise TypeError(
+            f"{type(self).__name__} defines no terms_leaf(values). Define it to return a list of `rpx.stage.Term`, or "
+            f"call apply_leaf."
+        )
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         """Returns the mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic.
@@ -222,7 +225,10 @@ class Reparametrization(Leafwise):
         Raises:
           TypeError: If a stochastic class does not define ``mean_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
+        raise TypeError(
+            f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it to return the mean of "
+            f"apply_leaf(values, key) over all keys."
+        )
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         """Returns a scalar penalty for the raw values of one array, such as a KL divergence from a prior."""
@@ -349,8 +355,9 @@ class Reparametrization(Leafwise):
                 found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
-                        f"expected raw values that determine the stacked axes, but those of shape {w.shape} would be "
-                        f"read as {found.shape}. Write {replace(self, stacked=stage.stacked)!r}."
+                        f"expected raw values that determine the stacked axes, but those of an array of "
+                        f"shape {w.shape} would be read as those of shape {found.shape}. Write "
+                        f"{replace(self, stacked=stage.stacked)!r} to set the stacked axes."
                     )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
@@ -472,19 +479,20 @@ def _require_signatures(cls: type[Any]) -> None:
     """
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
-            f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but can have `grad` and `key`. "
-            f"Rename the arguments."
+            f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but only `grad` and `key` are "
+            f"possible. Rename or remove the other arguments."
         )
     if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
         raise TypeError(
-            f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
-            f"`stochastic = True` in the class, and define mean_leaf(values)."
+            f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values, but the class is not "
+            f"stochastic. Remove these arguments, or for a random array, set `stochastic = True` in the class and "
+            f"define mean_leaf(values)."
         )
     init_leaf: Any = cls.__dict__.get("init_leaf")  # An inherited method was checked when its own class was defined.
     if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):  # self, w
         raise TypeError(
-            f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
-            f"w), or with (self, w, key) if it takes a `key` for random initial values."
+            f"{cls.__name__}.init_leaf takes ({', '.join(_required_arguments(init_leaf))}), but is called with (self, "
+            f"w), or with (self, w, key) if it takes a `key` for random initial values. Remove all other arguments."
         )
 
 

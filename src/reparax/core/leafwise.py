@@ -404,7 +404,7 @@ class Leafwise(Parametrization):
         stage_for_one = replace(self, stacked=()) if stacked else self
         for one_array in each_stacked(w, stacked):
             if why := stage_for_one._why_refused(one_array):
-                where = f" This is about one of the arrays along stacked={self.stacked}." if stacked else ""
+                where = f" This applies to one of the arrays stacked along stacked={self.stacked}." if stacked else ""
                 raise ValueError(f"{why}{where}")
 
     def _aligned_value(self, values: Mapping[str, Any]) -> Any:
@@ -593,8 +593,8 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
         raise ValueError(
-            f"expected raw values that determine the stacked axes, but they fit arrays of shapes "
-            f"{' and '.join(map(str, found))}. Write {codes}."
+            f"expected raw values that determine the stacked axes, but these fit arrays of shapes "
+            f"{' and '.join(map(str, found))}. Write {codes} to set the stacked axes."
         )
     # A single candidate needs no comparison. If no candidate fits, the candidate without stacked axes raises the error.
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)

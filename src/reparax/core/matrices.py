@@ -105,11 +105,13 @@ class Layout:
         """
         ndim = sum(map(self.count, axes))
         if x.ndim != ndim:
-            raise ValueError(f"expected {value_name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected the value {value_name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         for axis, size in zip(axes, self.sizes_of(axes, x), strict=True):
             if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"expected {value_name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"expected the value {value_name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}"
+                )
         return replace(self, sizes=sizes)
 
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
@@ -253,7 +255,7 @@ class RowsAndColumns(MatrixAxes):
             if not shape:
                 return result  # The result is a single number, such as a penalty.
             if is_raw and len(shape) != 2:
-                raise ValueError(f"expected raw values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
+                raise ValueError(f"expected raw values of a matrix, got an array of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
 
         return on_arrays

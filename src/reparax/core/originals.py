@@ -158,11 +158,11 @@ def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
     stage.
     """
     before = [step.stage for step in earlier if not step.output_types.keys().isdisjoint(site.places_read)]
-    undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
+    undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes only the stage before it. {UPTO}" if before else ""
     return ValueError(
-        f"{site.who}: expected a raw value that alone holds the array that `init` got, but the raw tree has "
-        f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. `p.fold(raw)` gives "
-        f"the weights without their parametrization.{undone_before}"
+        f"{site.who}: expected one raw value that alone holds the array that `init` received, got "
+        f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. Call `p.fold(raw)` "
+        f"for the weights without their parametrization.{undone_before}"
     )
 
 
@@ -247,8 +247,8 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
         raise ValueError(
             f"{who} found fixed values that differ from those of `since`:\n  "
             + "\n  ".join(lines)
-            + "\nAn optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or pass it "
-            "only the first half of `rpx.partition(raw)`."
+            + "\nAn optimizer changed them, for example by weight decay. Wrap it with `rpx.optimizer(tx, p)`, or pass "
+            "it only the first half of `rpx.partition(raw)`."
         )
 
 
