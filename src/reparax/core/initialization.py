@@ -60,7 +60,7 @@ def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Fl
       ValueError: If ``init`` raises one, or if its raw values do not give arrays of the original shapes and dtypes. The
         error names the stage and the array.
     """
-    with_markers = [site for site in sites if site.nodes]  # Other stages have no raw values.
+    with_markers = [site for site in sites if site.nodes]  # Only marker dicts hold raw values.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
         for w in (tree.arrays[place] for place in site.arrays.values()):
@@ -185,7 +185,7 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
     for i, stage in reversed(list(enumerate(stages))):
-        # Sites with equal stages, formulas and types are traced only once.
+        # Arrays for which the stage has equal settings, formulas and types are traced only once.
         swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
             if not site.nodes:  # The stage changes the array in place, so the array keeps its axes.

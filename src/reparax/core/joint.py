@@ -170,7 +170,7 @@ class Joint(Leafwise):
         marker_dicts = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in marker_dicts:
             with checks.locate_errors(who.at(leaf.path)):
-                leaf.content.arrays()  # called only because it raises an error for a damaged marker dict
+                leaf.content.arrays()  # called only to raise an error for a damaged marker dict
         return marker_dicts
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
@@ -266,7 +266,7 @@ class Joint(Leafwise):
             the same name, or a group has no array for one of the names.
         """
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
-        groups = dict[Any, dict[str, Leaf]]()  # The keys are the captured texts.
+        groups = dict[Any, dict[str, Leaf]]()  # The keys are the texts that the expressions capture.
         name_of_place = dict[Names, str]()  # Each array may have only one name, in one group.
         for name, expression in self.arrays:
             for leaf, captured in _matches(who, name, expression, leaves):

@@ -222,7 +222,7 @@ def known_by_class(treedef: Any, boxes: Mapping[int, Any], first_numbers: Sequen
             why = f"it belongs to {cls.__name__}, a class that reparax does not know"
         if cls is not None and (layer := _layer_of(cls)) is not None:
             why = f"it belongs to {layer[1]}, which does not specify its axes"
-            module = node.unflatten(range(start, start + node.num_leaves))  # a leaf index for each array
+            module = node.unflatten(range(start, start + node.num_leaves))  # the layer, with leaf indices as arrays
             known.update(_axes_in_layer(*layer, module, boxes))
         start_of_child = start
         for child in node.children():  # Leaf indices follow the order of the tree.
@@ -349,7 +349,7 @@ def _overrides_reading(box: Any) -> bool:
     """Returns whether the class of a flax box overrides how its array is read; False if ``box`` is None."""
     if box is None:
         return False
-    base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)  # defined by flax
+    base = next(c for c in type(box).__mro__ if layers_of_library(c.__module__) is not None)  # flax's own class
     return (
         not _redefined(type(box), base)
         .keys()

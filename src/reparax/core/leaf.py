@@ -567,7 +567,7 @@ def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays:
     ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
     object.
     """
-    if stage._exact_text is None:  # Only an exact text of its fields identifies a stage.
+    if stage._exact_text is None:  # Without an exact text of the fields, no two stages are known to be equal.
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 

@@ -367,7 +367,7 @@ class Leafwise(Parametrization):
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
-            # Several arrays may share a reading, so its stage has placeholders for numbers that vary between arrays.
+            # Several arrays may share `reading`, so its stage has placeholders for numbers that vary between arrays.
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
@@ -557,7 +557,7 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
     for leaf in leaves_with_nodes:
         try:
             read(leaf)
-        except Exception as error:  # A formula may fail in any way on another stage's values.
+        except Exception as error:  # A formula may raise any error on another stage's values.
             leaf.content = None
             errors.append(error)
     if len(errors) == len(leaves_with_nodes):
@@ -586,7 +586,7 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
         # candidate fits, only candidates with the same number of stacked axes are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break
-        with suppress(Exception):  # A formula may fail in any way with wrong stacked axes.
+        with suppress(Exception):  # A formula may raise any error with wrong stacked axes.
             reading = _read_as(stage, leaf, w, stacked, types)
             if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)

@@ -182,7 +182,7 @@ def _suggest(name: str) -> str:
     An exact match in a family, in another library or among the methods takes precedence over a similar name.
     """
     codes = how_to_write()
-    if name in codes:  # The name is in a family. Names at the top level never get here.
+    if name in codes:  # The name is in a public module. Names at the top level never get here.
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."

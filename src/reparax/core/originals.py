@@ -41,8 +41,8 @@ def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
     If the raw values of a stage do not hold such an array, an error is raised only if the effective tree depends on it.
     The effective tree does not depend on an array that only another undone stage would read.
     """
-    untrained = {place for place in plan.raw.arrays if FIXED in place}  # The key paths of values that training keeps.
-    lost = dict[Names, ValueError]()  # Maps the place of each array that cannot be restored to its error.
+    untrained = {place for place in plan.raw.arrays if FIXED in place}  # Training does not change these values.
+    lost = dict[Names, ValueError]()  # Maps the key path of each array that cannot be restored to its error.
     steps = list[Step]()
     for step in plan.steps:
         sites = list[Site]()
