@@ -153,7 +153,7 @@ def _relative_error(x: Array, w: Array) -> float:
 
 
 def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
-    """Returns a dict from the index of each of the ``sites`` at which ``init`` is random to its random key.
+    """Returns a dict of random keys for the sites of a stage whose ``init`` is random, by index in ``sites``.
 
     If ``key`` is None, as when only types are needed, all values of the dict are None.
     """

@@ -184,12 +184,12 @@ class Joint(Leafwise):
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Checks the raw values at ``path``; skipped with ``arrays``, whose raw values make sense only as a group."""
+        """Checks the raw values at ``path`` unless ``arrays`` is set: those of a group make sense only together."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns the raw value with the array's shape, or if there is none, the effective array, as a group of one."""
+        """Returns the raw value aligned with the array, or else the effective array, computed as a group of one."""
         aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
@@ -240,7 +240,7 @@ class Joint(Leafwise):
         return self._checked_number(f"{formula}_leaves", _as_dicts(values))
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns this stage in a list, with axis indices from the roles in ``tree`` for the word ``"stacked"``.
+        """Returns a list of this stage, where indices from the roles in ``tree`` replace the word ``"stacked"``.
 
         All groups must have the same stacked axes. The formula itself handles all other axes, so other fields are kept.
         """

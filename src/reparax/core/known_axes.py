@@ -149,7 +149,7 @@ class KnownAxes:
 
 
 def _stacks_of(shape: Numbers, sizes: Sizes) -> Iterator[Numbers]:
-    """Yields each tuple of axes of ``shape`` that leaves axes of exactly these ``sizes`` when it is removed.
+    """Yields each tuple of axes without which the remaining axes of ``shape`` have these ``sizes``.
 
     For the shape ``(3, 4, 4)`` and the sizes ``(3, 4)``, the results are ``(1,)`` and then ``(2,)``: leading axes
     first.

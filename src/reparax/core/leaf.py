@@ -94,7 +94,7 @@ class Perturbation(Leafwise):
         """Returns the effective array for ``w``, with the same shape and dtype as ``w``."""
 
     def mean_leaf(self, w: Array) -> Array:
-        """Returns the mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
+        """Returns the mean of ``apply_leaf(w, key)`` over all keys. ``p.deterministic`` uses it in place of draws."""
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
@@ -199,7 +199,7 @@ class Reparametrization(Leafwise):
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """Returns the effective array for the dict of raw values, including fixed ones, and for a random array, a key.
+        """Returns the effective array for a dict of all raw values and, if the stage is stochastic, a random key.
 
         If a class defines only ``terms_leaf``, this method returns the sum of its terms.
         """
@@ -289,7 +289,7 @@ class Reparametrization(Leafwise):
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Returns raw values that give the same effective array, but measured from that array as their new base.
+        """Returns raw values that give the same effective array, with that array as their new base.
 
         The base is the fixed value relative to which the free values are measured, as in :class:`Orthogonal`. The new
         values must keep their shapes and dtypes. Values that do not change may be left out.

@@ -527,7 +527,7 @@ Read = Callable[[Leaf], Reading]
 
 
 def reader(stage: Any, who: CallName) -> Read:
-    """Returns a function that infers the array behind a marker dict of ``stage``, and stores this reading in its leaf.
+    """Returns a function that infers the array that a marker dict represents, and stores this reading in its leaf.
 
     Marker dicts share one reading if their raw values have the same types and the stage has the same axes for them. So
     a model with a hundred equal layers traces the formula only once.
@@ -535,7 +535,7 @@ def reader(stage: Any, who: CallName) -> Read:
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
-        """Reads the marker dict of one leaf, or raises an error that names the path of the leaf."""
+        """Returns the :class:`Reading` of the marker dict of one leaf. Errors name the path of the leaf."""
         with locate_errors(who.at(leaf.path)):
             types = leaf.content.arrays()
             key = (*stage._axes_key(leaf), *types.items())
@@ -548,7 +548,7 @@ def reader(stage: Any, who: CallName) -> Read:
 
 
 def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
-    """Infers the array behind each marker dict (dict of raw values), and stores the result in the leaf of the dict.
+    """Infers the array that each marker dict (dict of raw values) represents, and stores the result in its leaf.
 
     If this fails, the marker dict belongs to another stage of the same class. The ``content`` of its leaf is then set
     to None, so that the leaf is never selected. If it fails for every marker dict, the first error is raised.

@@ -77,7 +77,7 @@ class _Stored:
 
 
 def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Site]:
-    """Returns the sites that give the arrays that ``init`` of a stage received; none for an array that is lost.
+    """Returns the sites that compute the arrays ``init`` received. An array that cannot be restored has no site.
 
     There are four cases:
       - A stage without marker dicts changes arrays in place, so it is left out.
@@ -195,7 +195,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Raises a ValueError if a site computes or reads arrays other than those in ``changed``, which ``set`` replaces.
+    """Raises a ValueError if a stage computes or reads arrays other than those in ``changed``, which ``set`` replaces.
 
     A stage that computes several arrays together, such as ``Pack``, would change the others too.
     """
