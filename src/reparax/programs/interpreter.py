@@ -65,7 +65,7 @@ class Operation:
 
     @property
     def maker(self) -> tuple[Hashable, ...]:
-        """A tuple that identifies a ``Sum`` made here: the path of the interpreter, and the ``id`` of the equation."""
+        """A tuple that identifies a ``Sum`` made by the equation: the interpreter's path, and the equation's ``id``."""
         return (*self.interpreter.path, id(self.eqn))
 
 
@@ -329,7 +329,7 @@ def _interpret_jit(operation: Operation) -> Outs:
 
 
 def _interpret_checkpoint(operation: Operation) -> list[Any]:
-    """Interprets the body of a ``checkpoint`` in a new one, or inline if equations without a ``Sum`` are skipped."""
+    """Interprets the body of a ``jax.checkpoint`` inside a new one, or inline if the interpreter computes nothing."""
     body = _interpreted_body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
@@ -441,7 +441,7 @@ def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
 
 
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
-    """Returns whether the body of a scan reads its input ``v``, and stops its gradient at every read.
+    """Returns whether a jaxpr, the body of a scan, reads its input ``v`` and stops its gradient at every read.
 
     In this case, stopping the gradient of a sliced input before the scan saves memory: the derivative of the scan then
     reads the slices again. Otherwise, it would store what the body computes from the slice of each step, even the
@@ -452,7 +452,7 @@ def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
 
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
-    """Returns whether an equation, or its body at every read, stops the gradient of its ``i``-th operand."""
+    """Returns whether every read of an equation's ``i``-th operand, also inside its body, stops the gradient."""
     kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient

@@ -37,7 +37,7 @@ ChangeAxis = Callable[[Any, int], Any]
 
 
 def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
-    """Returns the outputs of an equation that moves, slices or casts its first operand, a ``Sum``, each as a ``Sum``.
+    """Returns the outputs of an equation that moves, slices or casts a factored weight (a ``Sum``), its first operand.
 
     For ``w = a @ b``, the transpose is ``b.T @ a.T`` and the slice ``w[:3]`` is ``a[:3] @ b``. All operands after the
     first are arrays, such as the start of a slice. The result is None if the equation needs arrays.
@@ -53,7 +53,7 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
 
 
 def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
-    """Returns the output of an equation that moves, slices or casts ``x``; None if it needs the array of ``x``.
+    """Returns the output of an equation that moves, slices or casts the ``Sum`` ``x``; None if it needs the array.
 
     ``others`` are the other operands. The following equations need the array:
 
@@ -102,10 +102,10 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
 
 
 def _change_axes(x: Sum, shape: Sequence[int], changes: Mapping[int, ChangeAxis]) -> Sum | None:
-    """Changes several axes of ``x``, and returns a ``Sum`` of the given shape, or None if an axis cannot be changed.
+    """Changes several axes of a ``Sum``, and returns a ``Sum`` of the given shape, or None if this is not possible.
 
-    ``changes`` maps each axis to a function that changes an array along it, such as by taking a slice. An axis cannot
-    be changed if :func:`_change_axis_of_product` returns None for it.
+    ``changes`` maps each axis to a function that changes an array along it, such as by taking a slice. The result is
+    None if :func:`_change_axis_of_product` returns None for any axis.
     """
     result: Sum | None = x
     for axis, change in changes.items():
@@ -154,7 +154,7 @@ def negate_sum(x: Sum) -> Sum:
 
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
-    """Replaces each factor of ``x`` by ``change(factor)``. The new factor must have the same labels."""
+    """Replaces each factor of a ``Sum`` by ``change(factor)``. The new factor must have the same axis labels."""
     products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
     return replace(x, products=tuple(products))
 
@@ -196,7 +196,7 @@ def _reverse(array: Any, axis: int) -> Any:
 
 
 def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
-    """Changes one axis of ``x`` to a new size; returns None if the axis is merged or on a diagonal in any product."""
+    """Changes one axis of a ``Sum`` to a new size; returns None if :func:`_change_axis_of_product` ever does."""
     shape = [size if i == axis else n for i, n in enumerate(x.shape)]
     return x.map_products(lambda product: _change_axis_of_product(product, axis, size, change), shape)
 
@@ -427,7 +427,7 @@ def _concatenate(view: equations.Concatenate | equations.Stack, parts: Sequence[
 
 
 def _structure(product: Product) -> tuple[Any, ...]:
-    """Returns a key that two products share if they differ only in the values of their factors.
+    """Returns a hashable key that is equal for two products that differ only in the values of their factors.
 
     The key holds the axis labels of the product, numbered, and the dtype and labels of each factor.
     """

@@ -48,7 +48,7 @@ class PartRule(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A part of an equation's output to compute, the equation, and the rule that computes the part."""
+    """One computation of a plan: the part of an output to compute, its equation, and the rule that computes it."""
 
     part: Part
     eqn: JaxprEqn
@@ -271,7 +271,7 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
-    """Returns the rule that computes one step's part of the ``i``-th output of a call, by parts of values in its body.
+    """Returns the rule that computes one step's part of the ``i``-th output of a call, such as a ``jit``, by its body.
 
     The result is None if the body cannot be computed by parts, that is, if :func:`_parts_in_body` returns None.
     """
@@ -297,7 +297,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     jvp, consts = _program_of_jvp(call)
 
     def jvp_rule(*, differentiable: bool) -> Any:
-        """Returns a rule for the JVP of the equation.
+        """Returns a ``PartRule`` for the JVP of the equation.
 
         The rule computes parts of the output and of its tangent from parts of the operands and of their tangents.
         """

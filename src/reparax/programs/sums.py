@@ -207,7 +207,7 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split_labels(self, labels: Sequence[Label], sizes: Sequence[Shape]) -> "Product":
-        """Splits each of ``labels`` into new labels of the given sizes.
+        """Splits each of the axis labels ``labels`` into new labels of the given sizes.
 
         For the sizes [2, 3], a label of size 6 becomes two labels, and each factor that has this label is reshaped. A
         label with only one size is not replaced.
@@ -303,7 +303,7 @@ for cls, data in {Draw: ["key"], Factor: ["array", "draw"], Product: ["factors"]
 
 
 def multiply_entries(a: Product, b: Product) -> Product | None:
-    """Multiplies two products with the same number of axes elementwise; axes of size 1 are broadcast.
+    """Multiplies two ``Product`` objects with equally many axes elementwise; axes of size 1 are broadcast.
 
     The elementwise product is a diagonal of the outer product, which has the axes of ``a`` followed by the axes of
     ``b``. :meth:`Product.where_equal` takes this diagonal. If it returns None, so does this function.
@@ -349,7 +349,7 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
 
 
 def _outer(a: Product, b: Product) -> Product:
-    """Returns the outer product of two products, which has the axes of ``a`` followed by the axes of ``b``.
+    """Returns the outer product of two ``Product`` objects: it has the axes of ``a`` followed by the axes of ``b``.
 
     The labels of ``b`` are replaced by new labels because ``a`` and ``b`` may share labels, as in ``w * w``.
     """
@@ -360,7 +360,7 @@ def _outer(a: Product, b: Product) -> Product:
 def contract_with_data(
     view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
 ) -> list[Product] | None:
-    """Multiplies data by each of several weights, without forming any array.
+    """Multiplies data by each of several factored weights, without forming the arrays of the weights.
 
     Args:
       view: The matrix product.
