@@ -35,8 +35,8 @@ def check_number(value: Any, who: str, name: str) -> Any:
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
-                f"{who} takes a number as {name}, but got a function. Call a schedule in the training step, and pass "
-                "the number that it gives, `schedule(step)`."
+                f"{who} takes a number as {name}, but got a function. If it is a schedule, call it in the training "
+                "step and pass its value, `schedule(step)`."
             )
         raise TypeError(
             f"{who} takes a real number or a real scalar array as {name}, but got {describe_argument(value)}."
@@ -49,8 +49,8 @@ def check_known_number(value: Any, who: str, name: str) -> float:
     number = check_number(value, who, name)
     if isinstance(number, Tracer):
         raise TypeError(
-            f"{who} takes a known number as {name}, but got a traced one of dtype {number.dtype}. Build the stage "
-            f"outside the jitted function."
+            f"{who} takes a concrete number as {name}, but got a traced scalar of dtype {number.dtype}. Create the "
+            f"stage outside of the jitted function."
         )
     return number
 
@@ -123,7 +123,7 @@ def check_integer(value: Any, who: str, name: str) -> int:
 def check_positive_integer(value: Any, who: str, name: str) -> int:
     """Checks that ``value`` is an integer of at least 1, and returns it as an int."""
     if check_integer(value, who, name) < 1:
-        raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
+        raise ValueError(f"{who} got {name}={value}, but {name} must be at least 1.")
     return int(value)
 
 

@@ -61,7 +61,7 @@ def not_square_error(w: Array) -> str | None:
     """Returns the text of an error if ``w`` is not a square matrix, or None if it is."""
     if w.shape[-1] == w.shape[-2] > 0:
         return None
-    return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
+    return f"expected a square matrix, but got shape {w.shape}. Exclude this array with `where`."
 
 
 def rank_error(rank: int, w: Array) -> str | None:
@@ -69,8 +69,8 @@ def rank_error(rank: int, w: Array) -> str | None:
     if 1 <= rank <= min(w.shape):
         return None
     return (
-        f"expected 1 <= rank <= min{tuple(w.shape)} = {min(w.shape)}, got rank {rank}. "
-        f"Narrow the stage with `where`, or change `rank`."
+        f"expected 1 <= rank <= min{tuple(w.shape)} = {min(w.shape)}, but got rank {rank}. "
+        f"Choose a rank in this range, or exclude this array with `where`."
     )
 
 
@@ -79,8 +79,8 @@ def not_divisible_error(blocks: tuple[int, int], w: Array) -> str | None:
     if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
         return None
     return (
-        f"expected matrices of {blocks[0]} times {blocks[1]} equal blocks, got shape {w.shape}. "
-        f"Leave it out with `where`."
+        f"expected a matrix that splits into {blocks[0]} by {blocks[1]} equal blocks, but got shape {w.shape}. "
+        f"Exclude this array with `where`, or change the number of blocks."
     )
 
 

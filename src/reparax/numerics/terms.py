@@ -116,21 +116,21 @@ class Term:
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
     """Returns the end of an error message if a spec does not fit the given arrays, or None if it does."""
     if not _SPEC.fullmatch(spec.text):
-        return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
+        return "is not a valid spec. Write the letters of each array and of the result, as in 'ir,rj->ij'."
     if len(spec.letters) != len(arrays):
-        return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
+        return f"needs {len(spec.letters)} arrays, one for each group of letters, but got {len(arrays)}."
     sizes: dict[str, int] = {}
     for letters, is_circulant, x in zip(spec.letters, spec.circulant_flags, arrays, strict=True):
         shape = (*x.shape, *x.shape[-1:]) if is_circulant else x.shape
         if len(letters) != len(shape):
-            return f"gives {letters!r} to an array of shape {shape}. Write one letter for each axis."
+            return f"has the letters {letters!r} for an array of shape {shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
-            return f"has a letter twice in {letters!r}. Take the diagonal first."
+            return f"repeats a letter in {letters!r}, for a single array. Pass the diagonal of this array instead."
         for letter, n in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, n) != n:
-                return f"gives {letter!r} to axes of {sizes[letter]} and of {n} entries."
+                return f"has {letter!r} for axes of sizes {sizes[letter]} and {n}. Write different letters for them."
     if missing := sorted(set("".join(spec.axes)) - set(sizes)):
-        return f"has {missing[0]!r} in the result, but in no array."
+        return f"has {missing[0]!r} in the result, but for no array. Use only letters of arrays in the result."
     return None
 
 
@@ -164,7 +164,7 @@ def _require_terms(terms: Any) -> Sequence[Term]:
     """Checks that ``terms`` is a nonempty list or tuple of :class:`Term`, and returns it."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
-        raise TypeError(f"terms_leaf must return a list of one Term or more, but returned {kinds}.")
+        raise TypeError(f"terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned {kinds}.")
     return terms
 
 
@@ -199,7 +199,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
     if effective.shape != shape:
         raise ValueError(
             f"terms_leaf returns terms of shape {shape}, but apply_leaf returns an array of shape {effective.shape}. "
-            f"The sum of the terms must equal the array."
+            f"Return terms whose sum equals this array."
         )
     return effective
 

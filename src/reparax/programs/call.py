@@ -161,15 +161,15 @@ def check_call(
         function = function.func
     if follows_weights and getattr(function, "hides_weights", False):
         raise ValueError(
-            f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
-            "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
+            f"{method} traces how a function uses its weights, but got a function returned by `rpx.remat`, which hides "
+            "them. Pass the original function. To use both, apply `rpx.remat` last: `rpx.remat(rpx.factored(loss))`."
         )
     # The repr of the function is not used as a name because it may print whole arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(
-            f"{who} got {shared[0]}, which is an option of {method} and a parameter of the function. To pass it to the "
-            f"function, bind it: `{method}(lambda *args: loss(*args, {shared[0]}=...), ...)`."
+            f"{who} got {shared[0]!r}, which is both an option of {method} and a parameter of the function. To pass it "
+            f"to the function, bind it: `{method}(lambda *args: loss(*args, {shared[0]}=...), ...)`."
         )
     _require_positions(who, argnums)
     return who
@@ -200,7 +200,7 @@ def _require_positions(who: str, argnums: Any) -> None:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
             f"{who} expects argnums to be the position of an argument or a tuple of positions, but got "
-            f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
+            f"{_describe_arrays(argnums)!r}. Pass positions counted from 0, such as `argnums=(0, 2)`."
         )
 
 
