@@ -158,7 +158,7 @@ def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Ar
 def with_length_detached(x: Array, length: Array, axes: Indices) -> Array:
     """Scales ``x`` to the given length like :func:`with_length`, but gradients treat the length of ``x`` as a constant.
 
-    A zero vector passes gradients through unchanged.
+    A zero vector stays zero, and gradients pass through it unchanged.
     """
     own = _length_or_zero(jax.lax.stop_gradient(x), axes)
     return x * jnp.where(own == 0, jnp.ones_like(own), length / jnp.where(own == 0, 1, own)).astype(x.dtype)
@@ -203,7 +203,7 @@ def _part_along(x: Array, length: Array, dx: Array, axes: Indices) -> Array:
 def inverse(length: Array) -> Array:
     """Computes the reciprocal of a length, or 1 if the length is zero.
 
-    Its derivative does not square the length, because the square may overflow.
+    The derivative of this function does not square the length, because the square may overflow.
     """
     return 1 / jnp.where(length == 0, 1, length)
 

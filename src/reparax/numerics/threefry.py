@@ -34,8 +34,8 @@ GROUPS = 5
 def is_supported(key: Array, shape: tuple[int, ...]) -> bool:
     """Returns whether :func:`bits` returns the same words as ``jax.random.bits`` for this key and shape.
 
-    This is the case if ``key`` is a key of partitionable Threefry, and if ``shape`` has at most ``2**32`` entries and
-    no symbolic sizes.
+    The words are the same if ``key`` is a key of partitionable Threefry, and if ``shape`` has at most ``2**32`` entries
+    and no symbolic sizes.
     """
     is_threefry: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
     return is_threefry and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32

@@ -31,7 +31,7 @@ class Arguments:
     """The flattened arguments of one function call. Leaves that are not arrays, such as Python flags, never change.
 
     Attributes:
-      fun: The function.
+      fun: The function that is called.
       leaves: The leaves of the positional and keyword arguments.
       treedef: The tree structure of ``(args, kwargs)``.
       positions: The indices in ``leaves`` of the leaves that are arrays.
@@ -178,7 +178,7 @@ def check_call(
 def _parameters_of(fun: Callable[..., Any]) -> list[str]:
     """Returns the names of a function's parameters, or an empty list if its signature is unknown.
 
-    Some builtin functions have no known signature.
+    The signatures of some builtin functions are unknown.
     """
     try:
         return list(inspect.signature(fun).parameters)
@@ -221,8 +221,8 @@ def _describe_arrays(x: Any) -> Any:
 def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     """Returns the positions of the arguments that the user chose by ``argnums``.
 
-    If ``argnums`` is None, these are the first argument and all arguments that are PRNG keys. Raises an error, in which
-    ``who`` names the call, if ``argnums`` contains a position at which the call has no positional argument.
+    If ``argnums`` is None, the first argument and all arguments that are PRNG keys are chosen. Raises an error, in
+    which ``who`` names the call, if ``argnums`` contains a position at which the call has no positional argument.
     """
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}

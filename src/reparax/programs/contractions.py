@@ -35,7 +35,7 @@ class Contraction:
     def contracted(self, operand: int) -> list[int]:
         """Returns the non-batch axes of an operand that the output lacks: [1] of ``x`` and [0] of ``w`` for ``x @ w``.
 
-        A contraction sums over these axes, moves a window along them, or indexes them in a look-up.
+        A contraction sums over axes that the output lacks, moves a window along them, or indexes them in a look-up.
         """
         return [k for k, i in enumerate(self.operands[operand]) if i not in self.output and i not in self.batch_indices]
 
@@ -59,7 +59,7 @@ class Contraction:
 def contraction_of(view: View) -> Contraction | None:
     """Returns the contraction that an equation computes, or None if the equation is not a contraction.
 
-    Matrix products, convolutions, look-ups and dynamic slices are contractions.
+    Matrix products, convolutions, look-ups and dynamic slices count as contractions.
     """
     table = _TABLE.get(type(view))
     return table and table(view)
@@ -77,8 +77,8 @@ def _new_indices(view: View) -> list[list[int]]:
 def _dot(view: Dot | RaggedDot) -> Contraction:
     """Describes a ``dot_general``, or the first two operands of a ``ragged_dot_general``, as a contraction.
 
-    The output has the batch axes, followed by the remaining axes of the first and of the second operand, without the
-    axes that are summed over.
+    The output of a ``dot_general`` has the batch axes, followed by the remaining axes of the first and of the second
+    operand, without the axes that are summed over.
     """
     a, b = _new_indices(view)[:2]
     for i, j in itertools.chain(zip(*view.contracting, strict=True), zip(*view.batch, strict=True)):
@@ -149,8 +149,8 @@ def _gather(view: Gather) -> Contraction:
 def _dynamic_slice(view: DynamicSlice) -> Contraction:
     """Describes a ``dynamic_slice``, whose start is known only at run time, as a contraction.
 
-    The output has the operand's axes that the slice takes whole, and a new axis in place of each other axis. The start
-    indices are scalars, so they have no axes.
+    The output has the axes of the operand that the slice takes whole, and a new axis in place of each other axis. The
+    start indices are scalars, so they have no axes.
     """
     table, *starts = _new_indices(view)
     sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)

@@ -156,7 +156,7 @@ class Analysis(ABC, Generic[T]):
     def enters(self, eqn: JaxprEqn, operands: Sequence[T]) -> bool:
         """Returns whether to analyze the bodies of an equation, such as a scan, so that each output gets its own fact.
 
-        Otherwise, all outputs of the equation share the fact that :meth:`of_equation` returns.
+        If the bodies are not analyzed, all outputs of the equation share the fact that :meth:`of_equation` returns.
         """
 
 
@@ -398,7 +398,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):
             known_eqns = [eqn]
-            # If a scan or cond also reads data, the needed outputs may still depend only on known operands.
+            # If a scan or cond reads unknown values too, the needed outputs may still depend only on known operands.
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             eqns += reversed(known_eqns)

@@ -160,8 +160,8 @@ class RaggedDot(View, names=("ragged_dot_general",)):
     def axes_of_sizes(self) -> Sequence[int]:
         """The axes of the left operand along which group sizes may differ, in the order of the third operand.
 
-        The third operand, which holds the group sizes, has these axes before its last axis. There are none if it has
-        only one axis. Otherwise, JAX requires all batch axes, followed by the axes that come before the row axis:
+        The third operand, which holds the group sizes, has these axes before its last axis. If it has only one axis,
+        the result is empty. Otherwise, JAX requires all batch axes, followed by the axes that come before the row axis:
         contracting axes if rows are summed over, and otherwise axes that are neither batch nor contracting axes.
         """
         if self.operands[2].aval.ndim == 1:
@@ -309,7 +309,7 @@ class TopK(View, names=("top_k",)):
     def axis(self) -> int:
         """The axis along which the largest entries are found, as a non-negative integer.
 
-        In older versions of JAX, which lack this parameter, it is always the last axis.
+        Older versions of JAX lack this parameter, and always use the last axis.
         """
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim

@@ -164,8 +164,8 @@ class _Evaluation:
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # ``_reads`` counts the remaining equations that read each variable. Only those outputs of deferred equations
-        # are kept that will still be read.
+        # ``_reads`` counts the remaining equations that read each variable. Outputs of deferred equations are kept only
+        # if they will still be read.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations run on arrays. They are evaluated together, at the latest when the rules need values.
         self._deferred: list[JaxprEqn] = []
@@ -201,7 +201,7 @@ class _Evaluation:
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """Computes the outputs of an equation that keeps a ``Sum`` factored or returns its operands unchanged.
 
-        The result is None for all other equations, which must be deferred.
+        For any other equation, the result is None, and the caller must defer the equation.
         """
         outs = self._outputs_by_rules(eqn, facts)
         unchanged_operands = _unchanged_operands(eqn, facts) if outs is None else None
@@ -213,7 +213,7 @@ class _Evaluation:
     def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """Applies the rules to an equation that reads a ``Sum`` or may introduce one, and returns its outputs.
 
-        The result is None for all other equations, and if the equation must run on arrays. Deferred equations are
+        For any other equation, or if the equation must run on arrays, the result is None. Deferred equations are
         evaluated first because the rules may need their values.
         """
         rules = self._interpreter.rules
@@ -242,7 +242,7 @@ class _Evaluation:
             program = jaxprs.part(self._jaxpr, eqns, outvars)
             args = [self._array_of(v, eqns) for v in program.invars]
             self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
-        else:  # Form the arrays, because the rules must see each request.
+        else:  # The rules must still see each array that would be formed.
             for v in jaxprs.variables_read(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
@@ -357,8 +357,8 @@ class _Slices:
     def of(cls, x: Sum) -> "_Slices | None":
         """Splits a ``Sum`` for slicing along its first axis; returns None if this axis is merged or on a diagonal.
 
-        No single axis of a factor then corresponds to it: a merged axis combines several axes of factors, and an axis
-        on a diagonal shares one with another axis.
+        A merged axis combines several axes of factors, and an axis on a diagonal shares its label with another axis.
+        Neither corresponds to a single axis of a factor.
         """
         if not all(product.is_plain(0) for product in x.products):
             return None
@@ -409,7 +409,7 @@ def _interpret_scan(operation: Operation) -> Outs:
     def body(*values: Any) -> list[Any]:
         """Computes one step, given the values of its inputs, followed by the index of the step if the rules need it."""
         index = values[len(inputs)] if step_indices else None
-        pairs = zip(inputs, values, strict=False)  # ``inputs`` lacks the index of the step.
+        pairs = zip(inputs, values, strict=False)  # ``values`` may end with the step's index.
         args = [x.at_step(value) if isinstance(x, _Slices) else value for x, value in pairs]
         return interpreter.inside(eqn, step=LoopStep(index, length)).arrays(jaxpr, [*consts, *args], body_facts)
 
@@ -428,8 +428,8 @@ def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     inputs, facts = list(operation.args), dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
     for i in range(n_consts, len(inputs)):
-        # The value may differ between steps of this scan, and thus from values outside of the scan with the same
-        # formula.
+        # A carried or sliced value may differ between steps of this scan, so it may differ from outer values with the
+        # same formula.
         facts[i] = replace(facts[i], steps=facts[i].steps | {len(interpreter.steps)}, formula=None)
         if i < n_consts + n_carry:
             inputs[i] = interpreter.array(inputs[i], eqn)
@@ -443,8 +443,8 @@ def _inputs_of_scan(operation: Operation) -> tuple[list[Any], list[Facts]]:
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
     """Returns whether a jaxpr, the body of a scan, reads its input ``v`` and stops its gradient at every read.
 
-    In this case, stopping the gradient of a sliced input before the scan saves memory: the derivative of the scan then
-    reads the slices again. Otherwise, it would store what the body computes from the slice of each step, even the
+    If a sliced input gets no gradient, stopping its gradient before the scan saves memory: the derivative of the scan
+    then reads the slices again. Otherwise, it would store what the body computes from the slice of each step, even the
     result of ``stop_gradient``.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, operand in enumerate(eqn.invars) if operand is v]

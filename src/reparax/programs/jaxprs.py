@@ -61,8 +61,8 @@ PROGRAM = "call_jaxpr"
 _SCAN_PARAMS = ("length", "reverse", "unroll")
 _SCAN_IGNORED_PARAMS = {
     "jaxpr",
-    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We use types instead.
-    *("linear", "_split_transpose"),  # Until JAX 0.9.2: hints for the transpose.
+    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. Types are read instead.
+    *("linear", "_split_transpose"),  # Hints for the transpose, until JAX 0.9.2.
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
 _AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # The first name is used since JAX 0.10.2.
@@ -202,7 +202,7 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
     def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
         """Returns the equations and outputs of a jaxpr, with ``atom_of[v]`` in place of each input ``v``.
 
-        The result is None if a body occurs twice. The function also adds to ``inlined_bodies`` and ``consts``.
+        The result is None if a body occurs twice. The function also updates ``inlined_bodies`` and ``consts``.
         """
         eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
@@ -250,7 +250,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """Keeps only the used outputs of a jaxpr, and the equations and inputs that they need.
 
-    The second result says, for each input of ``jaxpr``, whether the input is kept.
+    The second result is a list that says, for each input of ``jaxpr``, whether it is kept.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
@@ -270,7 +270,7 @@ def batch_program(
       The batched jaxpr with its constants as first inputs, the values of these constants, and the batch axis of each
       output. As JAX expects, this axis is 0, or None if the output does not depend on the batch.
     """
-    name = None if type(axis.name) is object else axis.name  # An unnamed axis has a bare object as name.
+    name = None if type(axis.name) is object else axis.name  # JAX names an unnamed axis by a bare object.
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     out_dims: list[int | None] = []
 
@@ -321,8 +321,8 @@ def _is_linearized(x: Any) -> bool:
 def _any_is_traced(args: Sequence[Any]) -> bool:
     """Returns whether the contents of any of ``args`` are unknown, because a transform such as ``jit`` traces it.
 
-    Differentiation alone does not hide the contents, because the tracer holds them as its primal. In a derivative of a
-    derivative, this primal is such a tracer too.
+    Differentiation alone does not hide the contents of an array, because its tracer holds them as the primal. In a
+    second derivative, the primal is again a tracer with a primal.
     """
     primals = list(args)
     while any(map(_is_linearized, primals)):
@@ -420,7 +420,7 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
     candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
-    # Since JAX 0.11.0, the stored values are the first inputs of the program. Before, they are its constants.
+    # Since JAX 0.11.0, the stored values are the first inputs of the jaxpr. In older versions, they are its constants.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
@@ -445,8 +445,8 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
         return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
 
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
-    # The inputs that follow the constants stand for ``fixed``, and are replaced by these variables. The last inputs,
-    # which are the cotangents, remain.
+    # The inputs that follow the constants stand for ``fixed``, and are replaced by its variables. The cotangents, which
+    # are the last inputs, remain.
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
     # The transposed jaxpr consists of a single ``jit``. It is inlined, but calls inside it are not.
     outermost = set(map(id, program.eqns))
@@ -504,7 +504,7 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
 def has_known_varying_axes(type_: Any) -> bool:
     """Returns whether the result of :func:`varying_axes` for the type of an array can be trusted.
 
-    Inside a ``shard_map``, an empty result cannot be trusted, because types never list varying axes if
+    Inside a ``shard_map``, an empty set of varying axes cannot be trusted, because types list none if
     ``check_vma=False``.
     """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
@@ -540,9 +540,9 @@ def _any_is_ref(variables: Iterable[Var]) -> bool:
 def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     """Returns the function and the operands of a call, given the arguments of ``bind`` when JAX evaluates the call.
 
-    In the evaluation of a call, JAX passes a function in place of the jaxpr.
+    When JAX evaluates a call such as a ``custom_jvp``, it passes a function in place of the jaxpr.
     """
-    # Before JAX 0.9.2, the function is the first operand.
+    # Before JAX 0.9.2, the function is the first operand. Since then, it is the parameter ``subfuns``.
     function, *operands = (*params.get("subfuns", ()), *args)
     return lambda *args: function.call_wrapped(*args), operands
 

@@ -78,7 +78,7 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
     def first_place(factor: Factor) -> int:
         """Returns the smallest position, among the output labels, of any label of a factor.
 
-        The result is the number of output labels if none of them is on the factor, and 0 for a factor without labels.
+        If no output label is on the factor, the result is the number of output labels. A factor without labels gives 0.
         """
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
@@ -358,7 +358,7 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # A reshape is enough, and costs nothing.
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # A reshape, which is free, then replaces the sum.
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 
@@ -432,8 +432,8 @@ def split_off_segments(
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    # If neither the output nor another factor has groups, the matrix is summed over groups: one for each row in a
-    # group.
+    # If neither the output nor another factor has groups, the matrix is summed over groups. Each row in a group gives
+    # one.
     if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
     # If no other factor has rows, no pair combines rows with groups. The output must have either rows or groups,

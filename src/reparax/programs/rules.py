@@ -88,7 +88,7 @@ def _output_of_move(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum 
             return look_up(view, x, others)
         case equations.Slice():
             slices = enumerate(view.bounds)
-            # An axis that is taken whole does not change.
+            # An axis that the slice takes whole does not change.
             changes = {i: _slicer(*bounds) for i, bounds in slices if bounds != (0, x.shape[i], 1)}
             return _change_axes(x, view.type.shape, changes)
         case equations.DynamicSlice():
@@ -141,7 +141,7 @@ def negate_sum(x: Sum) -> Sum:
     def negate(product: Product) -> Product:
         """Multiplies a product by -1.
 
-        A scalar that is a random draw stays a separate factor.
+        A scalar factor that is a random draw stays separate, so that it is still recognized as a draw.
         """
         scalars = [factor for factor in product.factors if not factor.labels and factor.draw is None]
         other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
@@ -269,8 +269,8 @@ def look_up(view: equations.Gather, x: Sum, operands: Sequence[Any], *, nearest:
 def _can_fill_factors(view: equations.Gather) -> bool:
     """Returns whether a look-up in each factor of a weight gives the same result as a look-up in the weight's array.
 
-    An out-of-bounds index must give the same value in both cases. This holds for the fill values zero and NaN, because
-    products of zeros are zero and products of NaNs are NaN. It also holds for modes without a fill value.
+    For an out-of-bounds index, both give the same result if the fill value is zero or NaN, because products of zeros
+    are zero and products of NaNs are NaN. Both also give the same result in modes without a fill value.
     """
     fill = view.fill_value
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
@@ -291,7 +291,7 @@ def _take_from_product(
     if factors is None:
         return None
     fills = view.mode == lax.GatherScatterMode.FILL_OR_DROP
-    # All other modes either clip the indices or assume that no index is out of bounds.
+    # Modes other than "fill" either clip the indices or assume that no index is out of bounds.
     mode = lax.GatherScatterMode.CLIP if nearest and fills else view.mode
     take = partial(_take_rows, label=label, rows=rows, indices=indices, mode=mode, fill=view.fill_value)
     return replace(product, factors=tuple(map(take, factors)))
@@ -537,9 +537,7 @@ def _output_of_maker(view: equations.View, x: Sum, y: Sum) -> Sum | None:
             return _make_quotient(view, x, y)
         case equations.Broadcast():
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case equations.ConvertType() if _is_integer_or_bool(
-            x.dtype
-        ):  # Integer arrays are cast only when they are multiplied.
+        case equations.ConvertType() if _is_integer_or_bool(x.dtype):  # An integer array is cast when it is multiplied.
             return cast_sum(x, view.new_dtype)
         case equations.Add() | equations.Subtract():
             return _make_sum_of_two(view, x, y)

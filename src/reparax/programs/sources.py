@@ -61,7 +61,7 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
     """Returns the source line that computed the ``i``-th output of an equation, or an empty string if it is unknown.
 
-    For a ``jit``, this is the line inside the call, if known. ``lines`` is a result of :func:`lines_by_origin`.
+    For a ``jit``, the result is the line inside the call, if known. ``lines`` is a result of :func:`lines_by_origin`.
     """
     line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
     return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
@@ -92,12 +92,13 @@ def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
     """Returns the path of a weight: the common prefix of the paths of the inputs on which the weight depends.
 
-    ``origins`` holds the positions of these inputs, and ``paths`` is a result of :func:`paths_of`. The path ends before
-    a name that starts with ``@``: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". If there is no common prefix, the
-    result is "of several parameters", or "closed over" if the inputs have no paths.
+    ``origins`` holds the positions of the inputs on which the weight depends, and ``paths`` is a result of
+    :func:`paths_of`. The path ends before a name that starts with ``@``: "raw/w/@lora/a" and "raw/w/@lora/b" give
+    "raw/w". If there is no common prefix, the result is "of several parameters", or "closed over" if the inputs have no
+    paths.
     """
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in split_paths}) > 1:  # Skip the names of different arguments with parts of a tree.
+    if len({names[0] for names in split_paths}) > 1:  # Different arguments hold parts of a tree.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
     for names in zip(*split_paths, strict=False):

@@ -88,7 +88,7 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
     whole ``w``. It first computes the part of the matrix product, and then the part of ``y``.
 
     Args:
-      jaxpr: The jaxpr.
+      jaxpr: The jaxpr that computes the values.
       outputs: The parts to compute, which may be parts of any values of the jaxpr.
       differentiable: Whether the parts may be differentiated. If true, a ``jax.custom_jvp`` is computed by parts only
         if its derivative can be computed by parts too. If false, a ``jax.custom_jvp`` is computed like a plain call of
@@ -119,9 +119,8 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
     """Returns the rule that computes one step's part of the ``i``-th output of an equation, sliced along ``axis``.
 
-    The result is None if the part must be sliced from the whole output instead. This is the case if the equation mixes
-    entries along the axis, or if it has effects and must run exactly once. It is also the case if the output is
-    sharded, because an axis of size 1 cannot be split over a mesh.
+    The result is None if the part must be sliced from the whole output instead: if the equation mixes entries along the
+    axis, if it has effects and must run exactly once, or if the output is sharded. An axis of size 1 cannot be sharded.
     """
     view = equations.view_of(eqn)
     if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
@@ -149,7 +148,7 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
 def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
     """Returns the rule for one step's part of an iota, sliced along the axis along which it counts.
 
-    Every entry of this part equals the index of the step.
+    Every entry of such a part equals the index of the step.
     """
     shape = _with_size_one(view.shape, axis)
     return PartRule([], lambda step: lax.broadcast(lax.convert_element_type(step, view.type.dtype), shape))
@@ -190,7 +189,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # A scalar, or an operand of size 1 along the axis, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
-        case equations.Broadcast() if len(shapes) == 1:  # Others are dynamic sizes.
+        case equations.Broadcast() if len(shapes) == 1:  # Others: dynamic sizes.
             # If the axis is new, or if the operand has size 1 along it, the whole operand is needed.
             axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
             return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
@@ -239,9 +238,9 @@ def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: i
 def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
     """Returns, for each operand of a ``dot_general`` or ``gather``, its axis that becomes ``axis`` of the output.
 
-    An operand that lacks this axis gets None. For a ``gather`` that computes ``table[indices]`` and for axis 0 of
-    ``indices``, the result is [None, 0], because each step looks up its own indices in the whole table. The function
-    returns None instead of a list if a step would read only a part of the table.
+    For an operand that has no such axis, the list contains None. For a ``gather`` that computes ``table[indices]`` and
+    for axis 0 of ``indices``, the result is [None, 0], because each step looks up its own indices in the whole table.
+    The function returns None instead of a list if a step would read only a part of the table.
     """
     if isinstance(view, equations.Gather):
         # Output axes in ``offset_dims`` come from the table, and batch axes come from both operands.
@@ -264,7 +263,7 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
         case equations.Reshape():
             return {"new_sizes": _with_size_one(view.new_sizes, axis)}
         case equations.Slice():
-            # The equation takes this axis whole, so in the part it takes the only index, 0.
+            # The equation takes this axis whole. In a part, the axis has the size 1.
             return {"limit_indices": _with_size_one([limit for _, limit, _ in view.bounds], axis)}
         case _:
             return {}
@@ -289,8 +288,8 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     output without a tangent, because the derivative would then not have exactly one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    # ``part`` builds a jaxpr of this single equation. It replaces all equations of the given jaxpr, so any jaxpr is
-    # suitable.
+    # ``part`` builds a jaxpr of this single equation. Any jaxpr will do as its first argument, whose equations are
+    # replaced.
     call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None

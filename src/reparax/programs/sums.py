@@ -123,7 +123,7 @@ class Product:
     def of(cls, x: Any, *, fixed: bool) -> "Product":
         """Returns a product whose only factor is ``x``: an array, a ``Circulant`` or a ``Segments``.
 
-        If ``fixed`` is true, this factor gets no gradient.
+        If ``fixed`` is true, ``x`` gets no gradient.
         """
         labels = tuple(Label(n) for n in x.shape)
         return cls((Factor(x, labels, fixed),), tuple(map(axis_labels, labels)))
