@@ -142,7 +142,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     # knows the class of each layer, and which layer is the output layer.
     "modules": (
         lambda value: _are_names_or_pattern(value) and str(value).lower() != "all-linear",
-        "a list of names or a regular expression, and not 'all-linear',",
+        "a list of names or a regular expression, and not 'all-linear'",
     ),
     "layers": (lambda value: _are_indices(_as_list(value)), "an integer or a list of integers"),
     "patterns": (
