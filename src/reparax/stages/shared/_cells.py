@@ -1,12 +1,12 @@
-"""Layouts of the arrays of a cell, in this and in other libraries, and conversions between them.
+"""Layouts of the arrays of recurrent and attention cells in several libraries, and conversions between them.
 
 A *value* is a single array, such as ``input_i``, the kernel of an input gate. A *block* describes what an array of a
 model holds: a single value, given as a string, or several values, given as a :class:`Concat`. A *layout* maps the paths
 of a cell's arrays to blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins
 values into arrays.
 
-Shapes consist of numbers and letters. The sizes that the letters stand for are found from the shapes of arrays.
-Functions that take a dict ``sizes`` add each size that they find to it.
+The shape of a value is written as numbers and names, such as ``3 h`` or ``n heads key``. The sizes that the names stand
+for are computed from the shapes of arrays. Functions that take a dict ``sizes`` add each size that they compute to it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True, repr=False)
 class Concat:
-    """Values concatenated along one axis of an array.
+    """Describes an array that holds several values, concatenated along one axis.
 
     Args:
       parts: The blocks to concatenate. A value is a string, either ``"name: shape"`` or
-        ``"name: shape -> shape in the array"``. A shape lists its axes as numbers and letters; parentheses merge
-        axes, and ``1`` adds an axis.
+        ``"name: shape -> shape in the array"``. A shape lists the sizes of its axes as numbers and names, such as
+        ``3 h``; parentheses merge axes, and ``1`` adds an axis.
       axis: The axis to concatenate along, counted from the front.
       per: The name of a size, such as the number of attention heads. If given, the axis is cut into that many equal
         pieces, and each piece holds all parts, concatenated. The shapes of the parts then list this size as a
@@ -48,8 +48,8 @@ class Concat:
 
     Raises:
       TypeError: If a part is neither a string nor a block.
-      ValueError: If a string does not have one of these two forms, if two values have the same name, or if ``axis``
-        is negative.
+      ValueError: If a string is not of the form ``"name: shape"`` or ``"name: shape -> shape in the array"``, if two
+        values have the same name, or if ``axis`` is negative.
 
     Example:
       >>> import reparax as rpx
@@ -123,7 +123,7 @@ class _Value:
 
 @functools.cache
 def _parse_value(text: str) -> _Value:
-    """Parses the text of a value, and raises a ValueError if the text is malformed."""
+    """Parses a value such as ``"bias: 16 -> 1 16"``, and raises a ValueError if the text is malformed."""
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
         raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
@@ -206,7 +206,7 @@ def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | N
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
-    """Checks that an array has one axis for each group, and adds the sizes that follow from its shape to ``sizes``."""
+    """Checks that an array has one axis per group of merged axes, and adds the sizes from its shape to ``sizes``."""
     if array.ndim != len(groups):
         raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
     for group, total in zip(groups, array.shape, strict=True):
@@ -225,7 +225,7 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """Splits ``axis`` into two axes: one for the equal pieces, and one for the entries within a piece."""
+    """Splits ``axis`` into two axes: one for the equal pieces counted by ``per``, and one for the entries of a piece."""
     if not _is_known(per, sizes):
         raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
@@ -235,7 +235,7 @@ def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """Cuts an array into its values, by name. Adds the sizes that follow from the array's shape to ``sizes``."""
+    """Cuts an array into its values, and returns them by name. Adds the sizes from the array's shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         _require_axes(value.name, value.groups, array, sizes)
@@ -280,7 +280,7 @@ _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
 def gates(source: str, order: str, *, out_first: bool = False) -> Block:
-    """Returns the block of an array that holds the gates of a recurrent cell, concatenated in the given order.
+    """Returns the description of an array that concatenates the gates of a recurrent cell in the given order.
 
     The values are named after the source and the gate: ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and
     so on.
@@ -408,7 +408,7 @@ the suffixes of names, of a layer of ``LSTM``. ``returnn.native_lstm`` is the la
 
 
 def blocks_of(layout: Any) -> dict[str, Block]:
-    """Returns the paths and blocks of a layout given by name or as a dict."""
+    """Returns a layout, given by name or as a dict, as a dict from array paths to blocks."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
@@ -438,7 +438,7 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
 
 
 def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """Joins values into the arrays of a layout, by path. Arrays of biases that are all missing are left out."""
+    """Joins values into the arrays of a layout, by path. Skips an array if all of its values are missing biases."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in value_names(block) if name not in values]
@@ -451,14 +451,14 @@ def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> d
 
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""Maps each layout to the constants that its cell adds to values at run time, by the names of the values."""
+"""Maps each layout to the constants that its cell adds to values at run time, in a dict by the values' names."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
     """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
-    If both layouts hold the same values, the conversion only moves numbers, so converting there and back gives the same
-    bits. If the biases differ, some numbers change, but the cell computes the same function: two biases that the cell
+    If both layouts hold the same values, the conversion only moves entries, so converting there and back gives the same
+    bits. If the biases differ, some entries change, but the cell computes the same function: two biases that the cell
     adds together are replaced by their sum, and a missing second bias is filled with zeros. haiku's LSTM adds 1 to its
     forget gate, so converting from haiku adds 1 to that bias, and converting to haiku subtracts 1. The addition rounds
     once; later conversions give the same bits. A conversion between cells that compute different functions, such as
@@ -532,7 +532,7 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
     matched = {name: value for name, value in values.items() if name in names}
     for name in [name for name in values if name not in names]:
         first_bias = name.removeprefix("hidden_")
-        if first_bias in matched and first_bias != "bias_n":  # A GRU's reset gate scales `hidden_bias_n`.
+        if first_bias in matched and first_bias != "bias_n":  # A GRU's reset gate scales only `hidden_bias_n`.
             matched[first_bias] = matched[first_bias] + values[name]
         elif not _is_zero_bias(name, values[name]):
             raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")

@@ -1,7 +1,7 @@
 """Stages that store the arrays of a cell in another layout: ``Pack``, ``Split``, and ``CudnnLSTM``.
 
 The *model's arrays* are the arrays that the model reads, and the *raw arrays* are the trained ones. Both hold the same
-values; ``_cells`` explains values, blocks and layouts, and moves the numbers.
+values. The module ``_cells`` explains values, blocks and layouts, and converts between them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from reparax.stages.shared._cells import (
 
 
 class _Rearranged(Parametrization):
-    """The base class of ``Pack`` and ``Split``, which hold the same values in a model layout and in a raw layout.
+    """The base class of ``Pack`` and ``Split``, which convert between the raw arrays and the arrays of the model.
 
-    Each raw array is stored in the node that replaces the model array holding the first of its values. The nodes of
-    the other model arrays are empty.
+    In the raw tree, a node (a marker dict) replaces each model array. A raw array is stored in the node of the model
+    array that holds its first value. The other nodes are empty.
     """
 
     layout: Any
@@ -82,9 +82,9 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site per cell.
+        """Returns one site (the arrays that the stage transforms together) per cell.
 
-        In ``init``, a site holds the model's arrays; otherwise, the nodes that replace them.
+        During ``init``, a site holds the model's arrays; afterwards, it holds the nodes that replace them.
         """
         who = CallName(self, method)
         if method == "init":
@@ -103,7 +103,7 @@ class _Rearranged(Parametrization):
         return sites
 
     def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """Maps the path of each cell that ``where`` selects to the cell's arrays, by their paths in the cell."""
+        """Maps the path of each cell that ``where`` selects to a dict of the cell's arrays by their paths within it."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -146,12 +146,12 @@ class _Rearranged(Parametrization):
     @property
     @abstractmethod
     def _model(self) -> dict[str, Block]:
-        """The layout of the model's arrays."""
+        """The layout of the arrays that the model reads."""
 
     @property
     @abstractmethod
     def _stored(self) -> dict[str, Block]:
-        """The layout of the raw arrays."""
+        """The layout of the raw arrays, which are the trained arrays."""
 
     @property
     def _copies(self) -> dict[str, str]:
@@ -212,11 +212,11 @@ def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
 
 
 class Pack(_Rearranged):
-    r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
+    r"""Assembles arrays that the model reads from trained parts: :math:`W = [W_i; W_f; W_g; W_o]`.
 
-    Raw values (main): the parts, ``input_i`` and so on, in place of the array that they form. Each part has its own
-    path (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. Each call of ``apply`` assembles
-    the block once, outside any loop over time, and ``init`` splits it. Both only move numbers, so they are exact.
+    In place of each array, the raw tree stores its parts, such as ``input_i`` (all main). Each part has its own path
+    (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. ``init`` splits the array, and each
+    call of ``apply`` assembles it once, outside any loop over time. Both only move entries, so they are exact.
 
     Args:
       layout: The layout of the arrays that the model reads: a name, such as ``"haiku.lstm"``, or a dict of paths and
@@ -225,8 +225,8 @@ class Pack(_Rearranged):
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if the layout or the sizes do not have one of these forms.
-      ValueError: If the layout is not known, or if it names a value twice.
+      TypeError: If ``where`` is not a string, or if ``layout`` or ``sizes`` has the wrong type.
+      ValueError: If ``layout`` is an unknown name, or if it names a value twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -247,12 +247,12 @@ class Pack(_Rearranged):
 
 
 class Split(_Rearranged):
-    r"""Blocks that the optimizer updates, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
+    r"""Trains concatenated blocks and splits them into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
-    Raw values (main): the blocks, under the names in the layout. Each block is stored in place of the array with its
-    first part, and its path is the path of that array followed by the name of the block (``cell/Wi/W``). The other
-    arrays of the model become empty nodes, ``{"@split": {}}``. Gradients and optimizer states have the shapes of the
-    blocks. ``init`` joins the parts, and ``apply`` splits the blocks. Both only move numbers, so they are exact.
+    The raw tree stores the blocks (all main), under the names in ``layout``. Each block replaces the array that holds
+    its first part, and its path is the path of that array followed by the name of the block (``cell/Wi/W``). An empty
+    node, ``{"@split": {}}``, replaces every other array. Gradients and optimizer states have the shapes of the blocks.
+    ``init`` joins the parts, and ``apply`` splits the blocks. Both only move entries, so they are exact.
 
     Args:
       layout: The layout of the raw arrays: a dict of names and blocks, or a name, such as ``"equinox.lstm"``.
@@ -262,8 +262,9 @@ class Split(_Rearranged):
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if a layout or the sizes do not have one of these forms.
-      ValueError: If a layout is not known, if it names a value twice, or if the two layouts hold different values.
+      TypeError: If ``where`` is not a string, or if ``layout``, ``model`` or ``sizes`` has the wrong type.
+      ValueError: If a layout is an unknown name, if it names a value twice, or if the two layouts hold different
+        values.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -297,14 +298,14 @@ class Split(_Rearranged):
 
 
 class CudnnLSTM(Reparametrization):
-    r"""The flat weight vector of :func:`jax.experimental.rnn.lstm`, assembled from separate gates.
+    r"""Assembles the flat weight vector of :func:`jax.experimental.rnn.lstm` from separate gates.
 
-    Raw values (main, each under its own path), for each gate ``i``, ``f``, ``g``, ``o``, each layer and each direction:
-    the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
-    hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the
-    backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``. With
-    ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``, it
-    drops them.
+    For each gate ``i``, ``f``, ``g``, ``o``, each layer and each direction, the raw tree stores (as main values with
+    their own paths) the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape
+    ``(hidden_size, hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``.
+    Names of the backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``.
+    With ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``,
+    it drops them.
 
     Args:
       input_size: The number of inputs of the first layer.
@@ -314,7 +315,7 @@ class CudnnLSTM(Reparametrization):
       biases: The number of trained biases per gate: 2, as in cuDNN, which adds them; 1, as in flax and equinox; or 0.
         The vector holds zeros for the other biases.
       where: Which arrays to act on. Default: floating vectors of the right size.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is not an integer.
@@ -373,7 +374,7 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _sizes(self) -> Sizes:
-        """The sizes that the letters in ``_block`` stand for."""
+        """The sizes that the names of axes in ``_block`` stand for."""
         return {"n": self.input_size, "h": self.hidden_size, "m": self.hidden_size * (1 + self.bidirectional)}
 
     @property

@@ -2,8 +2,8 @@
 
 A *target* is the path of a tied array. A *transform* computes this array from its *sources*, the arrays at one or
 several other paths. The array that the raw tree stores is the *owner* of the parameter. A *place* is a key path in the
-raw tree, including markers. A path may have several places, because a later stage may replace its array by several raw
-values.
+raw tree, including marker keys such as ``@lora``. A path may have several places, because a later stage may replace its
+array by several raw values.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Unequal = Literal["raise", "overwrite"]
 
 
 class Tie(Parametrization):
-    r"""One parameter in several places: each target is its source, or a pure function of one or several sources.
+    r"""Shares a parameter between several paths: each target is its source, or a pure function of one or more sources.
 
-    The raw tree holds each parameter once, at its owner. Each tied array is replaced by the empty node
-    ``{"@tie": {}}``, so optimizer states and checkpoints hold no copies, and gradients are summed at the owner. A
-    source may itself be tied. The position of ``Tie`` in the chain decides what is shared::
+    The raw tree holds each shared parameter once, at the path of its owner. An empty node, ``{"@tie": {}}``, replaces
+    each tied array, so optimizer states and checkpoints hold no copies, and gradients are summed at the owner. A source
+    may itself be tied. The position of ``Tie`` in the chain decides what is shared::
 
         VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
         Tie(...) >> VarNoise(s)      separate noise for each use
         WeightNorm() >> Tie(...)     the normalized weight is shared, with its length
         Tie(...) >> WeightNorm()     the direction is shared, each use has its own length
 
-    ``init`` is exact: it checks that each target equals its transformed source. Under ``jax.jit`` it can check only
+    ``init`` checks that each target equals its transformed source, so it is exact. Under ``jax.jit``, it can check only
     shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
@@ -104,7 +104,7 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site for each tied array, ordered so that sites of sources come first.
+        """Returns one site (a use of the stage) for each tied array, in an order in which sources precede targets.
 
         Raises an error if a tied array does not equal its transformed sources in ``init``, or if it is not an empty
         node in other methods.
@@ -130,7 +130,7 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if a target matches no path of the raw tree. The keys of ``places`` are these paths."""
+        """Raises an error if a target matches no path of the raw tree, which are the keys of ``places``."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
@@ -147,9 +147,9 @@ class Tie(Parametrization):
         return {"w": site.formula(*(values[name][""] for name in site.reads))}
 
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
-        """Checks that a target has the shape and dtype that its sources give, and the same numbers if required.
+        """Checks that a target has the shape, dtype and entries that the transform of its sources gives.
 
-        With ``unequal="overwrite"``, the numbers may differ.
+        With ``unequal="overwrite"``, the entries may differ.
         """
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
@@ -175,7 +175,7 @@ class Tie(Parametrization):
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """Maps the place of each tied array to a ``_Link`` that says how the array is computed."""
+        """Maps the key path of each tied array to a ``_Link`` that says how the array is computed."""
         links: dict[Names, _Link] = {}
         for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
@@ -209,13 +209,13 @@ class Tie(Parametrization):
 
 
 class _Link(NamedTuple):
-    """How a tied array is computed.
+    """Describes how a tied array is computed from its sources.
 
     Attributes:
-      places: The places of its sources.
+      places: The key paths of the sources in the raw tree.
       transform: The function that is applied to the sources.
-      copies: Maps the path of the tied array to the paths of its sources. Empty if the target is a value in the raw
-        tree.
+      copies: Maps the path of the tied array to the paths of its sources. Empty if the target is a raw value, whose
+        path contains a marker.
     """
 
     places: tuple[Names, ...]
@@ -224,11 +224,11 @@ class _Link(NamedTuple):
 
 
 PlacesOfPath = Mapping[str, Mapping[str, Names]]
-"""Maps each path, with and without markers, to the places of its arrays, by their draw paths (see ``Leaf``)."""
+"""Maps each path, with and without markers, to the key paths of its arrays by their draw paths (see ``Leaf``)."""
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
-    """Groups the places of the given arrays by path."""
+    """Groups the key paths of arrays by their paths, with and without markers such as ``@lora``."""
     places: dict[str, dict[str, Names]] = {}
     for leaf in leaves:
         for path in dict.fromkeys((leaf.path, leaf.raw_path)):
@@ -242,7 +242,7 @@ def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """Returns the place of the source for the array of ``target`` with the given draw path.
+    """Returns the key path of the source array for the array of ``target`` with the given draw path.
 
     If the target or the source has several raw values, they are matched by draw path.
     """
@@ -270,7 +270,7 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
 
 
 def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
-    """Sorts the places of tied arrays so that each place comes after the places of its sources."""
+    """Sorts the key paths of tied arrays so that each comes after the key paths of its sources."""
     ordered: dict[Names, None] = {}
 
     def visit(place: Names) -> None:
@@ -313,7 +313,7 @@ def _parse_ties(ties: Any) -> tuple[Tied, ...]:
 
 
 def _require_one_source(ties: Iterable[Tied]) -> None:
-    """Raises an error if a target has two sources."""
+    """Raises an error if two ties have the same target."""
     sources: dict[str, Source] = {}
     for target, source, _ in ties:
         if target in sources:
@@ -379,7 +379,7 @@ def _as_numpy(x: Array) -> np.ndarray:
 
 
 def _is_known_to_differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
-    """Returns whether a target is known to differ from its transformed sources by more than rounding errors."""
+    """Returns whether a target differs from its transformed sources beyond rounding; False if an array is traced."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, *sources)):
         return False
     with jax.ensure_compile_time_eval():  # Compare known arrays even if `init` runs under `jax.jit`.
