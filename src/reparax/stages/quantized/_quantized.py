@@ -44,7 +44,7 @@ _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
 """Maps ``scale`` and ``offset`` to the names of the raw values that hold their units."""
 
 Entries = dict[str, Array]
-"""The ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
+"""Holds the ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
 
 
 @inlined
@@ -69,7 +69,7 @@ def clip_to_finite(x: Array, dtype: Any = None) -> Array:
 
 
 def to_units(x: Array, entries: Entries) -> Array:
-    """Converts ``x`` to units of its scales, shifted by offsets and zeros if there are any."""
+    """Adds the offset to ``x``, divides by the scale, and adds the zero. Both are skipped if ``entries`` lacks them."""
     if "offset" in entries:
         x = x + entries["offset"].astype(x.dtype)
     if "inverse" in entries:
@@ -188,7 +188,7 @@ class Scaled(Reparametrization):
 
     @property
     def _format(self) -> Format:
-        """The format's row in the table of formats."""
+        """The ``Format`` that the field ``format`` names."""
         return FORMATS[self.format]
 
     @property
@@ -198,20 +198,20 @@ class Scaled(Reparametrization):
 
     @property
     def _scales(self) -> Scales | None:
-        """How scales are stored; None if they are not rounded."""
+        """How the scales of blocks are stored; None if they are not rounded."""
         return ROUNDED if self.double_quant else self._format.scales
 
     def _block_axis(self, w: Array) -> int:
         """Returns the axis along which blocks lie and codes share bytes: the last one that is not in ``axis``.
 
-        Without ``axis``, it is the second-to-last axis, the inputs of a kernel ``(in, out)``.
+        Without ``axis``, it is the second-to-last axis, which holds the inputs of a kernel ``(in, out)``.
         """
         if self.axis is None:
             return max(w.ndim - 2, 0)
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """Returns the blocks of ``w``, whose sizes are limited to the shape of ``w``."""
+        """Returns the blocks of ``w``, with sizes limited to the shape of ``w``."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -376,16 +376,16 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 class Quantized(Scaled):
-    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
+    r"""Stores frozen weights in few bits: :math:`w = s \, (q - z) - o`.
 
     For inference, use ``Quantized("int8", axis=-1)``; to quantize a trained model, call ``init`` on ``p.fold(raw)``.
-    For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array has an
-    adapter, only its base is stored in few bits.
+    For LoRA on quantized weights (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array
+    has an adapter, only its base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
-    number of the format, up to a sixteenth with ``double_quant``. ``apply`` returns weights in their original dtype; in
-    a jitted step, that array lives only while it is used. The codes have no gradient: pass only the trainable values to
-    ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
+    number of the format, within 1/16 of it if ``double_quant`` rounds the scales. ``apply`` returns weights in their
+    original dtype; in a jitted step, that array lives only while it is used. The codes have no gradient: pass only the
+    trainable values to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -423,27 +423,27 @@ class Quantized(Scaled):
     Args:
       format: One of the formats above.
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
-        with ``block_size``, all axes except the cut axis.
+        with ``block_size``, all axes except the cut axis (see below).
       block_size: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the
         cut axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Alternatively, a length
         for each axis, such as ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64
         weights has one scale. Default: the size in the table above if the format has one.
-      double_quant: Whether to round the scales of blocks too, as in QLoRA; for formats of fewer than eight bits.
+      double_quant: Whether to round the scales of blocks too, as in QLoRA. The format must have fewer than eight bits.
       calibration_method: What the largest number of a format represents: with ``"absmax"``, the largest magnitude of
         the block; with ``"rms"``, the root mean square of the block; with ``"fixed"``, 1. In formats with a zero, the
         numbers with ``"absmax"`` represent the range from the smallest to the largest entry, extended to include 0.
-      calibration_scale: A factor for this magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Weights
-        of larger magnitude are clipped.
+      calibration_scale: A factor for the magnitude that ``calibration_method`` chooses, as in
+        ``calibration_method="rms", calibration_scale=3.0``. Weights of larger magnitude are clipped.
       rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random, so that the expected value is the
         number itself. ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
       ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
-        ``calibration_method`` or ``rounding`` is not one of the words above.
+        ``calibration_method`` or ``rounding`` is not one of the allowed strings.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -549,7 +549,7 @@ Step = Literal["absmax", "learned"]
 
 
 class FakeQuantized(Scaled):
-    r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
+    r"""Rounds weights for the model, and keeps them in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
     rounded weights equal those of :class:`Quantized`, bit for bit, so deploy the trained model with
@@ -565,18 +565,18 @@ class FakeQuantized(Scaled):
     :math:`1 / \sqrt{n \, q_{max}}` if :math:`n` weights share a step.
 
     Args:
-      format: As for :class:`Quantized`, or ``"ternary"`` for the numbers -1, 0 and 1, with the mean magnitude as scale,
-        as in BitNet b1.58.
-      axis, block_size, double_quant, calibration_method, calibration_scale: As for :class:`Quantized`.
+      format: One of the formats of :class:`Quantized`, or ``"ternary"`` for the numbers -1, 0 and 1, with the mean
+        magnitude as scale, as in BitNet b1.58.
+      axis, block_size, double_quant, calibration_method, calibration_scale: The same as for :class:`Quantized`.
       step: How to choose the step, which is the scale of a block: ``"absmax"`` computes it as :class:`Quantized` does,
         and ``"learned"`` trains it, for int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
       ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
-        ``calibration_method`` or ``step`` is not one of the words above.
+        ``calibration_method`` or ``step`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -681,7 +681,7 @@ def _round_jvp(bits: int, entries: int, primals: tuple[Array, Array], tangents: 
 
 
 class Cast(Perturbation):
-    """Weights in another floating dtype: the optimizer works in the raw dtype, and the model reads ``dtype``.
+    """Casts weights to another floating dtype: the optimizer works in the raw dtype, and the model reads ``dtype``.
 
     The raw tree equals the model's parameters, and gradients have the raw dtype. Consecutive casts round one after the
     other: ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
@@ -689,7 +689,7 @@ class Cast(Perturbation):
     Args:
       dtype: The floating dtype that the model reads, or its name.
       where: Which arrays to act on. Default: every floating parameter.
-      stacked: As for :class:`Perturbation`.
+      stacked: Axes that stack independent arrays; see :class:`Perturbation`.
 
     Raises:
       TypeError: If ``dtype`` has the wrong type.
