@@ -111,7 +111,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._effective_matrix(values))}
 
     def _effective_matrix(self, values: dict[str, Array]) -> Array:
-        """Computes the effective matrix. Wide matrices are transposed, because the maps take no wide matrices."""
+        """Computes the effective matrix. Wide matrices are transposed first, because the maps do not take them."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
@@ -126,10 +126,11 @@ class _Orthonormal(RowsAndColumns, Constraint):
 
 
 class Orthogonal(_Orthonormal):
-    r"""Matrices with orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+    r"""Makes the columns of matrices orthonormal, or the rows if fewer: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
-    Raw values: ``x`` (main), with the shape and dtype of ``w``; ``base`` (fixed), an orthogonal matrix B of the same
-    shape, in float32 for half-precision weights. With :math:`A = X B^H - B X^H`, the maps are
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype, and ``base`` (fixed), an
+    orthogonal matrix B of the same shape, in float32 for half-precision weights. With :math:`A = X B^H - B X^H`, the
+    maps are
 
     - ``"cayley"``: :math:`Q = (I - A/2)^{-1} (I + A/2) B`,
     - ``"expm"``: :math:`Q = e^A B`,
@@ -140,20 +141,20 @@ class Orthogonal(_Orthonormal):
     towards the base. :meth:`update_base` moves the base to the current effective matrix.
 
     The determinant of a square real matrix keeps its sign during training. For tall or wide matrices, no intermediate
-    array is larger than twice ``w``. Samples are uniform (Haar).
+    array is larger than twice ``w``. Samples follow the uniform (Haar) distribution.
 
     Args:
       map: ``"cayley"`` is the cheapest and reaches all matrices except a set of measure zero. ``"expm"`` reaches all
         matrices with the determinant of the base. ``"householder"`` reaches the same matrices, but takes only real
         ones.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -171,7 +172,7 @@ class Orthogonal(_Orthonormal):
 
 
 class SpecialOrthogonal(_Orthonormal):
-    r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
+    r"""Constrains square matrices to rotations: :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
     The raw values and maps are the same as in :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix
     starts at the nearest rotation. The nearest rotation is the polar factor of the matrix, with the direction of the
@@ -179,13 +180,13 @@ class SpecialOrthogonal(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -209,21 +210,21 @@ class SpecialOrthogonal(_Orthonormal):
 
 
 class Stiefel(_Orthonormal):
-    r"""Tall matrices with orthonormal columns, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
+    r"""Makes the columns of tall matrices orthonormal, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
     The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`. Unlike :class:`Orthogonal`, this stage
     takes no wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -246,7 +247,7 @@ class Stiefel(_Orthonormal):
 
 
 class Grassmann(_Orthonormal):
-    r"""Subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
+    r"""Trains subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
 
     The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`, but the maps use only the component of
     X orthogonal to the base B, :math:`X - B B^H X`. As a result, Q moves with its subspace and does not rotate within
@@ -254,14 +255,14 @@ class Grassmann(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
