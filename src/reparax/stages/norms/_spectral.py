@@ -177,11 +177,11 @@ class SpectralNorm(MatrixAxes, Constraint):
     ``(heads, dim, out)``. If the rows of an attention kernel were ``(in, heads)``, its linear map could have a norm as
     large as the square root of the number of heads.
 
-    A convolution is a linear map of images, and its norm depends on strides and padding. It can exceed the norm of the
-    kernel reshaped to a matrix by a factor of up to the square root of the kernel's area. ``columns=-1`` and other
-    libraries use the norm of that matrix. With ``input_shape``, the shape of the input images, :math:`\sigma` is the
-    norm of the convolution. Then ``v`` has the shape ``(*input_shape, in)``, ``u`` has the shape of the output image,
-    and ``project`` runs 500 power iterations in place of the SVD. Use more steps for convolutions, such as
+    A convolution is a linear map of images, and its norm depends on strides and padding. That norm can exceed the norm
+    of the kernel reshaped to a matrix by a factor of up to the square root of the kernel's area. ``columns=-1`` and
+    other libraries use the norm of that matrix. With ``input_shape``, the shape of the input images, :math:`\sigma` is
+    the norm of the convolution. Then ``v`` has the shape ``(*input_shape, in)``, ``u`` has the shape of the output
+    image, and ``project`` runs 500 power iterations in place of the SVD. Use more steps for convolutions, such as
     ``n_steps=5``, because the largest singular values are close to each other.
 
     Args:

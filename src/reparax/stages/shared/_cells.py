@@ -225,7 +225,7 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """Splits ``axis`` into two axes: one for the equal pieces counted by ``per``, and one for the entries of a piece."""
+    """Splits ``axis`` into two axes: one for the equal pieces counted by ``per``, and one for the entries in each."""
     if not _is_known(per, sizes):
         raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
