@@ -180,9 +180,9 @@ class Gain(Reparametrization):
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
     """Returns the indices as a tuple. Raises an error if the tuple is empty, or if an index is negative or repeated."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
-        raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes {name} as a tuple of non-negative integers, such as (0, 2), but got {value!r}.")
     if not value or len(set(value)) < len(value):
-        raise ValueError(f"{who} got {name}={value}, but takes one or more distinct integers.")
+        raise ValueError(f"{who} got {name}={value}, but takes at least one index, and each index only once.")
     return tuple(map(int, value))
 
 
@@ -227,7 +227,8 @@ class TrainableSlices(Reparametrization):
         if max(self.indices) < size:
             return None
         return (
-            f"expected slices below {size}, the size of axis {self.axis}, got {max(self.indices)}. Correct `indices`."
+            f"`indices` must be below {size}, the size of axis {self.axis}, but got {max(self.indices)}. Pass only "
+            f"indices of existing slices."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -428,8 +429,8 @@ class LoRA(RowsAndColumns):
         super().__post_init__()
         if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in FROM_BASE:
             raise ValueError(
-                f"LoRA got alpha=0.0 and init_weights={self.init_weights!r}, which moves a part of the base into "
-                "factors that alpha multiplies. Use another alpha, or init_weights='kaiming'."
+                f"LoRA got alpha=0.0 with init_weights={self.init_weights!r}, which moves a part of the base into the "
+                "factors A and B, but alpha=0.0 multiplies them by zero. Pass another alpha, or init_weights='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:

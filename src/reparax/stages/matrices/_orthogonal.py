@@ -96,8 +96,8 @@ class _Orthonormal(RowsAndColumns, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         if self.map == "householder" and jnp.iscomplexobj(w):
             return (
-                f"expected a real array, because reflections do not reach every unitary matrix, got {w.dtype}. "
-                f"Choose map='cayley' or 'expm'."
+                f"map='householder' takes only real arrays, because reflections do not reach every unitary matrix, but "
+                f"got dtype {w.dtype}. Pass map='cayley' or map='expm'."
             )
         return None
 
@@ -241,8 +241,8 @@ class Stiefel(_Orthonormal):
         if (why := super().refuse_leaf(w)) or w.shape[-2] >= w.shape[-1]:
             return why
         return (
-            f"expected matrices with at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
-            f"or use `Orthogonal`."
+            f"expected matrices with at least as many rows as columns, but got shape {w.shape}. Exclude this array "
+            f"with `where`, or use `Orthogonal`, which also takes wide matrices."
         )
 
 
@@ -281,7 +281,7 @@ class Grassmann(_Orthonormal):
     def refuse_leaf(self, w: Array) -> str | None:
         if (why := super().refuse_leaf(w)) or w.shape[-2] > w.shape[-1]:
             return why
-        return f"expected matrices with more rows than columns, got shape {w.shape}. Leave it out with `where`."
+        return f"expected more rows than columns, but got shape {w.shape}. Exclude this array with `where`."
 
     def move(self, base: Array, x: Array) -> Array:
         return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -496,7 +496,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
-            raise ValueError(f"map={self.map!r} has no log_det. Use map='cholesky', which has one.")
+            raise ValueError(f"log_det is not available for map={self.map!r}. Pass map='cholesky' instead.")
         raw = Triangular().apply_leaf({"x": values["x"]})
         diagonal, lower = map(_diagonal_of, (raw, cholesky_of_entries(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)

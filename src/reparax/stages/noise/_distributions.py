@@ -98,8 +98,8 @@ class Gaussian(Reparametrization):
         if self.noise == "independent" or w.ndim in (1, 2):
             return None
         return (
-            f"expected a matrix or a vector for factorized noise, got shape {w.shape}. Leave it out with `where`, or "
-            f"pass the axes along which matrices are stacked (stacked=0)."
+            f"noise='factorized' takes only vectors and matrices, but got shape {w.shape}. Exclude this array with "
+            f"`where`, or pass the axes along which matrices are stacked, such as stacked=0."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -130,8 +130,8 @@ class Gaussian(Reparametrization):
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         if self.noise == "factorized":
             raise ValueError(
-                "expected independent noise, got noise='factorized', whose divergence from the prior is not known. "
-                "Leave the penalty out of the loss, or noise='factorized' out of the stage."
+                "the penalty requires noise='independent', but got noise='factorized', whose divergence from the prior "
+                "is not known. Leave the penalty out of the loss, or pass noise='independent'."
             )
         return _divergence(values["mean"], values["rho"], scalar(self.prior, values["rho"]))
 
@@ -246,7 +246,7 @@ LARGEST_RATE = 0.68
 
 _RATE = number_that(
     lambda rate: 0 < rate < LARGEST_RATE,
-    f"takes a probability above 0 and below {LARGEST_RATE}: `update` closes gates with a larger one.",
+    f"takes a probability above 0 and below {LARGEST_RATE}, because `update` closes all gates at larger rates.",
     known=True,
 )
 

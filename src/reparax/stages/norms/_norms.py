@@ -157,8 +157,8 @@ class WeightStandardization(_PerChannel, Constraint):
         if self._count(w) == 1:
             axis = None if self.axis is None else last_to_number(self.axis)
             return (
-                f"expected several inputs for each index of axis {axis}, got one in shape {w.shape}. "
-                f"Leave it out with `where`, or use a separate stage for it."
+                f"expected at least two inputs for each index of axis {axis}, but got one: the shape is {w.shape}. "
+                f"Exclude this array with `where`, or use a separate stage for it."
             )
         return None
 

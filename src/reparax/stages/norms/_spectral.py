@@ -34,7 +34,7 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
     """Returns the shape of an image as a tuple. Raises an error if a size is not a positive integer."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
-        raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
+        raise TypeError(f"{who} takes {name} as a tuple of positive sizes, such as (32, 32), but got {value!r}.")
     return tuple(map(int, sizes))
 
 
@@ -44,7 +44,7 @@ def check_sizes(value: Any, who: str, name: str) -> Sizes:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
         return tuple(map(int, value))
-    raise TypeError(f"{who} takes an integer of at least 1 as {name}, or one for each axis, but got {value!r}.")
+    raise TypeError(f"{who} takes {name} as a positive integer or a tuple of them, but got {value!r}.")
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
@@ -60,8 +60,8 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
         return tuple((int(low), int(high)) for low, high in value)
     raise TypeError(
-        f"{who} takes 'SAME', 'VALID', 'CIRCULAR', a number of zeros or a pair of them for each axis as {name}, but "
-        f"got {value!r}."
+        f"{who} takes {name}='SAME', 'VALID' or 'CIRCULAR', a number of zeros, or a pair (low, high) for each axis, "
+        f"but got {value!r}."
     )
 
 
@@ -85,28 +85,28 @@ class Convolution:
         ndim = len(self.input_shape)
         if kernel.ndim != ndim + 2:
             return (
-                f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, got shape "
-                f"{kernel.shape}. Leave it out with `where`."
+                f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, but got shape "
+                f"{kernel.shape}. Exclude this array with `where`."
             )
         for name in ("strides", "kernel_dilation", "padding"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != ndim:
                 return (
-                    f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
-                    f"Correct `{name}`."
+                    f"`{name}` must have {ndim} entries, one for each axis of input_shape={self.input_shape}, but got "
+                    f"{value}. Pass a tuple of length {ndim}."
                 )
         if not kernel.size:
-            return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
+            return f"expected a nonempty kernel, but got shape {kernel.shape}. Exclude this array with `where`."
         if kernel.shape[-1] % self.feature_group_count:
             return (
-                f"expected outputs that feature_group_count={self.feature_group_count} divides, got shape "
-                f"{kernel.shape}. Correct `feature_group_count`."
+                f"feature_group_count={self.feature_group_count} must divide the number of output channels, but got "
+                f"shape {kernel.shape}. Pass a divisor of {kernel.shape[-1]}."
             )
         image = jax.eval_shape(self, kernel, self.input_type(kernel))
         if not math.prod(image.shape):
             return (
-                f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
-                f"shape {kernel.shape}. Enlarge `input_shape`."
+                f"expected images at least as large as the kernel, but got input_shape={self.input_shape} for a kernel "
+                f"of shape {kernel.shape}. Pass a larger `input_shape`."
             )
         return None
 
@@ -246,13 +246,13 @@ class SpectralNorm(MatrixAxes, Constraint):
         names_given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
         if self.input_shape is None and names_given:
             raise ValueError(
-                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`, the shape "
-                "of the input images. Pass it, such as input_shape=(32, 32)."
+                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`. Pass the "
+                "shape of the convolution's input images, such as input_shape=(32, 32)."
             )
         if self.input_shape is not None and self.rows is not None:
             raise ValueError(
-                f"SpectralNorm got rows={self.rows!r} with `input_shape`, whose convolution has one output axis and "
-                "its neighbor as input axis. Leave `rows` out, and pass the output axis, such as columns=-1."
+                f"SpectralNorm got rows={self.rows!r} with `input_shape`, but a convolution's input axis is always the "
+                "neighbor of its output axis. Leave `rows` out, and pass the output axis, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -269,8 +269,8 @@ class SpectralNorm(MatrixAxes, Constraint):
             return None
         if not self._outputs(w):
             return (
-                f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
-                f"{w.shape}. Use one of these."
+                f"`columns` must be the first or the last axis of a convolution's kernel, but got "
+                f"columns={self.columns} for shape {w.shape}. Pass columns=0 or columns=-1."
             )
         return self._convolution.why_refused(jax.eval_shape(self._matrix, w))
 

@@ -43,7 +43,7 @@ class _ElementwiseMap(Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
-            raise ValueError(f"expected real numbers for log_det, got {values['x'].dtype}.")
+            raise ValueError(f"log_det takes real arrays, but got {values['x'].dtype}. Exclude the array with `where`.")
         _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
         return jnp.sum(self._log_slope(values["x"], slope))
 
@@ -185,7 +185,7 @@ class Bounded(_ElementwiseMap):
         super().__post_init__()
         low, high = self.low, self.high
         if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
-            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
+            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds with low < high.")
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Returns whether all numbers lie between the bounds, up to rounding.
@@ -262,7 +262,7 @@ class Elementwise(_ElementwiseMap):
         with jax.ensure_compile_time_eval():
             if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
                 return None
-        return "expected numbers in the domain of `inverse`, got some that it maps to NaN. Correct the array."
+        return "`inverse` maps some entries to NaN. Pass an array in its domain, or exclude it with `where`."
 
     def flat_leaf(self, w: Array) -> Array:
         x = self.inverse(widened(w))

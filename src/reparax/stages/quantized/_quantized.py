@@ -144,25 +144,29 @@ class Scaled(Reparametrization):
         who, row = type(self).__name__, self._format
         if self.double_quant and self._block is None:
             raise ValueError(
-                f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
-                f"Pass block_size, or leave double_quant out."
+                f"{who} got double_quant=True without block_size, but double_quant rounds the scales of blocks. "
+                f"Pass block_size, such as block_size=64, or leave double_quant out."
             )
         if self.double_quant and (row.numbers.bits == 8 or row.scales):
             which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
-            raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
+            raise ValueError(
+                f"{who} got double_quant=True with {self.format!r}, whose {which}. Leave double_quant out, or use it "
+                f"with 'int4' or 'nf4'."
+            )
         if isinstance(self.block_size, tuple) and self.axis is not None:
             raise ValueError(
-                f"{who} got axis={self.axis!r} and block_size={self.block_size}, which has a length for each axis "
-                "already. Leave out axis, or give a single number as block_size."
+                f"{who} got axis={self.axis!r} and block_size={self.block_size}, but a tuple already has a length for "
+                "each axis. Leave axis out, or pass a single integer as block_size."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim == 0:
-            return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
+            return f"expected an array of one or more dimensions, but got shape {w.shape}. Exclude it with `where`."
         if isinstance(self._block, tuple) and len(self._block) != w.ndim:
             return (
-                f"expected an array of {len(self._block)} dimensions, for block_size={self._block}, got shape "
-                f"{w.shape}. Pass the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+                f"expected an array of {len(self._block)} dimensions for block_size={self._block}, but got shape "
+                f"{w.shape}. Pass the axes along which arrays are stacked, such as stacked=0, or exclude it with "
+                f"`where`."
             )
         return self._cut_axis_error(w) if isinstance(self._block, int) else None
 
@@ -170,14 +174,14 @@ class Scaled(Reparametrization):
         """Returns why the axis to cut into blocks cannot be determined, or None if it can."""
         if self.axis is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Pass the axes along "
-                f"which matrices are stacked (stacked=0), pass all axes except the one to cut as `axis`, or leave it "
-                f"out with `where`."
+                f"expected a matrix, but got shape {w.shape}, whose blocks could lie along any axis. Pass the axes "
+                f"along which matrices are stacked, such as stacked=0, pass all axes except the one to cut as `axis`, "
+                f"or exclude this array with `where`."
             )
         if self.axis is not None and len(other_axes(self.axis, w)) != 1:
             return (
-                f"expected one axis that is not in axis={self.axis}, to cut into blocks, got shape {w.shape}. Pass all "
-                f"axes except that one."
+                f"`axis` must contain all axes except the one to cut into blocks, but got axis={self.axis} for shape "
+                f"{w.shape}. Leave exactly one axis out of `axis`."
             )
         return None
 
@@ -495,9 +499,11 @@ class Quantized(Scaled):
             expected["scale"] = "uint8" if self._scales.dtype == "exponent" else self._scales.dtype
         for name, dtype in expected.items():
             if dtypes[name] != dtype:
-                raise ValueError(f"expected {name} in {dtype} for {self.format}, got {dtypes[name]}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"expected {name!r} in {dtype} for {self.format!r}, but got {dtypes[name]}: {OTHER_CHAIN}"
+                )
         if self._scales is None and not jnp.issubdtype(dtypes["scale"], jnp.floating):
-            raise ValueError(f"expected a floating scale, got {dtypes['scale']}: {OTHER_CHAIN}")
+            raise ValueError(f"expected 'scale' in a floating dtype, but got {dtypes['scale']}: {OTHER_CHAIN}")
 
     def _scale_range_error(self, w: Array) -> str | None:
         """Returns why the format cannot store the scales of ``w``, or None if it can or if ``w`` is traced."""
@@ -510,8 +516,8 @@ class Quantized(Scaled):
         if not most < largest < math.inf:
             return None
         return (
-            f"expected numbers whose scales are at most {most:g}, as {self.format} stores scales in float16, got "
-            f"{largest:.3g}. Store it as int8, or leave it out with `where`."
+            f"{self.format!r} stores scales in float16, so they must be at most {most:g}, but the largest scale of "
+            f"this array is {largest:.3g}. Store the array as 'int8', or exclude it with `where`."
         )
 
     def _packing_error(self, w: Array) -> str | None:
@@ -522,8 +528,8 @@ class Quantized(Scaled):
             return None
         bytes_text = "a byte" if size == 1 else f"{size} bytes"
         return (
-            f"expected a multiple of {count} entries along axis {block_axis}, because {count} {self.format} numbers "
-            f"share {bytes_text}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
+            f"the size of axis {block_axis} must be a multiple of {count}, because {count} {self.format} codes share "
+            f"{bytes_text}, but got shape {w.shape}. Store the array as 'int8', or exclude it with `where`."
         )
 
 
@@ -602,8 +608,8 @@ class FakeQuantized(Scaled):
         if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"FakeQuantized got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
-                f"without double_quant. Use step='absmax'."
+                f"FakeQuantized got step='learned' with {self.format!r}{twice}, but learns steps only for 'int2' to "
+                f"'int8', without double_quant. Pass step='absmax'."
             )
 
     @property
@@ -712,9 +718,11 @@ class Cast(Perturbation):
         try:
             dtype = jnp.dtype(self.dtype or "None")  # numpy would read None as float64; "None" raises an error.
         except TypeError as error:
-            raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
+            raise TypeError(
+                f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {self.dtype!r}."
+            ) from error
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"Cast takes a floating dtype or its name, but got {dtype.name!r}.")
+            raise TypeError(f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {dtype.name!r}.")
         object.__setattr__(self, "dtype", dtype.name)
 
     def apply_leaf(self, w: Array, key: Array | None) -> Array:

@@ -61,7 +61,7 @@ class _Rearranged(Parametrization):
         where: Any = self.where
         if not isinstance(where, str):
             raise TypeError(
-                f"{type(self).__name__} takes a path or a regular expression as `where`, but got {where!r}."
+                f"{type(self).__name__} takes a string as `where`, a path or a regular expression, but got {where!r}."
             )
         model_names = [name for block in self._model.values() for name in value_names(block)]
         stored_names = [name for block in self._stored.values() for name in value_names(block)]
@@ -114,15 +114,16 @@ class _Rearranged(Parametrization):
             arrays = cells.setdefault(cell, {})
             if path in arrays:
                 raise ValueError(
-                    f"{who.at(cell) if cell else who}: {path!r} holds several values, so it cannot be "
-                    f"part of a block. Put the stage that replaces it earlier in the chain."
+                    f"{who.at(cell) if cell else who}: a later stage replaces {path!r} by several raw values, so it "
+                    f"cannot be part of a block. Put that stage earlier in the chain."
                 )
             arrays[path] = leaf
         if not cells:
             path_of_first = _path_below(self.where, next(iter(self._model)))
             raise ValueError(
                 f"{who} found no array {path_of_first!r}; the nearest paths are "
-                f"{nearest(path_of_first, [leaf.path for leaf in leaves])}. Correct `where` or the layout."
+                f"{nearest(path_of_first, [leaf.path for leaf in leaves])}. Pass the path of the cell as `where`, or a "
+                f"layout that names these arrays."
             )
         return cells
 
@@ -138,8 +139,8 @@ class _Rearranged(Parametrization):
         effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(values), sizes), sizes)
         if lacking := sorted(effective.keys() ^ values.keys()):
             raise ValueError(
-                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
-                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                f"found nothing at {lacking[0]!r}, where `init` leaves {{'@{self.kind}': {{}}}}. Flattened formats "
+                f"lose empty nodes, so restore into the structure of `jax.eval_shape(p.init, params)`."
             )
         return effective
 
@@ -164,10 +165,10 @@ class _Rearranged(Parametrization):
         arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in arrays.items():
             if name not in paths:
-                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
+                raise ValueError(f"got an unexpected raw value {name!r}, {describe(x)}: {OTHER_CHAIN}")
         for name, path in paths.items():
             if name not in arrays and not is_optional(self._stored[path]):
-                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
+                raise ValueError(f"the raw value {name!r} is missing: {OTHER_CHAIN}")
         return {paths[name]: x for name, x in arrays.items()}
 
     def _home(self, raw_path: str) -> str:
@@ -202,7 +203,7 @@ def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
 def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
     """Converts sizes to pairs of names and integers, and raises an error if they are malformed."""
     if not isinstance(sizes, Mapping | tuple | list):
-        raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
+        raise TypeError(f"{who} takes `sizes` as a dict such as {{'heads': 8}}, but got {sizes!r}.")
     return tuple(sorted((name, check_integer(size, who, name)) for name, size in dict(sizes).items()))
 
 
@@ -346,7 +347,7 @@ class CudnnLSTM(Reparametrization):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.input_size, self.hidden_size, self.num_layers) < 1 or self.biases not in (0, 1, 2):
-            raise ValueError(f"{self!r} needs sizes of at least 1, and 0, 1 or 2 biases.")
+            raise ValueError(f"{self!r} got a size below 1, or a number of biases other than 0, 1 or 2.")
 
     def default(self, w: Array) -> bool:
         return super().default(w) and w.shape == (self._size,)
@@ -354,7 +355,10 @@ class CudnnLSTM(Reparametrization):
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape == (self._size,):
             return None
-        return f"expected a vector of {self._size} weights, got shape {w.shape}. Correct the sizes, or narrow `where`."
+        return (
+            f"expected a vector of {self._size} weights, but got shape {w.shape}. Pass the sizes of the network that "
+            f"has these weights, or exclude this array with `where`."
+        )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         values = cut_values(self._block, w, self._sizes)

@@ -134,8 +134,8 @@ class Tie(Parametrization):
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
-                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
-                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                    f"{who} found nothing at {target!r}, where `init` leaves {{'@tie': {{}}}}. Flattened formats "
+                    f"lose empty nodes, so restore into the structure of `jax.eval_shape(p.init, params)`."
                 )
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
@@ -154,8 +154,8 @@ class Tie(Parametrization):
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
             raise ValueError(
-                f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as "
-                f"a target once, and the owner of a tied array as the source."
+                f"{who} names {tied[0].draw_path!r}, which a later Tie in the chain already ties. Use each path as a "
+                f"target only once, and use the owner of a tied array as the source."
             )
         target_type = jax.eval_shape(jnp.asarray, target.content)
         contents = [source.content for source in sources]
@@ -166,12 +166,12 @@ class Tie(Parametrization):
         if (target_type.shape, target_type.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
                 f"{who}: {target.draw_path!r} is {describe(target_type)}, but {origin} {describe(given_type)}. Add a "
-                f"transform from the source to the target."
+                f"transform to the shape and dtype of the target."
             )
         if self.unequal == "raise" and _is_known_to_differ(target.content, contents, transform):
             raise ValueError(
                 f"{who}: {target.draw_path!r} does not equal what {origin}, so tying would change the model. Set the "
-                f"target to that first, drop the tie, or pass `unequal='overwrite'`."
+                f"target to that value first, remove the tie, or pass `unequal='overwrite'`."
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
@@ -201,7 +201,7 @@ class Tie(Parametrization):
             if missing:
                 raise ValueError(
                     f"{who} found no array at {missing[0]!r}; the nearest paths are "
-                    f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}."
+                    f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}. Use existing paths."
                 )
             resolved_ties += [(path, sources, transform) for path, sources in ties if sources != (path,)]
         _require_no_loop(who, {target: sources for target, sources, _ in resolved_ties})
@@ -291,7 +291,9 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
     try:
         return match.expand(source)
     except (re.error, IndexError) as error:
-        raise ValueError(f"{who} cannot make a path from {source!r} for {match[0]!r}: {error}.") from error
+        raise ValueError(
+            f"{who} cannot fill in {source!r} for {match[0]!r}: {error}. Refer only to groups of the target."
+        ) from error
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
@@ -330,7 +332,7 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
     def follow(path: str, walk: Sequence[str]) -> None:
         if path in walk:
             cycle = " -> ".join([*walk[walk.index(path) :], path])
-            raise ValueError(f"{who} got a loop: {cycle}. Leave one of them untied, as the owner.")
+            raise ValueError(f"{who} got ties that form a loop: {cycle}. Leave one of the paths untied, as the owner.")
         if path not in seen:
             for source in sources.get(path, ()):
                 follow(source, [*walk, path])
@@ -358,8 +360,8 @@ def _parse_tie(target: Any, value: Any) -> Tied:
             return target, tuple(sources), value[1]
         case _:
             raise TypeError(
-                f"Tie takes a path, or a pair of one or more paths and a function, for each target path, but got "
-                f"{target!r}: {value!r}."
+                f"Tie maps each target path to a source path, or to a pair of one or more source paths and a function, "
+                f"but got {target!r}: {value!r}."
             )
 
 

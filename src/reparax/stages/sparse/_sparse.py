@@ -194,13 +194,13 @@ class NByM(_Masked, Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.n <= self.m or self.m < 1:
-            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of m weights: 0 <= n <= m, m >= 1.")
+            raise ValueError(f"NByM got n={self.n} and m={self.m}, but takes integers with 0 <= n <= m and m >= 1.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[axes.position(self.along, w)] % self.m:
             return (
-                f"expected an axis {axes.last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
-                f"{w.shape}. Leave it out with `where`, or choose another axis."
+                f"the size of axis {axes.last_to_number(self.along)} must be divisible by m={self.m}, but got shape "
+                f"{w.shape}. Exclude this array with `where`, or pass another axis as `along`."
             )
         return None
 
@@ -246,7 +246,7 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 def check_count(value: Any, who: str, name: str) -> int:
     """Checks that a number of weights is an integer of at least 0, and returns it."""
     if check_integer(value, who, name) < 0:
-        raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
+        raise ValueError(f"{who} got {name}={value}, but takes a non-negative number of weights to prune.")
     return int(value)
 
 
@@ -255,8 +255,8 @@ def require_sparsity_or_count(stage: Any) -> None:
     if (stage.sparsity is None) == (stage.count is None):
         which = "neither" if stage.count is None else "both"
         raise TypeError(
-            f"{type(stage).__name__} takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but "
-            f"got {which}."
+            f"{type(stage).__name__} takes either a share of the weights, such as sparsity=0.9, or a number of "
+            f"weights, such as count=90, but got {which}."
         )
 
 
@@ -301,8 +301,8 @@ def count_error(stage: Any, size: int) -> str | None:
     if stage.count is None or stage.count <= size:
         return None
     return (
-        f"expected to prune at most {size}, the number of weights or slices, got count={stage.count}. "
-        f"Pass a share, `sparsity`, which fits arrays of any size, or restrict the stage with `where`."
+        f"`count` must be at most {size}, the number of weights or slices, but got count={stage.count}. Pass a share "
+        f"as `sparsity`, which fits arrays of any size, or restrict the stage with `where`."
     )
 
 
@@ -388,8 +388,8 @@ class MagnitudePruning(_Prune):
             are_shares = all(isinstance(share, float) for share in shares)  # False for traced shares and for counts.
             if are_shares and replace(later[0], sparsity=self.sparsity, where=self.where) == self:
                 raise ValueError(
-                    f"{CallName(self, method, (leaf.path,))} would prune weights that {later[0]!r} prunes too. Write "
-                    f"{replace(self, sparsity=shares)!r}: each share refers to what those before it leave."
+                    f"{CallName(self, method, (leaf.path,))} would prune the same weights as {later[0]!r}. Write "
+                    f"{replace(self, sparsity=shares)!r} instead: each share applies to what earlier shares leave."
                 )
         return stage
 
