@@ -435,8 +435,7 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
     missing = [path for path, block in layout.items() if path not in arrays and not is_optional(block)]
     if missing:
         raise ValueError(
-            f"the layout needs an array {missing[0]!r}, but got {', '.join(map(repr, arrays)) or 'no array'}. Add that "
-            f"array, or use a layout without it."
+            f"the layout needs {missing[0]!r}, but got {', '.join(map(repr, arrays)) or 'nothing'}. Add that array."
         )
     values: dict[str, Array] = {}
     for path, block in layout.items():
@@ -545,8 +544,7 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
             matched[first_bias] = matched[first_bias] + values[name]
         elif not _is_zero_bias(name, values[name]):
             raise ValueError(
-                f"the target layout has no {name!r}, so its cell cannot compute the same function. Convert to a layout "
-                f"that has this value."
+                f"the target layout has no {name!r}, so its cell cannot compute the same function. Use one that has it."
             )
     first_biases = {name: matched.get(name.removeprefix("hidden_")) for name in names if name not in matched}
     return matched | {name: jnp.zeros_like(bias) for name, bias in first_biases.items() if bias is not None}
