@@ -1,8 +1,8 @@
 """Adapters: trained changes to fixed weights, such as low-rank differences, factors, slices and rotations.
 
 Most of these stages store the model's own array as the *base*, a fixed raw value named ``w``. The stages train other
-raw values, which initially leave the base unchanged. In a chain, earlier stages that store or freeze weights act on the
-base. All other earlier stages act on the trained raw values.
+raw values, which initially leave the base unchanged. In a chain with an adapter, earlier stages that store or freeze
+weights act on the base. All other earlier stages act on the trained raw values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Delta(Reparametrization):
     r"""Adds a trained, full-size difference to fixed weights: :math:`w = w_0 + x`.
 
     The raw tree stores ``x`` (main), which starts as zeros of the shape and dtype of the weights, and ``w`` (fixed),
-    the base :math:`w_0`. ``init`` is exact, bit for bit.
+    the base :math:`w_0`. ``init`` reproduces the weights bit for bit.
 
     Earlier stages in a chain act on the difference: ``LowRank(4) >> Delta()`` trains a low-rank difference,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Stages that store or
@@ -96,7 +96,8 @@ class Hadamard(Reparametrization):
     r"""Multiplies two trained arrays elementwise (LoHa): :math:`w = x \odot y`.
 
     In place of ``w``, the raw tree stores ``x`` and ``y`` (both main), of the same shape and dtype. ``init`` gives
-    ``x = w`` and ``y = 1``, and is exact, bit for bit. Even an array of zeros can train, because ``y`` is nonzero.
+    ``x = w`` and ``y = 1``, and reproduces ``w`` bit for bit. Even an array of zeros can train, because ``y`` is
+    nonzero.
 
     Earlier stages in a chain act on both raw values: ``LowRank(4) >> Hadamard()`` is the elementwise product of two
     matrices of rank 4. This product starts at rank 4 and can reach rank 16. ``LowRank(4) >> Hadamard() >> Delta()`` is
@@ -133,7 +134,7 @@ class Gain(Reparametrization):
 
     The raw tree stores ``w`` (main), the array :math:`x`, with the shape of the weights, and ``g`` (auxiliary), a real
     array with the sizes of the axes in ``axis``, or a scalar. ``g`` starts at ones; for half-precision weights, its
-    dtype is float32. ``init`` is exact, bit for bit.
+    dtype is float32. ``init`` reproduces the weights bit for bit.
 
     For a kernel of shape ``(in, out)``, ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs, and
     ``Freeze() >> Gain(axis=0)`` is IA3 on the inputs. ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
@@ -191,8 +192,8 @@ class TrainableSlices(Reparametrization):
 
     The raw tree stores ``x`` (main), the trainable slices, with ``len(indices)`` entries along ``axis``, and ``w``
     (fixed), the base, which is the whole array. The effective array is the base with its slices at ``indices`` replaced
-    by ``x``. ``init`` is exact, bit for bit. ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains
-    only the rows of tokens 5 and 7.
+    by ``x``. ``init`` reproduces the weights bit for bit.
+    ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains only the rows of tokens 5 and 7.
 
     Args:
       indices: The indices of the trainable slices, counted from 0.
@@ -245,8 +246,8 @@ class Rotated(RowsAndColumns):
     r"""Multiplies fixed weights by trained diagonal blocks (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
     The raw tree stores ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, which start as identity matrices, and
-    ``w`` (fixed), the base :math:`W_0`. ``init`` is exact. For half-precision matrices, the computation runs in
-    float32.
+    ``w`` (fixed), the base :math:`W_0`. ``init`` reproduces the weights exactly. For half-precision matrices, the
+    computation runs in float32.
 
     ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)`` is OFT (orthogonal fine-tuning). Its blocks are orthogonal, so
     the angles between the columns of W stay the same.
@@ -346,8 +347,8 @@ class LoRA(RowsAndColumns):
     keeps them all, as in ``(rank, heads, dim)``. Earlier stages in a chain act on ``a`` and ``b``, except for stages
     that store or freeze weights, which act on the base.
 
-    ``init`` does not change the model. If B starts at zero, ``init`` is exact, bit for bit, and the gradient of A is
-    zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
+    ``init`` does not change the model. If B starts at zero, the weights stay the same bit for bit, and the gradient of
+    A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
 
     For half-precision matrices, the computation runs in float32, but both factors start in the dtype of W. In
     bfloat16, small steps of an optimizer can be lost to rounding. To keep them, cast the free values of
@@ -474,7 +475,7 @@ class LoRA(RowsAndColumns):
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
     def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Converts raw values of ``old`` to raw values of this stage.
+        """Converts raw values of ``old``, a stage with other arguments, to raw values of this stage.
 
         The difference from the base stays the same. If the rank decreases, the nearest matrix of the smaller rank
         replaces it.
@@ -507,7 +508,7 @@ class VeRA(RowsAndColumns):
     :math:`D(d)` is the diagonal matrix of a vector d.
 
     The raw tree stores ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main, and ``w`` (fixed), the
-    base :math:`W_0`. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for bit.
+    base :math:`W_0`. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` reproduces the weights bit for bit.
 
     The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` are never stored. They depend only
     on ``seed`` and on their shapes, so all arrays of one shape share the same factors. The entries are uniform with the

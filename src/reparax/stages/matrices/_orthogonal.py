@@ -25,7 +25,7 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """Splits the step ``x`` by the column span of the base.
+    """Splits the step ``x`` into the parts within and orthogonal to the column span of the base.
 
     Returns a skew matrix, which rotates the base within its column span, and the component of ``x`` orthogonal to that
     span.
@@ -82,7 +82,7 @@ OrthogonalMap = Literal["cayley", "expm", "householder"]
 
 
 class _Orthonormal(RowsAndColumns, Constraint):
-    """The base class of stages whose effective matrix is computed from a fixed base and a free matrix ``x``."""
+    """The base class of stages that compute a matrix from a fixed orthogonal base and a trained matrix ``x``."""
 
     map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 

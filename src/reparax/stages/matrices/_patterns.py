@@ -38,7 +38,7 @@ from reparax.numerics.terms import Term
 
 
 class _Pattern(RowsAndColumns, Constraint):
-    """Square matrices in which each entry is either 0 or an entry of the vector ``x``."""
+    """The base class of stages for square matrices whose entries are 0 or entries of the vector ``x``."""
 
     raw_values: ClassVar[Values] = {"x": main()}
 

@@ -182,7 +182,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
 
 class _SingularValues(RowsAndColumns, Constraint):
-    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`. The Cayley map computes U and V from fixed bases."""
+    r"""The base class of :math:`W = U \operatorname{diag}(f(s)) V^H`. The Cayley map gives U and V from fixed bases."""
 
     raw_values: ClassVar[Values] = {
         "u": main(decays=False, axes=("rows", "rank")),
@@ -240,7 +240,7 @@ _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that i
 
 
 class _BoundedBelow(_SingularValues):
-    r"""Matrices whose singular values exceed ``eps``: :math:`f(s) = \epsilon + \log(1 + e^s)`."""
+    r"""The base class of stages whose singular values exceed ``eps``: :math:`f(s) = \epsilon + \log(1 + e^s)`."""
 
     eps: float = field(_EPS, default=1e-6, kw_only=True)
 

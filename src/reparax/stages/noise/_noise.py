@@ -26,8 +26,8 @@ from reparax.numerics.linalg import norm
 class _DrawnByType(Perturbation):
     """A perturbation in two steps: ``draw`` draws random numbers, and ``perturb`` applies the numbers to an array.
 
-    For a given key, the random numbers depend only on the array's type, such as its shape and dtype. Consecutive stages
-    of one class on an array can therefore share the numbers.
+    For a given key, the random numbers depend only on the array's shape and dtype. Consecutive stages of one class on
+    an array can therefore share the numbers.
 
     Attributes:
       shared: The stage's settings that also determine the random numbers.
@@ -38,7 +38,7 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """Draws random numbers for an array with the type of ``like``. A batch of keys gives a batch of draws."""
+        """Draws random numbers for an array like ``like``, or a batch of them for a batch of keys."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:

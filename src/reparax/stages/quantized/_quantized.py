@@ -639,7 +639,7 @@ class FakeQuantized(Scaled):
     def _ternary_scale(self, sizes: Array) -> Array:
         """Computes the mean magnitude of each block.
 
-        For a block that is already ternary, returns its largest magnitude, so that rounding does not change the block.
+        If a block already holds only -s, 0 and s, returns s for it, so that rounding does not change the block.
         """
         blocks = self._blocks(sizes)
         units, size = normalize_blocks(sizes, blocks)

@@ -92,7 +92,7 @@ def require_unique(names: Sequence[str], who: str) -> None:
 
 @dataclass(frozen=True)
 class _Value:
-    """A parsed value, such as ``"out: heads value m -> (heads value) m"``.
+    """Holds a parsed value, such as ``"out: heads value m -> (heads value) m"``.
 
     Attributes:
       name: The name of the value.
@@ -260,7 +260,7 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """Joins values into the array of a block. Adds the sizes that follow from the values' shapes to ``sizes``."""
+    """Joins values into the array that a block describes. Adds the sizes from the values' shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         array_of_value = values[value.name]

@@ -228,7 +228,7 @@ PlacesOfPath = Mapping[str, Mapping[str, Names]]
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
-    """Groups the key paths of arrays by their paths, with and without markers such as ``@lora``."""
+    """Maps each path, with and without markers such as ``@lora``, to the key paths of the given arrays."""
     places: dict[str, dict[str, Names]] = {}
     for leaf in leaves:
         for path in dict.fromkeys((leaf.path, leaf.raw_path)):
@@ -371,7 +371,7 @@ def _are_paths(sources: Sequence[Any]) -> bool:
 
 
 def _identity(x: Array) -> Array:
-    """Returns ``x`` unchanged; serves as the transform of a tie that has none."""
+    """Returns ``x`` unchanged. A tie without a transform uses this function instead."""
     return x
 
 

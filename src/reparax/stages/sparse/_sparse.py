@@ -37,10 +37,11 @@ from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
 class Freeze(Reparametrization):
-    """Freezes weights, which the raw tree stores unchanged as fixed values.
+    """Freezes weights: the raw tree stores them unchanged, as fixed (untrained) values.
 
     The raw tree stores ``w`` (main, fixed), the weight itself. No gradient reaches it, and under
-    :func:`reparax.optimizer` neither the optimizer nor weight decay changes it. ``init`` is exact.
+    :func:`reparax.optimizer` neither the optimizer nor weight decay changes it. ``init`` reproduces the weights
+    exactly.
 
     ``Freeze`` freezes the output of the stages before it in the chain, with all their raw values:
 
@@ -119,11 +120,11 @@ class Mask(_Masked):
     r"""Keeps the zeros of weights at zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
     To use your own masks, multiply the parameters by them before ``init``:
-    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To change the mask, call ``init`` again. An array that
-    starts as all zeros would stay zero, so leave it out with ``where``.
+    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To change the mask, call ``init`` again. An array of
+    zeros would stay zero, so exclude it with ``where``.
 
     The raw tree stores ``w`` (main), the weight :math:`x` itself, and ``mask`` (fixed), a real array that is 0 where
-    ``w`` is zero at ``init`` and 1 elsewhere. ``init`` is exact. Masked entries get no gradient.
+    ``w`` is zero at ``init`` and 1 elsewhere. ``init`` reproduces the weights exactly. Masked entries get no gradient.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -483,10 +484,7 @@ class _Regrow(_Masked, Constraint):
         return self._keep_largest(w, sizes if key is None else _random_scores(sizes, key))
 
     def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
-        """Returns the raw values of ``w``.
-
-        All weights except those with the largest scores are masked and set to zero.
-        """
+        """Returns the raw values of ``w``: only the weights with the largest scores stay, and all others are zero."""
         mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
