@@ -41,7 +41,7 @@ def cayley(base: Array, x: Array) -> Array:
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # For a square base, `across` is zero.
+    if base.shape[-2] != base.shape[-1]:  # `across` is zero for a square base, so its terms are skipped.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base

@@ -38,7 +38,7 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """Draws random numbers for an array like ``like``, or a batch of them for a batch of keys."""
+        """Draws random numbers for an array of the type of ``like``. If ``key`` is a batch of keys, the result is a batch."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:

@@ -359,7 +359,7 @@ class Scaled(Reparametrization):
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
         dtype = values["unit" if self._scales else "scale"].dtype
-        return clip_to_finite(x, dtype).astype(dtype)  # The largest number may exceed the range of `dtype`.
+        return clip_to_finite(x, dtype).astype(dtype)  # Decoded numbers may exceed the range of `dtype`.
 
 
 def _biased_exponent(x: Array) -> Array:

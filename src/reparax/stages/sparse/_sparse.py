@@ -495,7 +495,7 @@ class _Regrow(_Masked, Constraint):
         # NaN must not change the counts: weights that are NaN are kept, and scores that are NaN rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # Adding zeros shards the scores like the weights.
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # Add zeros to shard the scores like the weights.
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
