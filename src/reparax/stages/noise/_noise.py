@@ -38,7 +38,7 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """Draws random numbers for an array of the type of ``like``. If ``key`` is a batch of keys, the result is a batch."""
+        """Draws random numbers for an array of the type of ``like``. A batch of keys gives a batch of draws."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
