@@ -296,8 +296,8 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
     with raises(
         ValueError,
         f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
-        f"'out': ()}}. Stack them "
-        f"along the same axes, or leave some layers out with the expressions.",
+        f"'out': ()}}. Stack the arrays "
+        f"along the same axes, or narrow the expressions to layers with equal stacked axes.",
     ):
         p.with_axes(ROLES)
 
