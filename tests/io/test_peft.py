@@ -479,10 +479,7 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
-    line = (
-        "the numbers of a stage, such as `alpha`, must be concrete, but one is traced. Call `to_peft` outside of "
-        "`jax.jit`"
-    )
+    line = "hyperparameters must be concrete, but one is traced. Call `to_peft` outside of `jax.jit`"
     text = refused(f"out/kernel: {line}")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)
@@ -500,8 +497,7 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.adapters.Gain(axis=0, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains no biases with IA3, but this chain trains 'dense/bias', 'other/bias'. Freeze these "
-        "biases.",
+        "to_peft: PEFT trains no biases with IA3, but this chain does: 'dense/bias', 'other/bias'. Freeze them.",
     ):
         rpx.io.to_peft(q, q.init(params))
 

@@ -1,9 +1,8 @@
 """Reads and writes torch state dicts and PEFT adapters, without needing torch or PEFT.
 
-Start reading at ``_parameters.py``: all readers and writers rely on the torch names and layouts that it finds for a
-model's parameters. ``_torch_stages.py`` lists the stages that have an equivalent in torch. ``_peft_adapters.py``
-converts the adapter of one array, and ``_peft_config.py`` interprets PEFT's settings. This package imports only
-``core``, ``stages`` and ``numerics``.
+Begin with ``_parameters.py``, because all readers and writers rely on the torch names and layouts that it finds for a
+model's parameters. ``_torch_stages.py`` lists the stages that torch also has, ``_peft_adapters.py`` converts the
+adapter of one array, and ``_peft_config.py`` interprets PEFT's settings. The package imports core, stages and numerics.
 """
 
 from reparax.io._peft_read import from_peft as from_peft

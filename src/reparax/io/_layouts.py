@@ -33,8 +33,7 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
 HEADS = {"to_heads": 1, "from_heads": 2}
 """The number of input axes of each attention layout: one for ``(in, heads, dim)``, two for ``(heads, dim, out)``."""
 EXPERTS = "experts:"
-"""The prefix of the layouts of stacks of expert matrices that are one tensor in torch too. Each matrix's layout follows
-it, as in ``"experts:kernel"``."""
+"""The prefix of the layouts of expert stacks that are one tensor in torch too, such as ``"experts:kernel"``."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
@@ -112,19 +111,17 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
     if by_rule in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
         raise ValueError(
-            f"the layout {by_rule!r} requires a matrix {axes}, but {name!r} has shape {shape}. Correct the rule for "
-            f"it in `layouts`."
+            f"the layout {by_rule!r} requires a matrix {axes}, but {name!r} has shape {shape}. Pass another layout."
         )
     if by_rule == "vector" and max(shape[1:], default=1) > 1 and not (len(shape) == 2 and name.endswith("bias")):
         raise ValueError(
             f"the layout 'vector' requires an array (out, 1, ..., 1) or a bias (heads, dim), but {name!r} has shape "
-            f"{shape}. Correct the rule for it in `layouts`."
+            f"{shape}. Pass another layout."
         )
     if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
-        what = "an attention kernel" if by_rule in HEADS else "a stack of matrices"
+        what = "attention kernel" if by_rule in HEADS else "stack of matrices"
         raise ValueError(
-            f"the layout {by_rule!r} requires {what} with three axes, but {name!r} has shape {shape}. Correct the rule "
-            f"for it in `layouts`."
+            f"the layout {by_rule!r} requires a 3-D {what}, but {name!r} has shape {shape}. Pass another layout."
         )
     if by_rule is not None:  # With 'same', a matrix named `kernel` has its inputs first in torch too, as in Conv1D.
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True

@@ -65,10 +65,7 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
     try:
         return match.expand(name).replace("/", "."), len(counters)  # A matched group may contain slashes.
     except (re.error, IndexError) as error:
-        raise ValueError(
-            f"`names` cannot expand the torch name {name!r} for {path!r}: {error}. Refer only to groups of its regular "
-            f"expression."
-        ) from error
+        raise ValueError(f"`names` cannot expand the torch name {name!r} for {path!r}: {error}.") from error
 
 
 def choices_by_path(
@@ -102,10 +99,7 @@ def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
-                f"the keys of `{what}` must be regular expressions, but {pattern!r} does not compile: {error}. Escape "
-                f"special characters with `re.escape`."
-            ) from error
+            raise ValueError(f"`{what}` has {pattern!r}, which is not a regular expression: {error}.") from error
     match_of_path: dict[str, tuple[str, re.Match[str], int]] = {}
     for number, (pattern, value) in enumerate(rules.items()):
         new_matches = match_paths(pattern, paths)
@@ -294,10 +288,7 @@ def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
     for name, path in paths_by_name:
         owner = owners.setdefault(name, path)
         if owner != path:
-            raise ValueError(
-                f"each parameter needs its own torch name, but {owner!r} and {path!r} are both {name!r}. Give them "
-                f"different names with `names`."
-            )
+            raise ValueError(f"{owner!r} and {path!r} are both called {name!r} in torch. Give them different `names`.")
 
 
 def require_layouts(entries: Iterable[Entry]) -> None:

@@ -127,10 +127,7 @@ class AdaptedArray:
 
     def error_of_other_stage(self, name: str) -> ValueError:
         """Returns the error for a value of the adapter that is computed by a stage outside the adapter."""
-        return ValueError(
-            f"PEFT's adapters have no further stages, but another stage computes {name!r} of {self.producer!r}. Remove "
-            f"the other stage"
-        )
+        return ValueError(f"PEFT has no stages inside adapters. Remove the one on {name!r} of {self.producer!r}")
 
     def raw_array(self, place: str) -> Array:
         """Returns this layer's raw array at a path such as ``@gain/g``, relative to the adapted array.
@@ -212,10 +209,7 @@ def _require_supported_layout(method: str, target: Target) -> None:
     if target.heads and method != "LORA":
         raise ValueError(f"attention kernels such as {target.path!r} support LoRA and DoRA, but got {method}")
     if target.n_experts == 1 and target.one_expert().layout == "conv1d":
-        raise ValueError(
-            f"PEFT 0.21 wrongly transposes the update of a stack (experts, in, out) with a single expert, such as "
-            f"{target.path!r}. Store the expert as a matrix"
-        )
+        raise ValueError(f"PEFT 0.21 wrongly transposes updates of a single expert. Store {target.path!r} as a matrix")
 
 
 def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
@@ -280,10 +274,7 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
     lora = (array.value("v") if is_dora else array).stage
     target.one_expert().require_rows_are_inputs(lora)
     if lora.init_weights in ("pissa", "olora"):
-        raise ValueError(
-            f"PEFT adds the factors to the original base weight, but {lora!r} has subtracted the initial factors from "
-            f"it. Use another `init_weights`"
-        )
+        raise ValueError(f"PEFT keeps the original base weight, but {lora!r} changes it. Use another `init_weights`")
     if is_dora:
         _require_dora_axis(array.stage, target)
     tensors = array.tensors(_lora_conversions(target, lora.rank, is_dora=is_dora))
@@ -333,9 +324,7 @@ def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conve
 def _token_axis(target: Target) -> int:
     """Returns the axis that indexes tokens: the input axis of an embedding table, or an output layer's output axis."""
     if len(target.shape) != 2:
-        raise ValueError(
-            f"trained tokens require a 2-D array, but {target.path!r} has shape {target.shape}. Train it whole instead"
-        )
+        raise ValueError(f"trained tokens require 2-D arrays, but {target.path!r} has shape {target.shape}. Exclude it")
     return target.input_axes[0] if target.is_table else target.output_axis
 
 
@@ -381,11 +370,9 @@ def _write_gains(array: AdaptedArray) -> PeftForm:
     """Converts a gain to IA3's factors. The setting ``inputs`` records whether they multiply the weight's inputs."""
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
-    if axis not in (target.input_channel_axis, target.output_axis):
-        raise ValueError(
-            f"IA3 multiplies the inputs (axis {target.input_channel_axis}) or the outputs (axis {target.output_axis}), "
-            f"but got {gain!r}. Pass one of these axes to the stage"
-        )
+    axes = target.input_channel_axis, target.output_axis
+    if axis not in axes:
+        raise ValueError(f"IA3 multiplies along axis {axes[0]} or {axes[1]}, but got {gain!r}. Pass one of these axes")
     inputs = axis != target.output_axis
     return PeftForm(array.tensors(_gain_conversions(target, axis, inputs=inputs)), {"inputs": inputs})
 
@@ -406,8 +393,5 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 def concrete_number(x: Any) -> float:
     """Converts a stage's hyperparameter, such as ``alpha``, to a float. Raises an error if it is traced."""
     if isinstance(x, Tracer):
-        raise ValueError(
-            "the numbers of a stage, such as `alpha`, must be concrete, but one is traced. Call `to_peft` outside of "
-            "`jax.jit`"
-        )
+        raise ValueError("hyperparameters must be concrete, but one is traced. Call `to_peft` outside of `jax.jit`")
     return float(x)

@@ -216,10 +216,7 @@ def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
         if module not in modules:
-            raise ValueError(
-                f"PEFT adapts a bias only if its weight is adapted, but the weight of {module!r} is not. Add a LoRA "
-                f"for the weight"
-            )
+            raise ValueError(f"PEFT adapts a bias only with its weight. Add a LoRA for the weight of {module!r}")
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (concrete_number(bias.factor) / concrete_number(weight.factor))
@@ -296,17 +293,13 @@ def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], 
     gain, target = array.producer, array.target
     base = array.value("w").producer
     if base is None:
-        raise ValueError(
-            f"PEFT freezes the array that {gain!r} multiplies, but this chain trains {target.path!r}. Put `Freeze()` "
-            f"before the gain"
-        )
+        raise ValueError(f"PEFT freezes {target.path!r} under a gain. Put `Freeze()` before {gain!r} in the chain")
     if not isinstance(base, Freeze | Quantized):
         raise array.error_of_other_stage("w")
     if len(target.shape) == 1:
         if not isinstance(array.value("g").producer, Tie):
             raise ValueError(
-                f"PEFT multiplies a bias by the same factors as the outputs, but {target.path!r} has a gain of its "
-                f"own. Tie the two gains with `rpx.Tie`"
+                f"PEFT multiplies {target.path!r} by the gain of the outputs. Tie the gains with `rpx.Tie`"
             )
         return
     bias, axis = f"{target.module}.bias", array.stage.axis
@@ -358,10 +351,7 @@ def _require_savable_modules(
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:
-            raise ValueError(
-                f"to_peft: PEFT either adapts a module or saves it whole, but {module!r} has both an adapter and "
-                f"arrays that train. Freeze these arrays."
-            )
+            raise ValueError(f"to_peft: PEFT cannot both adapt {module!r} and save it whole. Freeze its other arrays.")
         if module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
             raise ValueError(
                 f"to_peft: PEFT trains each array of a module that it saves whole, such as {module!r}, but "
@@ -384,7 +374,7 @@ def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_mod
         return "none"
     if method != "LORA":
         raise ValueError(
-            f"to_peft: PEFT trains no biases with {method}, but this chain trains {paths_text}. Freeze these biases."
+            f"to_peft: PEFT trains no biases with {method}, but this chain does: {paths_text}. Freeze them."
         )
     if biases not in (all_biases, adapted_biases):
         raise ValueError(

@@ -134,10 +134,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
         raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
-        raise ValueError(
-            f"optimizer takes either the chain `p`, whose fixed values it advances, or updates={BY_HAND!r}, but got "
-            f"both. Leave one out."
-        )
+        raise ValueError(f"optimizer takes either a chain `p` or updates={BY_HAND!r}, but got both. Leave one out.")
     advancing, by_hand = p if p is not None and p.has_update else None, updates is not None
 
     def init(params: PyTree) -> PyTree:
@@ -154,9 +151,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
         if advancing is not None and params is None:
-            raise ValueError(
-                f"optimizer.update needs the raw tree, whose fixed values it advances, but got params=None. {CALL}"
-            )
+            raise ValueError(f"optimizer.update needs the raw tree to advance fixed values, but got None. {CALL}")
         free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
         new_updates = combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1]))
