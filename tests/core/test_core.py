@@ -148,7 +148,7 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
     assert rpx.summary(p, params).total.free + rpx.summary(p, params).total.fixed > 0
 
 
-def test_update_advances_fixed_values_and_nothing_else():
+def test_update_changes_fixed_values_and_nothing_else():
     p = Double() >> Counter() >> rpx.VarNoise(0.1)
     raw = p.init({"w": jnp.ones(3)})
     again = p.update(p.update(raw))

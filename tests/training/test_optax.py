@@ -203,7 +203,7 @@ def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_l
         rpx.WeightNorm().apply(optax.apply_updates(raw, updates))
 
 
-# Fixed values that advance. ---------------------------------------------------------------------------------------
+# Fixed values that are updated. ---------------------------------------------------------------------------------------
 
 
 # flax's TrainState. -----------------------------------------------------------------------------------------------
