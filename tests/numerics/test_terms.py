@@ -1,5 +1,7 @@
 """Terms against numpy.einsum and the dense matrices that they stand for."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,22 @@ def test_a_spec_that_does_not_fit_is_refused(text):
     spec, *arrays = WRONG[text]
     with raises(ValueError, f"Term({spec!r}) {text}"):
         rpx.stage.Term(spec, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("terms", "text"),
+    [
+        (lambda a: [], "terms_leaf must return a list of one Term or more, but returned []."),
+        (lambda a: 1.0, "terms_leaf must return a list of one Term or more, but returned float."),
+        (lambda a: [1.0], "terms_leaf must return a list of one Term or more, but returned ['float']."),
+        (
+            lambda a: [rpx.stage.Term("ij->i", a)],
+            "terms_leaf returns terms of shape (3,), but apply_leaf returns an array of shape (3, 2). "
+            "The sum of the terms must equal the array.",
+        ),
+    ],
+    ids=["none", "a number", "numbers", "another shape"],
+)
+def test_terms_that_do_not_give_the_array_are_refused(terms, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+        jax.make_jaxpr(lambda a: record_terms(jnp.negative, terms, a))(A)
