@@ -83,14 +83,14 @@ class AxesCheck:
             return axes
         if axes is None and EACH in self.words:
             raise ValueError(
-                f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on "
-                f"slices. Write {name}='each' for single weights, the default."
+                f"{who} got {name}=None, but it acts on single weights or on slices, not on the whole array. Write "
+                f"{name}='each', the default, for single weights."
             )
         if self.single and not _is_axis(axes):
-            raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axes!r}.")
+            raise TypeError(f"{who} takes one axis as {name}, an integer or a name, but got {axes!r}.")
         axis_list: tuple[Any, ...] = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         if not all(map(_is_axis, axis_list)):
-            raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
+            raise TypeError(f"{who} takes an integer, a name, or a tuple of these as {name}, but got {axes!r}.")
         plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in axis_list)
         if len(set(plain)) < len(plain):
             raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
@@ -110,7 +110,7 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     """
     checked_axes = check_axes(axes, who, name)
     if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
-        raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
+        raise ValueError(f"{who} takes axes counted from the front (0, 1, ...) as {name}, but got {axes!r}.")
     return checked_axes
 
 
@@ -153,8 +153,8 @@ def require_axes(who: object, field: str, axes: Axes, leaves: Sequence[Leaf]) ->
         if known_names and axis not in known_names:
             list_of_names = ", ".join(repr(name) for name in known_names if name is not None) or "none"
             raise ValueError(
-                f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The names there "
-                f"are: {list_of_names}. Correct the name, or give the axis by number."
+                f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The axis names "
+                f"of these arrays are: {list_of_names}. Correct the name, or give the axis as an integer."
             )
 
 
@@ -187,8 +187,8 @@ def _refuse_word(axis: str) -> None:
     """Raises an error if ``axis`` is a role word such as ``"outputs"``, which should be an integer at this point."""
     if axis in WORDS:
         raise ValueError(
-            f"only the program of the network shows which axes are its {axis!r}. Write "
-            f"`p = p.with_axes(rpx.roles(loss, params, batch))` first, or give the axis by number."
+            f"cannot determine which axes of the array are {axis!r} without the network. Write "
+            f"`p = p.with_axes(rpx.roles(loss, params, batch))` first, or give the axis as an integer."
         )
 
 
@@ -208,10 +208,10 @@ def axes_to_numbers(axes: Axes, names: AxisNames | None) -> Any:
             return axis
         _refuse_word(axis)
         if names is None or names.count(axis) != 1:
-            what = "no axis names" if names is None else f"axes named {names}"
+            what = "without axis names" if names is None else f"whose axes are named {names}"
             raise ValueError(
-                f"expected one axis named {axis!r}, got {what}. "
-                f"Give the axis by number, or leave the array out with `where`."
+                f"expected an array with one axis named {axis!r}, but got an array {what}. "
+                f"Give the axis as an integer, or leave the array out with `where`."
             )
         return names.index(axis) - len(names)
 
@@ -239,7 +239,7 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
     for axis in axis_list:
         if isinstance(axis, str):
             _refuse_word(axis)
-            raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
+            raise ValueError(f"got an axis named {axis!r}, but a plain array has no axis names. Give an integer.")
     return tuple(int(axis) for axis in axis_list)
 
 
@@ -258,14 +258,14 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
         return None
     if axes == LAST and w.ndim > 1:
         return (
-            f"expected a vector, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
-            f"or the one that you mean."
+            f"expected a vector, because {field} is not given, but got an array of shape {w.shape}. Give {field}, for "
+            f"example {field}=-1 for the last axis."
         )
     numbers = list_axes(last_to_number(axes))
     if not all(-w.ndim <= axis < w.ndim for axis in numbers):
         return (
             f"{field}={last_to_number(axes)} is out of bounds for an array of shape {w.shape}. "
-            f"Leave it out with `where`, or use a separate stage for it."
+            f"Leave the array out with `where`, or use a separate stage for it."
         )
     if len(set(count_from_front(axes, w))) < len(numbers):
         return f"{field}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
@@ -322,7 +322,8 @@ def require_names_fit(names: AxisNames, w: Any) -> None:
     """Raises an error unless ``w`` has one axis for each name; inside ``jax.vmap``, a named axis may be missing."""
     if len(names) != w.ndim:
         raise ValueError(
-            f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
+            f"expected one axis name for each axis of the array of shape {w.shape}, but its flax box has the names "
+            f"{names}. Give the box {w.ndim} names."
         )
 
 
@@ -346,8 +347,8 @@ def map_stacked(stacked: Numbers, formula: Callable[..., Any]) -> Callable[..., 
         fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
-            sizes = ", ".join(map(repr, sorted(counts)))
-            raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
+            sizes = " and ".join(map(repr, sorted(counts)))
+            raise ValueError(f"expected values with stacked axes of equal sizes, but got sizes {sizes}: {OTHER_CHAIN}")
         return restore_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
 
     def move_back(x: Array) -> Array:
@@ -367,8 +368,8 @@ def stacked_axes_error(w: Any, stacked: Numbers) -> str | None:
     if all(axis < w.ndim for axis in stacked):
         return None
     return (
-        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or use a "
-        f"separate stage for it."
+        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave the array out with `where`, or use "
+        f"a separate stage for it."
     )
 
 
@@ -401,6 +402,9 @@ def _stacked_positions(stacked: Numbers, ndim: int) -> Numbers:
     If the stacked axis of a model's array with three axes is 2, that of a raw value with two axes is 1.
     """
     if ndim < len(stacked):
-        raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
+        raise ValueError(
+            f"expected a value with the {len(stacked)} stacked axes {stacked}, but got a value with {ndim} axes: "
+            f"{OTHER_CHAIN}"
+        )
     last_free = range(ndim - len(stacked), ndim)  # Each stacked axis leaves room for the ones after it.
     return tuple(min(axis, last) for axis, last in zip(stacked, last_free, strict=True))

@@ -51,7 +51,7 @@ _MEANINGS = {
 """Possible meanings of 2, 3 or 4 axes: a letter for each axis (see ``core/known_axes.py``), and the text in errors."""
 
 _OR_ROLES = (
-    "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
+    "let reparax find them in your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
     "with `where`."
 )
 
@@ -80,7 +80,7 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
         return {}  # A vector, or a matrix under `any_matrix`, needs no axes. Wrong stacked axes are reported elsewhere.
     if stage.outside_networks and not known.is_class:
-        why = f"its name does not tell whether a network contracts it or it holds {stage.outside_networks}"
+        why = f"its name does not show whether it is a weight of a network or holds {stage.outside_networks}"
         known = KnownAxes(why=why)
     role = known.role_of(w, stacked or given, None if stacked else leaf.tree)
     if role.why:
@@ -120,7 +120,7 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
         return axes_of_field
     stacked = role.stacked if stage.takes_stacked_from_role else find_axes(stage.stacked, leaf)
     if why := _why_unusable(role, stacked):
-        raise ValueError(f"{why}, or leave it out with `where`.")
+        raise ValueError(f"{why}. Give its axes as integers, or leave the array out with `where`.")
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
@@ -128,8 +128,8 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
         found = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(found, tuple) and stage._checks[name].check.single:
             raise ValueError(
-                f"{name} is one axis, but the network has {len(found)} for it, {found} of shape {role.shape}. Give "
-                f"one by number, or leave the array out with `where`."
+                f"{name} must be one axis, but the network has {len(found)} such axes, {found}, in the array of shape "
+                f"{role.shape}. Give one of them as an integer, or leave the array out with `where`."
             )
         axes_of_field[name] = found
     return axes_of_field
@@ -141,11 +141,11 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     The words have no meaning if an axis has no role or several roles. Axes in ``stacked`` need no role.
     """
     if role.why:
-        return f"no product of it with data is known ({role.why}). Give its axes by number"
+        return f"no product of the array with data is known ({role.why})"
     if role.ambiguous:
-        return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
+        return f"the network uses the array in several ways ({role.ambiguous})"
     if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
-        return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
+        return f"no product shows whether axes {unknown} of the array of shape {role.shape} are inputs or outputs"
     return ""
 
 
@@ -156,10 +156,10 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
     shape ``(3, 4)``, the text offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for
     ``(out, in)``. If only the stacked axes are unknown, the text offers the choices of stacked axes that fit the layer.
     """
-    stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
+    shape, stacks = tuple(w.shape), [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
         codes = " or ".join(repr(replace(stage, stacked=stack)) for stack in stacks)
-        return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
+        return f"cannot determine the stacked axes of an array of shape {shape}: {why}. Write {codes}. Or {_OR_ROLES}"
     n_unstacked = w.ndim - len(stacked)
     inputs = "i" * (n_unstacked - 1)
     any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # for arrays of five axes or more
@@ -175,7 +175,10 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
             code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
             meanings_of_code.setdefault(code, []).append(meaning)
     writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
-    return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or {_OR_ROLES}"
+    return (
+        f"cannot determine which axes of an array of shape {shape} are inputs and which are outputs: {why}. Write "
+        f"{'; or '.join(writings)}. Or {_OR_ROLES}"
+    )
 
 
 def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
@@ -263,8 +266,8 @@ def roles_of(who: object, roles: PyTree) -> Roles:
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
-                f"{who} takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but got a "
-                f"tree with {type(leaf).__name__} at {path_text(path)!r}."
+                f"{who} takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, but got a "
+                f"tree with {type(leaf).__name__} at {path_text(path)!r}. Pass that result."
             )
     return roles_by_place
 
