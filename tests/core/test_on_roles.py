@@ -406,7 +406,7 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
     fits = rpx.axes.check_axes(rpx.WeightNorm().with_axes(ROLES) >> rpx.VarNoise(0.1), network, PARAMS, jnp.arange(7))
     assert repr(fits) == "All axes fit."
     written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
-    with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):
+    with raises(TypeError, f"check_axes expected a parametrization, but got a value of type dict. {written}"):
         rpx.axes.check_axes(PARAMS, network)
     with raises(TypeError, "roles(network) got no arguments of the function. Pass them after it, parameters first."):
         rpx.roles(network)

@@ -20,7 +20,10 @@ BY_HAND = "by hand"
 def require_by_hand(who: str, updates: object) -> None:
     """Raises an error unless ``updates``, an argument of the function named ``who``, is None or :data:`BY_HAND`."""
     if updates not in (None, BY_HAND):
-        raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
+        raise ValueError(
+            f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}. Write updates={BY_HAND!r} if your "
+            f"training loop calls `p.update`."
+        )
 
 
 def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> bool:
@@ -141,10 +144,10 @@ def require_chains(usage: str, *arguments: object) -> None:
     for x in arguments:
         if not is_stage(x):
             # For the usage `axes.check_axes(p, loss, params, batch)`, the name is `check_axes`.
-            name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
+            name, what = usage.partition("(")[0].rpartition(".")[2], f"a value of type {type(x).__name__}"
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
-            raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")
+            raise TypeError(f"{name} expected a parametrization, but got {what}. Write `rpx.{usage}`.")
 
 
 def describe_non_stage(x: Any) -> str:

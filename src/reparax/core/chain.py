@@ -163,8 +163,8 @@ class Parametrization(Static, ABC):
         """
         if upto is not None and (not is_integer(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
-                f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
-                f"{upto!r}."
+                f"{CallName(self, 'apply')} takes a number of stages from 0 to {len(self)} as upto, but got {upto!r}. "
+                f"Leave out upto to apply all stages."
             )
         require_no_references(self, "apply", raw)
         typed_key = key_for_apply(self, key)
@@ -428,8 +428,8 @@ class Parametrization(Static, ABC):
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
             raise ValueError(
-                f"{CallName(self, 'fold')} takes a stage of the chain, or a class of stages, as `without`, but got "
-                f"{without!r}. Take it from the chain, for example `p[0]`."
+                f"{CallName(self, 'fold')} takes a stage of the chain, or its class, as `without`, but got "
+                f"{without!r}. Pass a stage of the chain, for example `p[0]`."
             )
         return run_plan(undo_stages(planned, is_undone), None)
 
@@ -623,7 +623,10 @@ class Parametrization(Static, ABC):
           An optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or ...
         """
         if like is None and since is None:
-            raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
+            raise TypeError(
+                f"{CallName(self, 'check')} got neither `like` nor `since`. Pass like=params, or since=raw with an "
+                f"earlier raw tree."
+            )
         if like is not None:
             require_no_raw(CallName(self, "check"), like, "Pass `like=params`; to compare two raw trees, `since=raw`.")
             require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
@@ -752,7 +755,9 @@ def from_json(text: str) -> Parametrization:
     stages = load_stages(text)
     for stage in stages:
         if not isinstance(stage, Parametrization):
-            raise ValueError(f"from_json expected a stage, but found {stage!r}. Pass it as an argument of a stage.")
+            raise ValueError(
+                f"from_json expected a list of stages, but found {stage!r} in it. Pass it as an argument of a stage."
+            )
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
 

@@ -26,9 +26,9 @@ def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """
     for name, x in values.items():
         if name not in expected:
-            raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
+            raise ValueError(f"expected raw values named {tuple(expected)}, but got {name!r}: {OTHER_CHAIN}")
         if x.shape != expected[name].shape:
-            raise ValueError(f"expected {name} of shape {expected[name].shape}, got {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected {name!r} of shape {expected[name].shape}, but got {x.shape}: {OTHER_CHAIN}")
 
 
 class WrongType(ValueError):
@@ -46,8 +46,8 @@ def locate_errors(who: object) -> Generator[None]:
         yield
     except KeyError as error:
         raise ValueError(
-            f"{who}: looked up {error}, which is not there. If it is a raw value, restore the whole raw tree; if not, "
-            f"correct the formula that looks it up."
+            f"{who}: a formula looked up {error}, which does not exist. If it is a raw value, restore the whole raw "
+            f"tree; otherwise, correct the name in the formula."
         ) from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
@@ -65,7 +65,7 @@ def locate_errors(who: object) -> Generator[None]:
 def _require_dict(method: str, values: Any) -> None:
     """Raises a ValueError unless ``values``, the result of the formula ``method``, is a dict."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
+        raise ValueError(f"{method} must return a dict of arrays, such as {{'x': x}}, but returns {describe(values)}.")
 
 
 def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
@@ -78,19 +78,20 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
     for name, value in values.items():
         if not is_array(value):
             raise ValueError(
-                f"{method} must return a dict of named arrays, but returns {type(value).__name__} for {name!r}."
+                f"{method} must return a dict of arrays, but returns {type(value).__name__} for {name!r}. Convert it "
+                f"to an array."
             )
     if not values or any(not name or name == OTHERS or set(name) & set("@./") for name in values):
         raise ValueError(
-            f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
-            f"returns {tuple(values)}. Rename or add values in {method}."
+            f"{method} must return at least one value, with nonempty names other than '*' and without '@', '.' and "
+            f"'/', but returns values named {tuple(values)}. Rename or add values in {method}."
         )
     # The name "*" declares values of any name, so it requires no particular value.
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
     if not values.keys() >= set(required):
         raise ValueError(
-            f"{method} must return each value that the class declares, {required}, but returns {tuple(values)}. "
-            f"Rename or add values in {method}."
+            f"{method} must return each value that the class declares, {required}, but returns values named "
+            f"{tuple(values)}. Rename or add values in {method}."
         )
 
 
@@ -232,8 +233,11 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any],
       advice: The last part of the error; it begins with a space unless it is empty.
     """
     if not isinstance(result, Mapping) or set(result) != set(names):
-        found = list(result) if isinstance(result, Mapping) else type(result).__name__
-        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {found}.{advice}")
+        found = f"one with the keys {list(result)}" if isinstance(result, Mapping) else type(result).__name__
+        raise ValueError(
+            f"{method} must return a dict with {what} each of {list(names)} and no other keys, but returns "
+            f"{found}.{advice}"
+        )
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
@@ -248,8 +252,8 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
             raise KeyError(name)  # The raw tree lacks this value.
         if name not in values:
             raise ValueError(
-                f"{method} must return values that the array already has, {sorted(values)}, but returns {name!r}. "
-                f"Return that value from `init` too, or correct the name."
+                f"{method} must return only values that the array already has, {sorted(values)}, but returns "
+                f"{name!r}. Return that value from the formula for `init` too, or correct the name."
             )
         if describe(new_value) != describe(values[name]):
             raise ValueError(
@@ -268,12 +272,12 @@ def require_update(method: str, stage: Any, values: Mapping[str, Array], new_val
     if free_names and not stage.moves_weights:
         fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
         raise ValueError(
-            f"{method} returns {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
-            f"optimizer, or set `moves_weights = True`."
+            f"{method} must return only the fixed values {fixed_names}, but returns the trained value "
+            f"{free_names[0]!r}. Leave it to the optimizer, or set `moves_weights = True` in the class."
         )
 
 
 def require_number(method: str, number: Any) -> None:
     """Raises an error unless a formula such as ``penalty_leaf`` returned a real number or a real scalar array."""
     if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
-        raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")
+        raise ValueError(f"{method} must return one real number, such as jnp.sum(x), but returns {describe(number)}.")

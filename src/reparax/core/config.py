@@ -210,12 +210,12 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         return {"function": public}
     if isinstance(value, Tracer):
         raise ValueError(
-            f"{stage!r}.to_json cannot write {name}, which is traced. Call it on a chain with a known number, outside "
-            f"the jitted function, and keep schedules in code."
+            f"{stage!r}.to_json cannot write {name}, because its value is traced. Call to_json outside the jitted "
+            f"function, on a chain with a known number, and keep schedules in code."
         )
     raise ValueError(
-        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
-        f"a form in JSON. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
+        f"{stage!r}.to_json cannot write {name}={code(value)}: JSON can hold only numbers, strings, stages and "
+        f"functions of jax. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
     )
 
 
@@ -263,7 +263,7 @@ def find_function(name: str) -> Any:
     if not _is_public(module):
         raise ValueError(
             f"from_json takes public functions of {', '.join(_PACKAGES[:-1])} and {_PACKAGES[-1]} only, but got "
-            f"{name!r}."
+            f"{name!r}. Build the stage in code instead."
         )
     try:
         importlib.import_module(module)
@@ -271,7 +271,10 @@ def find_function(name: str) -> Any:
     except ImportError:
         function = None
     if function is None:
-        raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
+        raise ValueError(
+            f"from_json found the function {name!r}, but jax has no such function on arrays. Correct the name, or use "
+            f"the version of jax that has it."
+        )
     return function
 
 
@@ -339,7 +342,9 @@ def load_stages(text: str) -> list[Any]:
     try:
         return [_build_stage(entry) for entry in _parse(text)]
     except RecursionError as error:
-        raise ValueError(f"from_json got a string that is nested too deeply: {str(text)[:60]!r}.") from error
+        raise ValueError(
+            f"from_json needs a string from `p.to_json()`, but got one that is nested too deeply: {str(text)[:60]!r}."
+        ) from error
 
 
 def _parse(text: str) -> list[Any]:

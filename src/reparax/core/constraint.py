@@ -39,7 +39,7 @@ def why_infinite(w: Array) -> str | None:
     with jax.ensure_compile_time_eval():  # Known arrays are checked even under `jax.jit`.
         if not is_known(w) or _all_finite(w):
             return None
-    return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+    return "expected an array of finite numbers, but got NaN or infinity. Correct it, or leave it out with `where`."
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
@@ -231,8 +231,8 @@ class Constraint(Reparametrization):
         if not is_known(is_inside) or is_inside:  # With traced bounds, the answer is unknown.
             return None
         return (
-            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "
-            "outside='unchecked'."
+            "expected an array in the image of the stage, because outside='raise', but got one outside it. Start from "
+            "`stage.project(w)`, or pass outside='unchecked'."
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
@@ -244,13 +244,13 @@ class Constraint(Reparametrization):
         if not _is_mask_for(w.shape, flat):
             return (
                 f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
-                f"{describe(flat)}. Correct flat_leaf."
+                f"{describe(flat)}. Return a mask, such as `w <= 0`."
             )
         if not is_known(flat) or not jnp.any(flat):  # With traced bounds, the answer is unknown.
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (
-            f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
-            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
-            f"outside='unchecked' to start there anyway."
+            f"expected entries inside the image, but {count} of {w.size} are outside it or on its boundary, where the "
+            f"gradient is zero, so they would never train. Start from entries inside, leave the array out with "
+            f"`where`, or pass outside='unchecked' to start there anyway."
         )

@@ -224,11 +224,11 @@ class Static:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises an error, because a stage is immutable; this file builds stages with ``object.__setattr__``."""
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
+        raise FrozenInstanceError(f"{self!r} is immutable, so {name!r} cannot be set. Build a new stage instead.")
 
     def __delattr__(self, name: str) -> None:
         """Raises an error, because a stage is immutable."""
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
+        raise FrozenInstanceError(f"{self!r} is immutable, so {name!r} cannot be deleted. Build a new stage instead.")
 
 
 def _make_dataclass(cls: Any) -> None:
@@ -329,7 +329,7 @@ class ByPath:
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
             raise TypeError(
                 f"ByPath takes a tuple of expressions and a tuple of as many numbers, but got {patterns!r} and "
-                f"{numbers!r}. Write a dict."
+                f"{numbers!r}. Pass a dict to the stage instead."
             )
 
     def __repr__(self) -> str:
@@ -357,7 +357,7 @@ class ByPath:
         """
         i = self.index_of(path)
         if i is None:
-            raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
+            raise ValueError(f"no expression in {name}={self!r} matches the path {path!r}. Add one that does.")
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
@@ -402,8 +402,8 @@ class ByArray:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It is called with the path, "
-                f"and with the array's shape and dtype but without its numbers."
+                f"{self.who} got a function as {name} that fails for {path!r}: {error}. The function must take the "
+                f"path and an object with the array's shape and dtype but without its entries."
             ) from error
         return self.check(number, self.who, f"{name} at {path!r}")
 
@@ -486,7 +486,7 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")
+        raise TypeError(f"{who} takes a nonempty dict from regular expressions to values as {name}, but got {dict(value)!r}.")
     for pattern in value:
         check_where(pattern, who, name)
     numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())

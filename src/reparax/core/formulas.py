@@ -125,7 +125,7 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
         if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
             raise ValueError(
                 f"{method} changed {path_text(place)!r}, but cannot write it to the raw tree: an earlier stage "
-                f"computes that value. Put that stage later in the chain."
+                f"computes that value. Put the earlier stage after this one."
             )
         raw[place] = x
 
@@ -199,7 +199,7 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(w):
         raise ValueError(
-            f"{who} expected a real gradient at {path!r}, got one of dtype {grad.dtype}. Take its real part."
+            f"{who} expected a real gradient at {path!r}, but got dtype {grad.dtype}. Take its real part."
         )
     return jnp.asarray(grad).astype(w.dtype)
 
