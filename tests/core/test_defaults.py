@@ -368,8 +368,8 @@ def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: st
         (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
     )
     text = (
-        f"{stage!r}.init at 'key/table of mine': cannot determine which axes of an array of shape (6, 6) are inputs and "
-        f"which are outputs: {NAMES}. Write {of_inputs!r} "
+        f"{stage!r}.init at 'key/table of mine': cannot determine which axes of an array of shape (6, 6) are inputs "
+        f"and which are outputs: {NAMES}. Write {of_inputs!r} "
         f"for (in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"
     )
     with raises(ValueError, text):

@@ -148,8 +148,8 @@ def test_functions_among_the_leaves_of_a_model_have_no_roles():
     assert (rpx.LoRA(1) >> rpx.WeightNorm()).with_axes(model) == q  # its classes say the same
     with raises(
         TypeError,
-        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, but "
-        "got a tree with str at 'w'. Pass that result.",
+        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, "
+        "but got a tree with str at 'w'. Pass that result.",
     ):
         rpx.WeightNorm().with_axes({"w": "outputs"})
 
@@ -261,21 +261,21 @@ def test_what_the_network_does_not_say_is_asked_for():
     with raises(
         ValueError,
         f"WeightNorm(where='embed').with_axes at 'embed': the network uses the array in several ways (inputs (0,) and "
-        f"outputs (1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes as integers, or "
-        f"leave the array out with `where`.",
+        f"outputs (1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes as integers, "
+        f"or leave the array out with `where`.",
     ):
         rpx.WeightNorm(where="embed").with_axes(found)
     assert rpx.WeightNorm(axis=0, where="embed").with_axes(found) == rpx.WeightNorm(axis=0, where="embed")
     with raises(
         ValueError,
-        "Simplex(where='out').with_axes at 'out': along must be one axis, but the network has 2 such axes, (-3, -2), in "
-        "the array of shape (2, 3, 4). Give one of them as an integer, or leave the array out with `where`.",
+        "Simplex(where='out').with_axes at 'out': along must be one axis, but the network has 2 such axes, (-3, -2), "
+        "in the array of shape (2, 3, 4). Give one of them as an integer, or leave the array out with `where`.",
     ):
         rpx.numbers.Simplex(where="out").with_axes(ROLES)
     with raises(
         TypeError,
-        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, but "
-        "got a tree with ndarray at 'embed'. Pass that result.",
+        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, "
+        "but got a tree with ndarray at 'embed'. Pass that result.",
     ):
         rpx.WeightNorm().with_axes(PARAMS)
 

@@ -486,7 +486,9 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{who} takes a nonempty dict from regular expressions to values as {name}, but got {dict(value)!r}.")
+        raise TypeError(
+            f"{who} takes a nonempty dict from regular expressions to values as {name}, but got {dict(value)!r}."
+        )
     for pattern in value:
         check_where(pattern, who, name)
     numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())

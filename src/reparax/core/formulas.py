@@ -198,9 +198,7 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
             f"`jax.grad(loss)(p.fold(raw))`."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(w):
-        raise ValueError(
-            f"{who} expected a real gradient at {path!r}, but got dtype {grad.dtype}. Take its real part."
-        )
+        raise ValueError(f"{who} expected a real gradient at {path!r}, but got dtype {grad.dtype}. Take its real part.")
     return jnp.asarray(grad).astype(w.dtype)
 
 
