@@ -194,10 +194,10 @@ def test_a_stage_cannot_be_changed():
     p = rpx.VarNoise(0.1)
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         p.std = 0.2
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' is set when it is built. Build a new one."
+    assert str(error.value) == "VarNoise(0.1) is immutable, so 'std' cannot be set. Build a new stage instead."
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         del p.std
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' cannot be deleted. Build a new one."
+    assert str(error.value) == "VarNoise(0.1) is immutable, so 'std' cannot be deleted. Build a new stage instead."
     assert p == rpx.VarNoise(0.1)
 
 

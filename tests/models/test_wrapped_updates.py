@@ -148,7 +148,7 @@ def test_where_no_call_can_the_user_is_told_to_update_by_hand(library: str, p: A
         with pytest.raises(ValueError, match=said + r' each step.*, and confirm this with `.*updates="by hand"\)`\.$'):
             make()
     make(updates="by hand")
-    with pytest.raises(ValueError, match=r"takes None or 'by hand' as `updates`, but got 'never'\.$"):
+    with pytest.raises(ValueError, match=r"takes None or 'by hand' as `updates`, but got 'never'\. Write "):
         make(updates="never")
 
 
