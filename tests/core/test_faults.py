@@ -89,7 +89,7 @@ each_stage = pytest.mark.parametrize("p", ONES, ids=repr)
 @pytest.mark.parametrize("dtype", ["int32", "bool", "uint8", "key<fry>"])
 def test_a_selected_leaf_that_is_no_floating_array_is_refused(p, dtype):
     leaf = jax.random.split(jax.random.key(1), 3) if dtype == "key<fry>" else np.ones((3, 2), dtype)
-    text = f"{p}.init at 'x': expected a floating or complex array, got {dtype}. Leave it out with `where`."
+    text = f"{p}.init at 'x': expected a floating or complex array, got {dtype}. Exclude it with `where`."
     with raises(ValueError, text):
         p.init({"x": leaf, "w": KERNEL})
 

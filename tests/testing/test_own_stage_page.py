@@ -52,7 +52,7 @@ def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(sta
     params = {**PARAMS, "wave": wave}
     assert stage.apply(stage.init(params), jax.random.key(0))["wave"] is wave
     name = type(stage).__name__
-    text = re.escape(f"{name}(") + ".*'wave': expected a floating array, got complex64. Leave it out with `where`."
+    text = re.escape(f"{name}(") + ".*'wave': expected a floating array, got complex64. Exclude it with `where`."
     chosen = type(stage)(0.1, where="wave")
     with pytest.raises(ValueError, match=text):
         chosen.init(params)

@@ -29,7 +29,7 @@ from reparax.core.calls import (
 from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
-from reparax.core.formulas import advance_bases, advance_fixed, total_log_det, total_penalty
+from reparax.core.formulas import total_log_det, total_penalty, update_bases, update_fixed
 from reparax.core.initialization import follow_axes, initialize, with_boxes
 from reparax.core.names import FORMULA_METHODS, METHODS
 from reparax.core.originals import require_unmoved, undo_stages, with_array
@@ -50,7 +50,7 @@ class Parametrization(Static, ABC):
     """A pure map from the raw tree that is trained to the effective tree that the model reads, with a right inverse.
 
     ``init`` computes the raw tree, which the optimizer trains, from the model's parameters. ``apply`` computes the
-    effective tree, which the model reads, from the raw tree. ``update`` advances the fixed values, such as masks, once
+    effective tree, which the model reads, from the raw tree. ``update`` changes the fixed values, such as masks, once
     per step. All three are pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
     ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, that is, for each array that its
@@ -228,7 +228,7 @@ class Parametrization(Static, ABC):
         return with_array(self, raw, path, w, self._init_key("set", key))
 
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
-        """Returns ``raw`` with its fixed values, such as masks, advanced by one training step.
+        """Returns ``raw`` with its fixed values, such as masks, updated for one training step.
 
         Trained values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
 
@@ -246,7 +246,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         typed_key = checked_key(self, "update", key)
-        return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
+        return nest(update_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
         """Returns ``raw`` with each base moved to the current weights, and the values relative to the base set to zero.
@@ -259,7 +259,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return nest(advance_bases(plan_for(self, raw, "update_base", mean=True)))
+        return nest(update_bases(plan_for(self, raw, "update_base", mean=True)))
 
     def penalty(self, raw: PyTree) -> jax.Array:
         """Returns the sum of the penalties of all stages, a scalar in float32 or wider, to be added to the loss.
@@ -598,7 +598,7 @@ class Parametrization(Static, ABC):
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
         If ``since`` is given, checks that no fixed value has changed: a bare ``optax.adamw``, for example, changes a
-        frozen base through weight decay. Fixed values that ``update`` advances, such as the vectors of
+        frozen base through weight decay. Fixed values that ``update`` changes, such as the vectors of
         :class:`SpectralNorm`, may change.
 
         Args:

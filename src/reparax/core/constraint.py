@@ -39,7 +39,7 @@ def why_infinite(w: Array) -> str | None:
     with jax.ensure_compile_time_eval():  # Known arrays are checked even under `jax.jit`.
         if not is_known(w) or _all_finite(w):
             return None
-    return "expected an array of finite numbers, but got NaN or infinity. Correct it, or leave it out with `where`."
+    return "expected an array of finite numbers, but got NaN or infinity. Correct it, or exclude it with `where`."
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:

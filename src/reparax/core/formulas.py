@@ -27,8 +27,8 @@ from reparax.core.values import RawValues
 from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
 
 
-def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
-    """Returns the raw tree with its fixed values advanced by one training step.
+def update_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> Flat:
+    """Returns the raw tree with its fixed values updated for one training step.
 
     Args:
       who: The call to name in errors.
@@ -57,7 +57,7 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     return _change_values("update", plan, changed_values)
 
 
-def advance_bases(plan: Plan) -> Flat:
+def update_bases(plan: Plan) -> Flat:
     """Returns the raw tree with the base of each stage moved to the current point; the effective tree stays the same.
 
     For ``w = base @ expm(x)``, the new base is ``w`` and the new ``x`` is 0.

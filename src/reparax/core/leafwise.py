@@ -159,7 +159,7 @@ class Leafwise(Parametrization):
             return None
         # The names of JAX's abstract dtypes, such as `floating`, are clear to users, except for `inexact`.
         expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
-        return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
+        return f"expected a {expected} array, got {w.dtype}. Exclude it with `where`."
 
     def _axes_error(self, w: Array) -> str | None:
         """Returns an error text if the axes in the stage's fields do not fit ``w``, or None if they fit."""

@@ -146,12 +146,12 @@ class MatrixAxes(Reparametrization):
     def _matrix_error(self, w: Array) -> str | None:
         """Returns why the given rows and columns do not turn ``w`` into a matrix, or None if they do."""
         if w.ndim < 2:
-            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+            return f"expected an array of two or more dimensions, got shape {w.shape}. Exclude it with `where`."
         if self.rows is None and self.columns is None and w.ndim > 2:
             return (
                 f"expected a matrix, got shape {w.shape}. Say which axes are columns, such as columns=(1, 2) for "
                 f"(in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices "
-                f"are stacked (stacked=0), or leave it out with `where`."
+                f"are stacked (stacked=0), or exclude it with `where`."
             )
         if self._covers_axes(w.ndim):
             return None

@@ -234,14 +234,14 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
 
     Any fixed value of a stage that defines an ``update`` may differ. The error has one line for each changed value.
     """
-    advanced = {stage.kind for stage in stages if stage.has_update}
+    updated = {stage.kind for stage in stages if stage.has_update}
     now = flatten(raw).arrays
     fixed_arrays = {place: x for place, x in flatten(since).arrays.items() if FIXED in place and is_array(x)}
     lines = list[str]()
     for place, old in fixed_arrays.items():
         # The marker of the stage that fixes the value precedes the last "@fixed", as in "w/@lora/@fixed/w".
         last_fixed = max(i for i, name in enumerate(place) if name == FIXED)
-        if kind_of(place[last_fixed - 1]) not in advanced and (difference := _describe_change(old, now.get(place))):
+        if kind_of(place[last_fixed - 1]) not in updated and (difference := _describe_change(old, now.get(place))):
             lines.append(f"{path_text(place)}: {difference}")
     if lines:
         raise ValueError(

@@ -61,7 +61,7 @@ def not_square_error(w: Array) -> str | None:
     """Returns the text of an error if ``w`` is not a square matrix, or None if it is."""
     if w.shape[-1] == w.shape[-2] > 0:
         return None
-    return f"expected a square matrix, but got shape {w.shape}. Exclude this array with `where`."
+    return f"expected a square matrix, but got shape {w.shape}. Exclude it with `where`."
 
 
 def rank_error(rank: int, w: Array) -> str | None:
@@ -70,7 +70,7 @@ def rank_error(rank: int, w: Array) -> str | None:
         return None
     return (
         f"expected 1 <= rank <= min{tuple(w.shape)} = {min(w.shape)}, but got rank {rank}. "
-        f"Choose a rank in this range, or exclude this array with `where`."
+        f"Choose a rank in this range, or exclude it with `where`."
     )
 
 
@@ -80,7 +80,7 @@ def not_divisible_error(blocks: tuple[int, int], w: Array) -> str | None:
         return None
     return (
         f"expected a matrix that splits into {blocks[0]} by {blocks[1]} equal blocks, but got shape {w.shape}. "
-        f"Exclude this array with `where`, or change the number of blocks."
+        f"Exclude it with `where`, or change the number of blocks."
     )
 
 

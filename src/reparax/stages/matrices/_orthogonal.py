@@ -241,7 +241,7 @@ class Stiefel(_Orthonormal):
         if (why := super().refuse_leaf(w)) or w.shape[-2] >= w.shape[-1]:
             return why
         return (
-            f"expected matrices with at least as many rows as columns, but got shape {w.shape}. Exclude this array "
+            f"expected matrices with at least as many rows as columns, but got shape {w.shape}. Exclude it "
             f"with `where`, or use `Orthogonal`, which also takes wide matrices."
         )
 
@@ -281,7 +281,7 @@ class Grassmann(_Orthonormal):
     def refuse_leaf(self, w: Array) -> str | None:
         if (why := super().refuse_leaf(w)) or w.shape[-2] > w.shape[-1]:
             return why
-        return f"expected more rows than columns, but got shape {w.shape}. Exclude this array with `where`."
+        return f"expected more rows than columns, but got shape {w.shape}. Exclude it with `where`."
 
     def move(self, base: Array, x: Array) -> Array:
         return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -98,7 +98,7 @@ class Gaussian(Reparametrization):
         if self.noise == "independent" or w.ndim in (1, 2):
             return None
         return (
-            f"noise='factorized' takes only vectors and matrices, but got shape {w.shape}. Exclude this array with "
+            f"noise='factorized' takes only vectors and matrices, but got shape {w.shape}. Exclude it with "
             f"`where`, or pass the axes along which matrices are stacked, such as stacked=0."
         )
 

@@ -158,7 +158,7 @@ class WeightStandardization(_PerChannel, Constraint):
             axis = None if self.axis is None else last_to_number(self.axis)
             return (
                 f"expected at least two inputs for each index of axis {axis}, but got one: the shape is {w.shape}. "
-                f"Exclude this array with `where`, or use a separate stage for it."
+                f"Exclude it with `where`, or use a separate stage for it."
             )
         return None
 

@@ -86,7 +86,7 @@ class Convolution:
         if kernel.ndim != ndim + 2:
             return (
                 f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, but got shape "
-                f"{kernel.shape}. Exclude this array with `where`."
+                f"{kernel.shape}. Exclude it with `where`."
             )
         for name in ("strides", "kernel_dilation", "padding"):
             value = getattr(self, name)
@@ -96,7 +96,7 @@ class Convolution:
                     f"{value}. Pass a tuple of length {ndim}."
                 )
         if not kernel.size:
-            return f"expected a nonempty kernel, but got shape {kernel.shape}. Exclude this array with `where`."
+            return f"expected a nonempty kernel, but got shape {kernel.shape}. Exclude it with `where`."
         if kernel.shape[-1] % self.feature_group_count:
             return (
                 f"feature_group_count={self.feature_group_count} must divide the number of output channels, but got "

@@ -43,7 +43,7 @@ class _ElementwiseMap(Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
-            raise ValueError(f"log_det takes real arrays, but got {values['x'].dtype}. Exclude the array with `where`.")
+            raise ValueError(f"log_det takes real arrays, but got {values['x'].dtype}. Exclude it with `where`.")
         _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
         return jnp.sum(self._log_slope(values["x"], slope))
 

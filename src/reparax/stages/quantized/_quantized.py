@@ -176,7 +176,7 @@ class Scaled(Reparametrization):
             return (
                 f"expected a matrix, but got shape {w.shape}, whose blocks could lie along any axis. Pass the axes "
                 f"along which matrices are stacked, such as stacked=0, pass all axes except the one to cut as `axis`, "
-                f"or exclude this array with `where`."
+                f"or exclude it with `where`."
             )
         if self.axis is not None and len(other_axes(self.axis, w)) != 1:
             return (

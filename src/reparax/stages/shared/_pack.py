@@ -357,7 +357,7 @@ class CudnnLSTM(Reparametrization):
             return None
         return (
             f"expected a vector of {self._size} weights, but got shape {w.shape}. Pass the sizes of the network that "
-            f"has these weights, or exclude this array with `where`."
+            f"has these weights, or exclude it with `where`."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -201,7 +201,7 @@ class NByM(_Masked, Constraint):
         if w.shape[axes.position(self.along, w)] % self.m:
             return (
                 f"the size of axis {axes.last_to_number(self.along)} must be divisible by m={self.m}, but got shape "
-                f"{w.shape}. Exclude this array with `where`, or pass another axis as `along`."
+                f"{w.shape}. Exclude it with `where`, or pass another axis as `along`."
             )
         return None
 
