@@ -80,7 +80,7 @@ def is_traceable(x: object) -> bool:
 
 
 def is_empty(x: object) -> bool:
-    """Returns whether ``x`` is an empty dict or tuple, as raw trees hold for arrays without values, such as tied ones."""
+    """Returns whether ``x`` is an empty dict or tuple; a raw tree has one for each array without values of its own."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
