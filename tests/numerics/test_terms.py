@@ -64,12 +64,12 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
 
 
 WRONG = {
-    "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'.": ("ir rj", A, B),
-    "names 2 arrays, but got 1.": ("ir,rj->ij", A),
-    "gives 'i' to an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
-    "has a letter twice in 'ii'. Take the diagonal first.": ("ii->i", B[:, :2]),
-    "gives 'r' to axes of 2 and of 4 entries.": ("ir,jr->ij", A, B),
-    "has 'k' in the result, but in no array.": ("ir,rj->ik", A, B),
+    "is not a valid spec. Write the letters of each array and of the result, as in 'ir,rj->ij'.": ("ir rj", A, B),
+    "needs 2 arrays, one for each group of letters, but got 1.": ("ir,rj->ij", A),
+    "has the letters 'i' for an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
+    "repeats a letter in 'ii', for a single array. Pass the diagonal of this array instead.": ("ii->i", B[:, :2]),
+    "has 'r' for axes of sizes 2 and 4. Write different letters for them.": ("ir,jr->ij", A, B),
+    "has 'k' in the result, but for no array. Use only letters of arrays in the result.": ("ir,rj->ik", A, B),
 }
 
 
@@ -83,13 +83,16 @@ def test_a_spec_that_does_not_fit_is_refused(text):
 @pytest.mark.parametrize(
     ("terms", "text"),
     [
-        (lambda a: [], "terms_leaf must return a list of one Term or more, but returned []."),
-        (lambda a: 1.0, "terms_leaf must return a list of one Term or more, but returned float."),
-        (lambda a: [1.0], "terms_leaf must return a list of one Term or more, but returned ['float']."),
+        (lambda a: [], "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned []."),
+        (lambda a: 1.0, "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned float."),
+        (
+            lambda a: [1.0],
+            "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned ['float'].",
+        ),
         (
             lambda a: [rpx.stage.Term("ij->i", a)],
             "terms_leaf returns terms of shape (3,), but apply_leaf returns an array of shape (3, 2). "
-            "The sum of the terms must equal the array.",
+            "Return terms whose sum equals this array.",
         ),
     ],
     ids=["none", "a number", "numbers", "another shape"],

@@ -363,7 +363,7 @@ def test_errors_name_a_function_without_the_arrays_that_it_holds():
 
         __call__ = loss
 
-    text = "expects argnums to be the position of an argument or a tuple of positions, but got ['float32[2]']. Count"
+    text = "expects argnums to be the position of an argument or a tuple of positions, but got ['float32[2]']. Pass"
     model = Model()
     for fun, name in ((model.loss, "loss"), (model, "Model"), (functools.partial(loss, RAW), "loss")):
         rpx.remat(fun)
