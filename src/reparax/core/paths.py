@@ -301,10 +301,10 @@ def require_one_place(boxes: Mapping[Names, Any]) -> None:
         first = first_places.setdefault(id(box), place)
         if first != place and is_flax_instance(box, "Variable"):
             raise ValueError(
-                f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
-                f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or split it, "
-                f"`graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` holds it once, but no classes of "
-                f"layers, so set the axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`."
+                f"The tree holds the same nnx variable at {path_text(first)!r} and {path_text(place)!r}, and the two "
+                f"copies would diverge. Wrap the model with `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or "
+                f"use `graph, params, rest = nnx.split(model, nnx.Param, ...)`. Then `params` holds the variable once, "
+                f"but no layers, so set the axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`."
             )
 
 

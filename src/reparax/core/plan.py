@@ -35,9 +35,9 @@ from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, paramete
 from reparax.core.site import Site, Stages, read_value, stage_key
 from reparax.core.unchanged import recompute
 
-UPTO = "For the input of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
+UPTO = "To compute the input of stage k of a longer chain, call `apply(raw, key, upto=k)` of that chain."
 """Advice for users who apply only the first stages of the chain that created a raw tree."""
-CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
+CONVERT = f"Convert the raw tree with `rpx.transfer(old, new, raw)`. {UPTO}"
 """Advice in errors about a raw tree that another chain created."""
 
 
@@ -339,6 +339,6 @@ def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: 
     for stage in makers:
         stage._unwrapped._check_values_at(CallName(stage._unwrapped, who.method), tree, path)
     return ValueError(
-        f"{who} does not select {path!r}, where the raw tree holds {mark!r}: another chain or an older version of "
-        f"reparax made it. {advice}"
+        f"{who} does not select {path!r}, but the raw tree holds {mark!r} there: another chain or an older version of "
+        f"reparax made this raw tree. {advice}"
     )

@@ -218,7 +218,7 @@ class Node:
         for place, x in self.below.items():
             _insert(nested, place[len(self.place) :], x)
         if others := [name for name in nested if name != self.mark]:
-            return f"found {others[0]!r} next to {self.mark!r}: {OTHER_CHAIN}"
+            return f"found {others[0]!r} beside {self.mark!r}, which must be alone: {OTHER_CHAIN}"
         return _describe_wrong_values(self.mark, nested[self.mark])
 
 
@@ -274,7 +274,8 @@ def _class_of_marker(mark: str, place: Names) -> Any:
     if (stage_class := registered_kind(kind_of(mark))) is None:
         raise ValueError(
             f"The raw tree holds {mark!r} at {parameter_path(place)!r}, but no stage of that kind is defined. Import "
-            f"the module that defines it. If it is a parameter, rename it: names that begin with '@' are for stages."
+            f"the module that defines the stage. If {mark!r} is a name in your model, rename it, because names that "
+            f"begin with '@' are reserved for stages."
         )
     return stage_class
 
@@ -630,7 +631,10 @@ class Flat:
         if found := first_marker(self.arrays):
             path, mark = found
             if kind_of(mark) == kind:  # The marker has the right kind, but other markers are nested in it.
-                raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"{who} found raw values of another stage under {mark!r} at {path!r}, instead of arrays: "
+                    f"{OTHER_CHAIN}"
+                )
             raise ValueError(
                 f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
             )
@@ -752,7 +756,7 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
         if not isinstance(values, Mapping):
             return f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}"
     if FIXED in content and not fixed_values:
-        return f"found no values under {FIXED!r}. Restore the whole raw tree."
+        return f"expected arrays under {FIXED!r}, got none. Pass the whole raw tree, including its fixed values."
     all_values = {**content, **fixed_values}
     name, x = next((name, x) for name, x in all_values.items() if not is_array(x) and name != FIXED)
     found = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
@@ -762,10 +766,10 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
 def _explain_other(value: Any) -> str:
     """Returns the end of an error about a value that is not an array: where it may come from, and what to do."""
     if value is None:
-        return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
+        return "the tree is one half of `rpx.partition(raw)`. Join both halves with `rpx.combine` first."
     if isinstance(value, Mapping) and set(value) == {"value"}:
         return (
-            "this is an nnx state that was restored without its structure. Restore it with a template, or save "
+            "the tree is an nnx state that was restored without its structure. Restore it with a template, or save "
             "`nnx.to_pure_dict(raw)`."
         )
     return OTHER_CHAIN

@@ -81,14 +81,14 @@ def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dic
         )
     if "" in spec_of and "" not in arrays:  # A tree that is a single leaf has the empty path.
         raise ValueError(
-            f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
-            f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
+            f"{who} got a single spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for each array, as by "
+            f"jax.tree.map(lambda w: PartitionSpec(), params)."
         )
     for path in sorted(arrays.keys() ^ spec_of.keys()):  # The error names the first path that only one of them has.
         with_path, without_path = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
-            f"{who}: the {with_path} hold {path!r}, the {without_path} do not. Give one PartitionSpec for each array; "
-            f"PartitionSpec() replicates it on every device."
+            f"{who}: the {with_path} hold {path!r}, but the {without_path} do not. Give one PartitionSpec for each "
+            f"array; PartitionSpec() replicates an array on all devices."
         )
     return spec_of
 
@@ -113,16 +113,19 @@ def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any
     if spec is None:
         raise ValueError(
             f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(leaf)} without a mesh. "
-            f"Give the specs, and the parameters as `like`."
+            f"Pass a tree of specs, and the parameters as `like`."
         )
     if len(spec) > x.ndim:
-        raise ValueError(f"{who}: {spec} has {len(spec)} entries, but {describe(x)} has {x.ndim} axes. Shorten it.")
+        raise ValueError(
+            f"{who}: {spec} has {len(spec)} entries, but {describe(x)} has {x.ndim} axes. Give at most one entry for "
+            f"each axis."
+        )
     _require_mesh_axes(who, spec, mesh)
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _count_parts(entry, mesh):
             raise ValueError(
-                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts of unequal "
-                f"size. Do not shard that axis."
+                f"{who}: {spec} cannot split axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} equal "
+                f"parts. Use None as the entry for this axis, or mesh axes whose sizes divide {x.shape[axis]}."
             )
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
@@ -133,10 +136,13 @@ def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
     for name in mesh_axes:
         if name not in mesh.shape:
             raise ValueError(
-                f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
+                f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Use their names."
             )
         if mesh_axes.count(name) > 1:
-            raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
+            raise ValueError(
+                f"{who}: {spec} names {name!r} twice, but a mesh axis can shard only one axis of an array. Remove one "
+                f"of the two."
+            )
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:

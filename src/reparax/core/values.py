@@ -134,7 +134,7 @@ def check_values(who: str, values: Any) -> None:
     for name, value in entries:
         if not isinstance(name, str) or not name or set(name) & set("@./") or not isinstance(value, Value):
             raise TypeError(
-                f"{who} got raw_values={values!r}, but takes a dict from names, without '@', '.' and '/', to "
-                f"`rpx.stage.main()`, `rpx.stage.aux()` or `rpx.stage.fixed()`: raw_values = "
+                f"{who} got raw_values={values!r}, but takes a dict from names (without '@', '.' and '/') to "
+                f"`rpx.stage.main()`, `rpx.stage.aux()` or `rpx.stage.fixed()`, as in raw_values = "
                 f"{{'v': rpx.stage.main(), 'g': rpx.stage.aux()}}."
             )

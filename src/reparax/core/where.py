@@ -185,14 +185,23 @@ def _select_parts(choose: Any, model: PyTree) -> Selected:
     """
     paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
-        raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
+        raise TypeError(
+            f"selected with a model takes a function of that model, but got {describe(choose)}. Pass a function, as in "
+            f"`rpx.stage.selected(lambda m: m.layers[0].weight, model)`, or leave out the model."
+        )
     placeholders = [_Placeholder(path_text(path), is_array(x)) for path, x in zip(paths, leaves, strict=True)]
     parts = jax.tree.leaves(choose(treedef.unflatten(placeholders)))
     for part in parts:
         if not isinstance(part, _Placeholder):
-            raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
+            raise TypeError(
+                f"selected takes a function that returns parts of the model, but the function returned "
+                f"{describe(part)}. Return parts without changing them, as in `lambda m: m.layers[0].weight`."
+            )
     if not any(part.is_array for part in parts):
-        raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
+        raise ValueError(
+            "selected takes a function that returns parts of the model, but the parts that it returned hold no array. "
+            "Return arrays or nodes with arrays, as in `lambda m: m.layers[0].weight`."
+        )
     return Selected(tuple(dict.fromkeys(part.path for part in parts if part.is_array)))
 
 
@@ -236,7 +245,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
     elif callable(where) and not can_take(where, 2, if_unknown=True):
         raise TypeError(
             f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
-            f"and the array: `{name}=lambda path, array: array.ndim > 1`."
+            f"and the array. Write, for example, `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
 
@@ -263,7 +272,7 @@ def _suggest(where: Any) -> str:
     if isinstance(where, re.Pattern):
         return f"Pass its text, {where.pattern!r}."
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
-        return f"Join several with `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
+        return f"Join them with `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
     return "Wrap a tree of booleans in `rpx.stage.selected`."
 
 
@@ -370,28 +379,27 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
         unique = list(dict.fromkeys(paths))
         reason = (
             f"not counting stacked={stacked!r}, its default selects none of the {len(unique)} arrays "
-            f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
+            f"({_list_some(unique)}). Leave axes that are not stacked out of `stacked`, or select some with `where`."
         )
     # A later stage, such as `Quantized`, may have replaced the arrays with integers, which no default selects.
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
-    advice = f" At {codes[0]!r} a later stage stores only codes: put that stage before this one." if codes else ""
+    advice = f" At {codes[0]!r}, a later stage stores only integers. Put that stage before this one." if codes else ""
     return ValueError(f"{who} selects nothing: {reason}{advice}")
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """Returns advice for an error about an expression such as ``dense/kernel/v``, which names a main value of a stage.
+    """Returns advice for an error about an expression such as ``dense/kernel/v``, which ends in the name of a raw value.
 
-    The expression matches nothing, because a main value such as ``v`` has the path of its array, ``dense/kernel``. Only
+    The expression selects nothing, because a main value such as ``v`` has the path of its array, ``dense/kernel``. Only
     its key path in the raw tree contains its name, so the advice is to write ``.*/@weight_norm/v``. If the expression
-    does not name a main value, the result is empty.
+    does not name such a raw value, the result is empty.
     """
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
             below_parameter = leaf.raw_path.removeprefix(leaf.parameter)
-            advice = f"to select it by its place, write {f'.*{below_parameter}'!r}."
-            return f" {leaf.raw_path!r} has the path of its array; {advice}"
+            return f" To select {leaf.raw_path!r}, write {f'.*{below_parameter}'!r}, which matches its whole key path."
     return ""
 
 
@@ -420,7 +428,7 @@ def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
-    """Raises a ValueError if an expression of :func:`all_but` matches none of the paths, as if misspelled."""
+    """Raises a ValueError if an expression of :func:`all_but` matches none of the paths, perhaps due to a typo."""
     for pattern in where.patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
             raise ValueError(f"{who} excludes nothing with {pattern!r}: {why_none_selected(pattern, paths)}")
@@ -456,8 +464,8 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
     if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
         what = describe(answer) if is_array(answer) else repr(answer)
         raise TypeError(
-            f"{who} called the function `where` for {path!r}, expected True or False, got {what}. Decide by the path, "
-            f"and by the shape and dtype of the array, not by its numbers."
+            f"{who} called the function `where` for {path!r}, expected True or False, got {what}. Let the function "
+            f"decide by the path, shape and dtype of the array, not by its entries."
         )
     return bool(answer)
 
@@ -476,18 +484,18 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
         return f"{pattern!r} is not an array, but {len(inner_paths)} paths begin with it: write {f'{pattern}/.*'!r}."
     if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
         return (
-            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)}, such as "
-            f"{deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} for these."
+            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)} of {len(paths)} paths, "
+            f"such as {deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} to match whole paths."
         )
     regex = _shell_to_regex(pattern) or pattern
     if matched_paths := [path for path in paths if re.fullmatch(regex, path)]:
         return (
             f"no whole path matches {pattern!r}, as `*` alone does not match any text. Write {regex!r}, which matches "
-            f"{len(matched_paths)}, such as {matched_paths[0]!r}."
+            f"{len(matched_paths)} of {len(paths)} paths, such as {matched_paths[0]!r}."
         )
     return (
         f"no whole path matches {pattern!r}. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
-        f"Correct the expression; `.*` matches any text."
+        f"Change the expression to match whole paths; `.*` matches any text."
     )
 
 
@@ -515,7 +523,7 @@ def why_none_selected(where: Where, paths: Sequence[str]) -> str:
         return _why_no_match(where, unique)
     some_paths = _list_some(unique)
     if isinstance(where, AllBut):
-        return f"{where!r} selects none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
+        return f"{where!r} selects none of the {len(unique)} arrays ({some_paths}). Exclude fewer paths."
     if where is None:
         return f"its default selects none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
     return f"the predicate is false for all {len(unique)} paths ({some_paths}). Print the paths that it gets."
