@@ -424,7 +424,7 @@ def test_a_tree_of_another_chain_is_refused():
     with raises(
         ValueError,
         "WeightNorm(where='a/kernel').apply does not select 'b/kernel', but the raw tree holds '@weight_norm' there: "
-        "another chain or an older version of reparax made this raw tree. Pass the chain that made it as `old`.\",
+        "another chain or an older version of reparax made this raw tree. Pass the chain that made it as `old`.",
     ):
         rpx.transfer(OLD, NEW, raw)
 

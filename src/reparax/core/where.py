@@ -389,7 +389,7 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """Returns advice for an error about an expression such as ``dense/kernel/v``, which ends in the name of a raw value.
+    """Returns advice for an error about an expression such as ``dense/kernel/v``, which ends with a raw value's name.
 
     The expression selects nothing, because a main value such as ``v`` has the path of its array, ``dense/kernel``. Only
     its key path in the raw tree contains its name, so the advice is to write ``.*/@weight_norm/v``. If the expression
