@@ -242,7 +242,7 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
-        """Replaces ``x`` and the mappings in it by ones with key names if ``x`` lacks them; otherwise returns ``x``."""
+        """Replaces ``x``, and mappings in it, with mappings that have key names, if ``x`` is a mapping without them."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:

@@ -59,7 +59,7 @@ class Step:
 
     @cached_property
     def draws_noise(self) -> bool:
-        """Whether the step draws noise that depends only on array types, and can so draw it for many arrays at once."""
+        """Whether the step draws noise that depends only on array types, so that many arrays can share one loop."""
         return self.draws and self.stage.draws_by_type
 
 
@@ -153,7 +153,7 @@ def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, 
 
 
 def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
-    """Returns a dict from key path to type for the arrays that a stage computes at the given sites.
+    """Returns a dict from key path to type for the arrays that a stage computes at the given :class:`Site` objects.
 
     ``tree`` holds the types of all arrays that the stage reads. Sites with equal formulas and equal types are traced
     only once. Raises an error if a formula rejects its raw values.

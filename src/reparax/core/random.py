@@ -168,7 +168,7 @@ array drawn outside of a loop adds a tenth of a second to compilation, but a loo
 def draw_at_sites(
     step: Any, acting: Sequence[int], arrays: Mapping[Names, Any], key: Array, *, is_traced: bool
 ) -> dict[int, Array]:
-    """Returns a dict from site index to PRNG key; for a step that draws noise, from site index to noise array.
+    """Returns a PRNG key for each acting :class:`Site` of a step, by index; for a noise step, returns the noise itself.
 
     Sites are grouped twice: sites with the same ``draw_number`` (see :class:`Site`) get their keys in one batch, and
     within these groups, the noise for small arrays of one type is drawn in one loop. Grouping does not change the
@@ -218,7 +218,7 @@ def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list
 
 
 def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
-    """Returns a hashable key; arrays with equal keys get their noise in one loop. None for an array outside of loops.
+    """Returns a hashable key, equal for arrays whose noise is drawn in one loop; None for an array drawn by itself.
 
     Noise for small arrays of equal type and sharding is drawn together if their stages have the same shared axes.
     """

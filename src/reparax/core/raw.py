@@ -114,9 +114,9 @@ class Leaf:
 
     @property
     def network_role(self) -> Role | None:
-        """The role of each axis in a network whose program was analyzed; None if no program was analyzed.
+        """The role of each axis of the array in a traced network; None if no network was traced.
 
-        If the analysis gave roles, but none for this array, the result is an empty role with the reason in ``why``.
+        If the network has no roles for this array, the result is an empty role with the reason in ``why``.
         """
         roles = None if self.tree is None else self.tree.roles
         return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
@@ -183,7 +183,7 @@ class Node:
 
     @property
     def values(self) -> dict[str, Names]:
-        """Maps each raw value's name to its key path; empty for an empty marker dict, itself a leaf of the tree."""
+        """Maps each raw value's name to its key path; empty for an empty marker dict, which counts as a leaf."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def _has_axes_of_array(declared: Value) -> bool:
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
     """Returns a :class:`Leaf` without content for each key path of a raw (or plain) tree, in the same order.
 
-    ``places`` must hold all key paths of the tree, because draw paths depend on how many main values each array has.
+    ``places`` must hold all key paths of the tree, because each ``draw_path`` depends on the array's other main values.
     With ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
 
     Raises:
@@ -357,7 +357,7 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
 
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
-    """Returns the :class:`Leaf` for a key path, without content, given the raw values in this key path.
+    """Returns the :class:`Leaf` for a key path, without content, given the raw values named in this key path.
 
     ``values`` comes from :func:`_marked_values`, and ``main_names`` comes from :func:`_names_of_main_values`. For a
     ``WeightNorm`` on a kernel ``w``, the path of ``v`` is ``w``, because ``v`` represents the array, and the path of
@@ -541,7 +541,7 @@ class Flat:
       arrays: The array, or its type, at each key path. Other leaves and empty nodes are kept unchanged.
       boxes: The flax box (such as an nnx variable) around each raw value that has one, by key path.
       later: The later stages of the chain, while a stage selects arrays from this tree.
-      roles: The role of each array in a network whose program was analyzed, or None if no program was analyzed.
+      roles: The role of each array in a traced network, by key path, or None if no network was traced.
     """
 
     frame: Frame

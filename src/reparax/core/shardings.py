@@ -1,8 +1,7 @@
 """Derives the shardings of raw trees from the partition specs of the model's parameters.
 
 A spec is a JAX ``PartitionSpec``. It has an entry for each axis of an array, and the entry names the mesh axes that
-shard this axis. Each axis of a raw value gets the entry of the parameter axis to which it corresponds, or which it
-*follows* (see ``core/origins.py``).
+shard this axis. Each axis of a raw value gets the entry of the parameter axis that it *follows*, or corresponds to.
 """
 
 from __future__ import annotations
@@ -139,10 +138,7 @@ def _require_mesh_axes(who: object, spec: PartitionSpec, mesh: AnyMesh) -> None:
                 f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Use their names."
             )
         if mesh_axes.count(name) > 1:
-            raise ValueError(
-                f"{who}: {spec} names {name!r} twice, but a mesh axis can shard only one axis of an array. Remove one "
-                f"of the two."
-            )
+            raise ValueError(f"{who}: {spec} names {name!r} twice, but a mesh axis can shard only one axis. Drop one.")
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
