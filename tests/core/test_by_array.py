@@ -93,9 +93,9 @@ def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over()
     old, new = rpx.WeightNorm(axis=-1, where=lambda path, w: w.ndim >= 2), rpx.WeightNorm(axis=-1)
     raw = jax.jit(old.init)(params)
     text = (
-        "WeightNorm(axis=-1).apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
-        "chain or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`. For the input "
-        "of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
+        "WeightNorm(axis=-1).apply does not select 'query/bias', but the raw tree holds '@weight_norm' there: another "
+        "chain or an older version of reparax made this raw tree. Convert the raw tree with `rpx.transfer(old, new, "
+        "raw)`. To compute the input of stage k of a longer chain, call `apply(raw, key, upto=k)` of that chain."
     )
     with raises(ValueError, text):
         new.apply(raw)

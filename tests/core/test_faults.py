@@ -97,8 +97,8 @@ def test_a_selected_leaf_that_is_no_floating_array_is_refused(p, dtype):
 @each_stage
 @pytest.mark.parametrize("leaf", [None, 1.5, 3, True, "relu", jnp.tanh], ids=lambda leaf: type(leaf).__name__)
 def test_a_selected_leaf_that_is_no_array_is_not_found(p, leaf):
-    nearest = "no whole path matches 'x'. The nearest of 1 paths are 'w'."
-    with raises(ValueError, f"{p}.init selects nothing: {nearest} Correct the expression; `.*` matches any text."):
+    why = "no whole path matches 'x'. The nearest of 1 paths are 'w'. Change the expression to match whole paths"
+    with raises(ValueError, f"{p}.init selects nothing: {why}; `.*` matches any text."):
         p.init({"x": leaf, "w": KERNEL})
 
 

@@ -107,8 +107,8 @@ def test_a_slice_refuses_the_tree_of_the_whole_chain_and_says_what_to_write():
     with raises(
         ValueError,
         "Scale(2.0).apply has no stage for '@weight_norm' at 'in/w': another chain made this raw tree. Apply the chain "
-        "that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer chain, "
-        "call its `apply(raw, key, upto=k)`.",
+        "that made it; `p.check(raw, like=params)` lists every difference. To compute the input of stage k of a longer "
+        "chain, call `apply(raw, key, upto=k)` of that chain.",
     ):
         p[0].apply(p.init(PARAMS))
     with pytest.raises(ValueError, match=r"has no stage for '@mask' at"):

@@ -164,10 +164,10 @@ def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> Non
 
     with raises(
         ValueError,
-        "The tree holds one nnx variable at 'decoder/kernel' and at 'encoder/kernel'; the copies would "
-        "diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or split it, `graph, params, "
-        "rest = nnx.split(model, nnx.Param, ...)`: `params` holds it once, but no classes of layers, so set the axes "
-        "of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`.",
+        "The tree holds the same nnx variable at 'decoder/kernel' and 'encoder/kernel', and the two copies would "
+        "diverge. Wrap the model with `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or use `graph, params, "
+        "rest = nnx.split(model, nnx.Param, ...)`. Then `params` holds the variable once, but no layers, so set the "
+        "axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`.",
     ):
         mlp.P.init(Shared(nnx.Rngs(0)))
     whole = rpx.nnx.Parametrized(Shared(nnx.Rngs(0)), mlp.P)

@@ -417,14 +417,14 @@ def test_a_tree_of_another_chain_is_refused():
     with raises(
         ValueError,
         "Chain().apply has no stage for '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the "
-        "chain that made it; `p.check(raw, like=params)` lists every difference. For the input of stage k of a longer "
-        "chain, call its `apply(raw, key, upto=k)`.",
+        "chain that made it; `p.check(raw, like=params)` lists every difference. To compute the input of stage k of a "
+        "longer chain, call `apply(raw, key, upto=k)` of that chain.",
     ):
         rpx.transfer(rpx.Chain(), NEW, raw)
     with raises(
         ValueError,
-        "WeightNorm(where='a/kernel').apply does not select 'b/kernel', where the raw tree holds '@weight_norm': "
-        "another chain or an older version of reparax made it. Pass the chain that made it as `old`.",
+        "WeightNorm(where='a/kernel').apply does not select 'b/kernel', but the raw tree holds '@weight_norm' there: "
+        "another chain or an older version of reparax made this raw tree. Pass the chain that made it as `old`.",
     ):
         rpx.transfer(OLD, NEW, raw)
 

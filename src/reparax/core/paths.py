@@ -1,8 +1,8 @@
 """Names the leaves of trees, so that a parameter has the same path in the trees of all libraries.
 
-:func:`flatten_with_names` is ``jax.tree.flatten`` with the names on the path to each leaf, a tuple (:data:`Names`).
-Elsewhere in the package such a tuple is called a place, or a key path; a *path* is its text, ``"dense/kernel"``. A
-*box* is a node of flax that holds one array and its metadata.
+:func:`flatten_with_names` flattens a tree like ``jax.tree.flatten``, and also returns the key path of each leaf as a
+tuple of names (:data:`Names`). The package calls such a tuple a key path or a *place*. A *path* is its text, such as
+``"dense/kernel"``. A *box* is a flax node that holds one array and its metadata.
 """
 
 import functools
@@ -34,7 +34,7 @@ _VALUE = GetAttrKey("value")
 
 
 def dtype_of(x: Any) -> Any:
-    """Returns the dtype of an array as JAX reads it, for example float32 for float64, unless x64 is enabled.
+    """Returns the dtype that JAX gives to an array: for example, float32 for a float64 array unless x64 is enabled.
 
     For PRNG keys, whose dtype JAX does not convert, the dtype itself is returned.
     """
@@ -42,25 +42,26 @@ def dtype_of(x: Any) -> Any:
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array: its shape, and its dtype as JAX reads it."""
+    """Returns the type of an array: its shape, and the dtype that JAX gives to it, such as float32 for float64."""
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
 
 
 def has_symbols(arrays: Iterable[Any]) -> bool:
-    """Returns whether the shape of any of these arrays has a symbolic dimension, as in ``jax.export``."""
+    """Returns whether any of the arrays has a symbolic dimension in its shape, as ``jax.export`` allows."""
     return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
 
 
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Returns shapes and dtypes of ``fun(tree)``, with None in place of leaves that are not arrays, such as functions.
+    """Returns the shapes and dtypes of ``fun(tree)``, with None for leaves that are not arrays, such as functions.
 
-    This is ``jax.eval_shape(fun, tree)`` for a tree with any leaves: leaves that are not arrays reach ``fun``
-    unchanged. Shardings are dropped, because no caller needs them, and some stages fail on a mesh with explicit axes.
+    This function extends ``jax.eval_shape(fun, tree)`` to trees with any leaves: leaves that are not arrays are passed
+    to ``fun`` unchanged. Shardings are dropped, because no caller needs them, and some stages fail on a mesh with
+    explicit axes.
     """
     leaves, treedef = jax.tree.flatten(tree)
 
     def of_arrays(arrays: list[Any]) -> PyTree:
-        """Calls ``fun`` with the given arrays; None stands for a leaf that is not an array."""
+        """Returns the arrays of ``fun(tree)``, where ``arrays`` replace those of ``tree``; None keeps another leaf."""
         new_leaves = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(new_leaves)))
 
@@ -70,8 +71,8 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 def is_traceable(x: object) -> bool:
     """Returns whether ``x`` is an array, or an array type, that ``jax.jit`` or ``jax.eval_shape`` takes as an argument.
 
-    A numpy array of text or objects does not qualify. ``jax.jit`` also takes Python numbers, but a number that is a
-    leaf of a model does not count as an array.
+    The result is False for a numpy array of text or objects. It is also False for a Python number, although
+    ``jax.jit`` takes one, because a number that is a leaf of a model does not count as an array.
     """
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
@@ -79,19 +80,19 @@ def is_traceable(x: object) -> bool:
 
 
 def is_empty(x: object) -> bool:
-    """Returns whether ``x`` is an empty dict or tuple, which stands for an array without values, such as a tied one."""
+    """Returns whether ``x`` is an empty dict or tuple; a raw tree has one for each array without values of its own."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def is_end(x: object) -> bool:
-    """Returns whether ``x`` counts as a leaf of a raw tree although JAX does not: None or an empty node."""
+    """Returns whether ``x`` is None or an empty node. These count as leaves of a raw tree, but not as leaves in JAX."""
     return x is None or is_empty(x)
 
 
 def is_flax_instance(x: object, *names: str) -> bool:
-    """Returns whether ``x`` is an instance of a flax class with one of these names, or of a subclass.
+    """Returns whether the class of ``x``, or any of its base classes, is a flax class with one of these names.
 
-    Does not import flax.
+    The check does not import flax.
     """
     return not _names_in_flax(type(x)).isdisjoint(names)
 
@@ -117,10 +118,10 @@ def is_reference(x: object) -> bool:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A leaf in place of a parameter that the model also holds at an earlier place.
+    """A placeholder leaf for a parameter that the model also holds earlier in the tree.
 
     Attributes:
-      place: The earlier place.
+      place: The key path of the parameter's first occurrence.
     """
 
     place: Names
@@ -131,9 +132,10 @@ AxisNames = tuple[str | None, ...]
 
 
 def axis_metadata(box: Any) -> Any:
-    """Returns what a flax box says about the axes of its array, such as a tuple of names or a sharding; or None.
+    """Returns the axis metadata of a flax box, such as a tuple of axis names or a sharding; None if there is none.
 
-    A linen box has this metadata as an attribute, and an nnx variable under one of the keys from :func:`name_keywords`.
+    A linen box stores the axis metadata in the attribute ``names``. An nnx variable stores it under one of the metadata
+    keys from :func:`name_keywords`.
     """
     if not is_flax_instance(box, "Variable"):
         return getattr(box, "names", None)
@@ -141,18 +143,18 @@ def axis_metadata(box: Any) -> Any:
 
 
 def name_keywords(variable: Any) -> list[str]:
-    """Returns the metadata keys under which an nnx variable stores axis names, which depend on the flax version.
+    """Returns the metadata keys under which an nnx variable stores axis names. They depend on the version of flax.
 
-    A variable without axis names gets the key of newer versions.
+    For a variable without axis names, the result is the key that newer versions use.
     """
     keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
     return keywords or ["out_sharding"]
 
 
 def axis_names(box: Any) -> AxisNames | None:
-    """Returns the axis names in a box; None if the box has none.
+    """Returns the axis names in a flax box, such as an nnx variable, as a tuple; None if the box has no axis names.
 
-    The name of an axis is None if it is unnamed, or if it is sharded over several mesh axes.
+    The name of an axis is None if the axis is unnamed or sharded over several mesh axes.
     """
     names = getattr(axis_metadata(box), "spec", axis_metadata(box))  # A NamedSharding has its names in `spec`.
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
@@ -160,15 +162,15 @@ def axis_names(box: Any) -> AxisNames | None:
 
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
-    """A copy of a mapping with key names on its paths in JAX; unflattening gives a mapping of the original class."""
+    """A copy of a mapping whose JAX key paths contain its keys; unflattening it gives the mapping's original class."""
 
     original: Any
-    """What rebuilds the mapping: its class, if the class takes a dict and holds nothing else; otherwise its treedef."""
+    """The mapping's class, if an equal mapping can be built by calling it with a dict, and otherwise its treedef."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
-        """Copies ``mapping`` so that its paths have key names. ``with_key_names(item)`` does the same for each item."""
-        # Flatten by one level only, so that the children of the mapping are the leaves.
+        """Copies a mapping so that JAX key paths contain its keys, and applies ``with_key_names`` to each value."""
+        # Flatten only one level, so that the children of the mapping are the leaves.
         children, treedef = jax.tree.flatten(mapping, is_leaf=lambda x: x is not mapping)
         original = type(mapping) if _is_rebuilt_from_dict(mapping, children, treedef) else treedef
         if original is treedef:
@@ -179,22 +181,22 @@ class _Named(dict[str, Any]):
         return new
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """Returns the items with their keys, and static data: all keys, and how to rebuild the original mapping."""
+        """Returns the items as pairs of key and value, and the static data: all keys, and the class or treedef."""
         return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.original)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
-        """Rebuilds a mapping of the original class, and not a ``_Named``, with new items."""
+        """Returns a mapping of the original class, instead of a ``_Named``, with new items."""
         keys, original = aux
         is_treedef = isinstance(original, PyTreeDef)
         return original.unflatten(children) if is_treedef else original(dict(zip(keys, children, strict=True)))
 
 
 def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treedef: Any) -> bool:
-    """Returns whether an equal mapping results from calling its class with a dict of its items, in sorted order.
+    """Returns whether calling the mapping's class with a dict of its items, in sorted order, gives an equal mapping.
 
-    ``children`` and ``treedef`` are those of the mapping, flattened by one level. If the class holds anything besides
-    the items, it is in the treedef, and the result is False.
+    ``children`` and ``treedef`` come from flattening the mapping by one level. If a mapping has static data besides its
+    items, its treedef contains these data, and the result is False.
     """
     cls: Any = type(mapping)
     try:
@@ -206,9 +208,9 @@ def _is_rebuilt_from_dict(mapping: Mapping[str, Any], children: list[Any], treed
 
 
 def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
-    """Returns the key of each child of a mapping, or its index as text if the children are not the mapping's values.
+    """Returns the key of each child of a mapping; if the children are not the mapping's values, their indices as text.
 
-    JAX does not reveal which child has which key, so both usual orders of the keys are tried.
+    JAX does not reveal which child has which key, so insertion order and sorted order are both tried.
     """
     for keys in (list(mapping), sorted(mapping)):
         if len(keys) == len(children) and all(mapping[key] is x for key, x in zip(keys, children, strict=True)):
@@ -217,9 +219,9 @@ def _keys_of(mapping: Mapping[str, Any], children: list[Any]) -> list[str]:
 
 
 def _is_unnamed(x: object) -> bool:
-    """Returns whether ``x`` is a mapping whose items have no key names in JAX, such as haiku's immutable dicts.
+    """Returns whether ``x`` is a mapping whose keys JAX does not show in key paths, such as haiku's immutable dicts.
 
-    JAX then gives an index in place of a key. A mapping that has items, but no children in JAX, also counts as unnamed.
+    For such a mapping, JAX key paths contain indices. A mapping with items but no children in JAX also counts.
     """
     if type(x) is dict or not isinstance(x, Mapping):
         return False
@@ -229,10 +231,10 @@ def _is_unnamed(x: object) -> bool:
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-    """Returns ``tree`` with key names in all mappings, except those for which ``is_leaf`` is true.
+    """Returns a copy of ``tree`` in which the JAX key paths of all mappings contain keys instead of indices.
 
-    A mapping without key names becomes a :class:`_Named`. If the tree has no such mapping, ``tree`` itself is returned,
-    so that callers can compare by ``is``.
+    Each mapping whose keys JAX does not show becomes a :class:`_Named`, unless ``is_leaf`` is true for it. If there is
+    no such mapping, ``tree`` itself is returned, so that callers can compare by ``is``.
     """
 
     def stops_at(x: object) -> bool:
@@ -240,11 +242,11 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
         return is_leaf is not None and is_leaf(x)
 
     def name_keys(x: Any) -> Any:
-        """Adds key names to ``x`` and below it, if ``x`` is a mapping without key names; otherwise returns ``x``."""
+        """Replaces ``x``, and mappings in it, with mappings that have key names, if ``x`` is a mapping without them."""
         return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
     def name_all_keys(x: Any) -> Any:
-        """Finds the mappings without key names in ``x``, and replaces each by one with key names."""
+        """Returns ``x`` with each mapping whose keys JAX does not show replaced by one with key names."""
         nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: stops_at(x) or _is_unnamed(x))
         return treedef.unflatten(map(name_keys, nodes)) if any(map(_is_unnamed, nodes)) else x
 
@@ -252,11 +254,11 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 
 
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
-    """Returns the names on the path to each leaf, the leaves, and the treedef.
+    """Returns a list of the leaves' key paths as tuples of names, a list of the leaves, and the treedef.
 
     ``{"dense": {"kernel": w}}`` gives the names ``("dense", "kernel")``. The ``value`` attribute of nnx variables and
-    flax boxes is not part of the path, but an attribute ``value`` of any other node is part of it. The children of a
-    container without key names are numbered. Raises an error for an nnx variable at two places.
+    linen boxes is left out of the names, but an attribute ``value`` of any other node is included. For a container
+    without key names, the names are indices. Raises a ValueError if an nnx variable occurs twice in the tree.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
@@ -269,7 +271,7 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
         boxes = set(nodes)
 
     def names(keypath: tuple[Any, ...]) -> Names:
-        """Returns the names on a key path, without the ``value`` of boxes."""
+        """Returns the names on a JAX key path, without the ``value`` attribute of nnx variables and linen boxes."""
         if not boxes:
             return _names(keypath)
         return _names(key for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes))
@@ -278,41 +280,41 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
 
 
 def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
-    """Returns pairs of the names on the path to each leaf and the leaf."""
+    """Returns a list of pairs, one for each leaf of a tree: its key path as a tuple of names, and the leaf."""
     paths, leaves, _ = flatten_with_names(tree, is_leaf)
     return list(zip(paths, leaves, strict=True))
 
 
 def _names(keys: Iterable[Any]) -> Names:
-    """Converts the keys on a path in JAX to names: ``("layers", "0", "weight")`` for ``.layers[0].weight``."""
+    """Converts a JAX key path to a tuple of names: ``("layers", "0", "weight")`` for ``.layers[0].weight``."""
     return tuple(keystr((key,), simple=True) for key in keys)
 
 
 def require_one_place(boxes: Mapping[Names, Any]) -> None:
-    """Raises an error for an nnx variable at two places: the tree would hold two copies, which would diverge.
+    """Raises a ValueError if an nnx variable occurs twice in a tree, because its two copies would diverge in training.
 
-    ``boxes`` holds the boxes of a tree by their key paths. A linen box may be at several places, because it cannot
-    change.
+    ``boxes`` maps key paths to the flax boxes of the tree. A linen box may occur several times, because it is
+    immutable.
     """
     first_places = dict[int, Names]()
     for place, box in boxes.items():
         first = first_places.setdefault(id(box), place)
         if first != place and is_flax_instance(box, "Variable"):
             raise ValueError(
-                f"The tree holds one nnx variable at {path_text(first)!r} and at {path_text(place)!r}; the copies "
-                f"would diverge. Wrap the model, `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or split it, "
-                f"`graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` holds it once, but no classes of "
-                f"layers, so set the axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`."
+                f"The tree holds the same nnx variable at {path_text(first)!r} and {path_text(place)!r}, and the two "
+                f"copies would diverge. Wrap the model with `rpx.nnx.Parametrized(model, p)`, which keeps one copy, or "
+                f"use `graph, params, rest = nnx.split(model, nnx.Param, ...)`. Then `params` holds the variable once, "
+                f"but no layers, so set the axes of stages, or use `p = p.with_axes(rpx.roles(loss, params, batch))`."
             )
 
 
 def path_text(names: Names) -> str:
-    """Joins names to a path as users write it: ``"dense/kernel"``."""
+    """Returns a key path as text, with slashes between its names, as users write it: ``"dense/kernel"``."""
     return "/".join(names)
 
 
 def describe(x: Any) -> str:
-    """Describes a value for an error: an array by dtype and shape, ``float32[2, 3]``, anything else by its class."""
+    """Describes a value for an error: an array by dtype and shape, ``float32[2, 3]``; anything else by its class."""
     if is_empty(x):
         return "an empty node"
     if not is_array(x):

@@ -1,17 +1,18 @@
-"""Builds and runs plans. A plan lists what each stage of a chain does with a raw tree, and depends only on array types.
+"""Builds and runs plans. A plan lists which arrays each stage of a chain computes, and from which raw values.
 
-``init`` leaves marker dicts in the raw tree (see ``raw.py``), and a plan is built from these dicts. A plan has one
-:class:`Step` for each stage of the chain, and a step has one :class:`Site` for each array, or group of arrays, on which
-the stage acts. A site holds the stage with its numbers and axes for these arrays, the key paths of the raw values, and
-the path that is hashed into the random key. A *place* is such a key path: the tuple of names that leads to an array.
+A plan depends only on array types. It is built from the marker dicts that ``init`` puts into the raw tree in place of
+arrays (see ``raw.py``). A plan has one :class:`Step` for each stage of the chain. A step has one :class:`Site` for each
+array, or group of arrays, on which the stage acts. A site holds the stage with its numbers and axes for these arrays,
+the key paths of the raw values, and the path that is hashed into the random key. A *place* is a key path: the tuple of
+names that leads to an array.
 
 For ``WeightNorm() >> VarNoise(0.1)`` on ``{"w": ...}``, the first step has a site that computes the array at ``("w",)``
 from the values at ``("w", "@weight_norm", "g")`` and ``("w", "@weight_norm", "v")``. The second step has a site that
-changes the array at ``("w",)`` in place.
+replaces the array at ``("w",)`` with a noisy one.
 
 :func:`plan_stages` builds a plan, :func:`plan_for` also checks that the chain created the raw tree, and
-:func:`run_plan` computes the effective tree. Every method of a chain but ``init`` uses a plan: ``apply`` runs all of
-its steps; ``update`` runs the steps before each stage that defines an update, and calls the formula of that stage.
+:func:`run_plan` computes the effective tree, which the model uses. Every method of a chain but ``init`` uses a plan.
+``apply`` runs all steps. ``update`` runs the steps before each stage that defines an update, and calls its formula.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from reparax.core.raw import OTHER_CHAIN, Flat, flatten, kind_of, nest, paramete
 from reparax.core.site import Site, Stages, read_value, stage_key
 from reparax.core.unchanged import recompute
 
-UPTO = "For the input of stage k of a longer chain, call its `apply(raw, key, upto=k)`."
+UPTO = "To compute the input of stage k of a longer chain, call `apply(raw, key, upto=k)` of that chain."
 """Advice for users who apply only the first stages of the chain that created a raw tree."""
-CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
+CONVERT = f"Convert the raw tree with `rpx.transfer(old, new, raw)`. {UPTO}"
 """Advice in errors about a raw tree that another chain created."""
 
 
@@ -45,8 +46,8 @@ class Step:
     """One step of a plan: a stage of the chain and the arrays on which it acts.
 
     Attributes:
-      stage: The stage. If the chain holds the mean of a random stage, this is the random stage.
-      sites: The sites at which the stage acts.
+      stage: The stage. If the chain holds the mean of a random stage, this is the random stage itself.
+      sites: One :class:`Site` for each array, or group of arrays, on which the stage acts.
       output_types: The types of the arrays that the stage computes, by key path.
       draws: Whether the step draws random numbers. If False, a random stage computes its mean instead.
     """
@@ -58,7 +59,7 @@ class Step:
 
     @cached_property
     def draws_noise(self) -> bool:
-        """Whether the step adds noise that depends only on array types, so that several sites can draw together."""
+        """Whether the step draws noise that depends only on array types, so that many arrays can share one loop."""
         return self.draws and self.stage.draws_by_type
 
 
@@ -67,8 +68,8 @@ class Plan:
     """The steps that compute the effective tree of a raw tree, or of any raw tree with the same structure and types.
 
     Attributes:
-      raw: The raw tree.
-      steps: One step for each stage, in order.
+      raw: The raw tree for which the plan was built.
+      steps: One :class:`Step` for each stage of the chain, in order.
       after: The effective tree, with types in place of arrays.
     """
 
@@ -77,45 +78,45 @@ class Plan:
     after: Flat
 
     def effective_of(self, arrays: Mapping[Names, Any]) -> Flat:
-        """Returns the effective tree, with its arrays taken from ``arrays``, a result of :func:`run_steps`.
+        """Returns the effective tree as a :class:`Flat`, given a dict from key paths to arrays from :func:`run_steps`.
 
-        ``arrays`` may also hold arrays that are not in the effective tree.
+        ``arrays`` may also hold arrays that are not in the effective tree, such as raw values.
         """
         return self.after.with_arrays({place: arrays[place] for place in self.after.arrays})
 
     @cached_property
     def producers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
-        """Maps each array that a stage computes from raw values to that stage and the key path of each value by name.
+        """Maps each array that a stage computes from raw values to the stage and a dict from value name to key path.
 
         For a kernel under ``WeightNorm``: ``{("w",): (WeightNorm(), {"g": ("w", "@weight_norm", "g"), "v": ...})}``.
-        Arrays that a stage only changes in place have no entry.
+        An array that stages only modify, for example with noise, has no entry.
         """
         with_markers = [site for step in self.steps for site in step.sites if site.nodes]
         return {place: (site.stage, site.values[name]) for site in with_markers for name, place in site.arrays.items()}
 
     @cached_property
     def effective(self) -> PyTree:
-        """The effective tree in its own structure, with types in place of arrays."""
+        """The effective tree in the model's own structure, with types in place of arrays."""
         return nest(self.after)
 
     @cached_property
     def places(self) -> dict[str, Names]:
-        """Maps the path of each array of the effective tree, as text, to its key path."""
+        """Maps the path of each array of the effective tree, such as ``"dense/kernel"``, to its key path as a tuple."""
         return {path_text(place): place for place, _ in items(self.effective)}
 
     def has_values(self, place: Names) -> bool:
-        """Returns whether the raw tree holds any values for the array at a key path, directly or through other stages.
+        """Returns whether the raw tree holds any values from which the stages compute the array at a key path.
 
-        A tied array has no values of its own: its marker dict is empty.
+        The result is False for a tied array, whose marker dict in the raw tree is empty.
         """
         return place not in self.producers or any(map(self.has_values, self.producers[place][1].values()))
 
 
 def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
-    """Builds the plan of some stages for a raw tree, using only the types of its arrays.
+    """Returns the :class:`Plan` of some stages for a raw tree, using only the types of its arrays.
 
-    ``method`` is the public method for which the plan is built; errors name it. If the raw tree holds markers of stages
-    that are not in ``stages``, they remain in the tree after all steps, where :func:`require_no_markers` finds them.
+    Errors name ``method``, the public method for which the plan is built. Markers of other stages in the raw tree, such
+    as ``"@weight_norm"``, remain in the tree after all steps, where :func:`require_no_markers` finds them.
     """
     tree, steps = raw.types(), list[Step]()
     # Count the stages of one kind on each array, so that each stage draws different random numbers.
@@ -133,14 +134,14 @@ def plan_stages(method: str, stages: Stages, raw: Flat) -> Plan:
 
 
 def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, advice: str = CONVERT) -> Plan:
-    """Builds the plan of a chain for a raw tree. Formulas are traced but not run.
+    """Returns the :class:`Plan` of a chain for a raw tree that the chain created. Formulas are traced but not run.
 
     Args:
       p: The chain.
       raw: The raw tree, or its types.
       method: The public method for which the plan is built; errors name it.
-      mean: Whether to replace each random stage by its mean, so that the plan needs no key.
-      advice: The last part of the error, which tells the user what to do.
+      mean: Whether to replace each random stage with its mean, so that the plan needs no key.
+      advice: The end of the error for a raw tree from another chain, which tells the user what to do.
 
     Raises:
       ValueError: If the chain did not create the raw tree; the error ends with ``advice``.
@@ -152,17 +153,17 @@ def plan_for(p: Any, raw: PyTree, method: str = "apply", *, mean: bool = False, 
 
 
 def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
-    """Returns the types of the arrays that a stage computes at its sites, by key path.
+    """Returns a dict from key path to type for the arrays that a stage computes at the given :class:`Site` objects.
 
-    ``tree`` holds the arrays that the stage reads. Sites with equal formulas and equal types are traced only once.
-    Raises an error if a formula rejects its values.
+    ``tree`` holds the types of all arrays that the stage reads. Sites with equal formulas and equal types are traced
+    only once. Raises an error if a formula rejects its raw values.
     """
-    # A site may read an array that an earlier site of the same stage computes: a tied array may be tied to another.
+    # A site may read an array that an earlier site of the same stage computes, as when an array is tied to a tied one.
     arrays, output_types, types_of_group = dict(tree.arrays), dict[Names, Any](), dict[Any, Mapping[str, Any]]()
     for site in sites:
         if site.types is not None:
             types = site.types
-        elif not site.nodes and not site.stage.changes_type:  # The stage changes arrays in place and keeps their types.
+        elif not site.nodes and not site.stage.changes_type:  # The stage modifies its array and keeps the type.
             types = {name: arrays[place] for name, place in site.arrays.items()}
         else:
             group = stage_key(site.stage), id(site.formula), *_types_read(site, arrays)
@@ -176,9 +177,9 @@ def _output_types(sites: Sequence[Site], tree: Flat) -> dict[Names, Any]:
 
 
 def _types_read(site: Site, arrays: Mapping[Names, Any]) -> list[Any]:
-    """Lists the names and types of everything that the formulas read at a site: ``("w", "g", (1, 4), float32)``.
+    """Lists the name, shape and dtype of each value that a formula reads: ``[("w", "g", (1, 4), float32), ...]``.
 
-    If two sites with the same formulas have equal lists, a single trace serves both.
+    If the same formula is called at two sites with equal lists, it is traced only once.
     """
     places = {(name, value): place for name, places in site.values.items() for value, place in places.items()}
     places |= {(name, ""): place for name, place in site.reads.items()}
@@ -186,10 +187,10 @@ def _types_read(site: Site, arrays: Mapping[Names, Any]) -> list[Any]:
 
 
 def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]:
-    """Traces the formula of a stage at one site, and returns the types of the arrays that it computes, by name.
+    """Traces a stage's formula at one :class:`Site`, and returns the types of the arrays that it computes, by name.
 
-    ``arrays`` holds the types of all arrays that the stage may read. No random numbers are drawn, because a random
-    stage gets no key here. Raises an error if the raw values do not have the types that ``init`` would give them.
+    ``arrays`` holds the types of all arrays that the stage may read. A random stage gets no key, so its mean is traced.
+    Raises an error if the raw values do not have the types that ``init`` would give them.
     """
     values = {name: {value: arrays[place] for value, place in places.items()} for name, places in site.values.items()}
     with locate_errors(site.who):
@@ -202,15 +203,15 @@ def _trace_formula(site: Site, arrays: Mapping[Names, Any]) -> Mapping[str, Any]
 
 
 def run_plan(plan: Plan, key: Array | None) -> PyTree:
-    """Computes the effective tree. The backward pass stores only the raw tree, the key and the result.
+    """Returns the effective tree of the plan's raw tree. Without a key, each random stage computes its mean.
 
-    An array that no step changes is returned as the same object that the raw tree holds. Without a key, each random
-    stage computes its mean.
+    An array that no step changes is returned as the same object that the raw tree holds. For the backward pass, only
+    the raw tree, the key and the result are stored.
     """
     is_traced = any(isinstance(x, Tracer) for x in (*plan.raw.arrays.values(), key))
 
     def run(values: list[Any], key: Array | None) -> list[Any]:
-        """Computes the arrays of the effective tree from the arrays of the raw tree. Both lists are in tree order."""
+        """Returns the arrays of the effective tree, given those of the raw tree. Both lists are in tree order."""
         raw_arrays = dict(zip(plan.raw.arrays, values, strict=True))
         arrays = run_steps(plan.steps, raw_arrays, key, is_traced=is_traced)
         return [arrays[place] for place in plan.after.arrays]
@@ -220,30 +221,30 @@ def run_plan(plan: Plan, key: Array | None) -> PyTree:
 
 
 PendingNoise = dict[Names, tuple[Site, Array]]
-"""Maps the key path of an array to noise that is drawn but not yet added: a site and its standard normal numbers."""
+"""Maps the key path of an array to noise that is drawn but not yet added: its :class:`Site`, and the random array."""
 
 
 def run_steps(
     steps: Sequence[Step], arrays: Mapping[Names, Any], key: Array | None = None, *, is_traced: bool = True
 ) -> dict[Names, Any]:
-    """Returns the given arrays, together with the arrays that the steps compute from them.
+    """Returns a dict, by key path, of the given arrays and the arrays that the steps of a plan compute from them.
 
-    For ``WeightNorm``, the result holds ``w`` beside its raw values ``g`` and ``v``. Noise is added only when another
-    step reads the array, or at the end, so that consecutive noises on one array can be merged. For example,
-    ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws noise needs a key; without
-    one, other random steps compute their means.
+    For ``WeightNorm``, the result holds the array ``w`` beside its raw values ``g`` and ``v``. Noise is added to an
+    array only when another step reads it, or at the end, so that consecutive noises on one array can be merged. For
+    example, ``VarNoise(3.0) >> VarNoise(4.0)`` draws once, like ``VarNoise(5.0)``. A step that draws such noise needs a
+    key. Without a key, other random steps compute their means.
 
     Args:
       steps: Consecutive steps of a plan.
       arrays: All arrays that the steps read, by key path. The dict itself is not modified.
-      key: The key of the whole call.
-      is_traced: Whether the call is being traced; see :func:`draw_at_sites`.
+      key: The PRNG key that the user passed, or None.
+      is_traced: Whether JAX is tracing the call; see :func:`draw_at_sites`.
     """
     arrays, pending = dict(arrays), PendingNoise()
     for step in steps:
         merged = _merge_step(step, pending) if step.draws_noise else {}
         pending |= {noise[0].arrays["w"]: noise for noise in merged.values()}
-        # The remaining sites read their arrays now, so noise that is pending on these arrays must be added first.
+        # The other sites read their arrays now, so noise that is pending for these arrays must be added first.
         others = [i for i in range(len(step.sites)) if i not in merged]
         if pending:
             _add_noise(arrays, pending, [place for i in others for place in step.sites[i].places_read])
@@ -257,9 +258,9 @@ def run_steps(
 
 
 def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array]) -> None:
-    """Computes the arrays of a step and adds them to ``arrays``. ``keys`` maps the index of a site to its key.
+    """Computes the arrays of one step, and adds them to the dict ``arrays``. ``keys`` maps site indices to PRNG keys.
 
-    The sites run one after the other, because a site may read what an earlier site of the same step computes.
+    Sites are computed in order, because a site may read an array that an earlier site of the same step computes.
     """
     for i, site in enumerate(step.sites):
         with locate_errors(site.who):
@@ -268,9 +269,9 @@ def _apply_step(step: Step, arrays: dict[Names, Any], keys: Mapping[int, Array])
 
 
 def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence[Names]) -> None:
-    """Adds the pending noise at the given key paths to ``arrays``, and removes it from ``pending``, in place.
+    """Adds the pending noise for the given key paths to their arrays in ``arrays``, and removes it from ``pending``.
 
-    Key paths without pending noise are skipped.
+    Both dicts are modified in place. Key paths without pending noise are skipped.
     """
     for place in places:
         if place in pending:
@@ -280,23 +281,23 @@ def _add_noise(arrays: dict[Names, Any], pending: PendingNoise, places: Sequence
 
 
 def _merge_step(step: Step, pending: PendingNoise) -> dict[int, tuple[Site, Array]]:
-    """Merges the noise of each site of a step with pending noise; returns the merged noise by the index of the site.
+    """Returns a dict from site index to merged noise, for each site whose noise can be merged with pending noise.
 
-    Sites that need a random draw of their own are not in the result.
+    Sites that need a random draw of their own are left out.
     """
     merged = {i: _merge_noise(site, pending) for i, site in enumerate(step.sites)}
     return {i: noise for i, noise in merged.items() if noise is not None}
 
 
 def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None:
-    """Merges the noise of ``site`` with the noise pending at its array; None if the site needs its own draw.
+    """Merges the noise of ``site`` with the noise pending for its array; None if the site needs its own draw.
 
     The random numbers of the earlier site are kept, and only its stage is replaced: if ``VarNoise(4.0)`` follows
     ``VarNoise(3.0)``, the stage becomes ``VarNoise(5.0)``. The result is None in four cases:
-      - No noise is pending at the array.
+      - No noise is pending for the array.
       - The pending noise belongs to a stage of another class.
-      - The class itself does not define ``merged_with``. An inherited method does not count, because the subclass may
-        have another formula.
+      - The class of the stage does not itself define ``merged_with``. An inherited method does not count, because the
+        subclass may have another formula.
       - ``merged_with`` returns None.
     """
     place, cls = site.arrays["w"], type(site.stage)
@@ -308,14 +309,15 @@ def _merge_noise(site: Site, pending: PendingNoise) -> tuple[Site, Array] | None
 
 
 def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: Stages = ()) -> None:
-    """Raises an error if the tree after all steps still holds a marker, because another chain created the raw tree.
+    """Raises a ValueError if a tree still holds a marker such as ``"@weight_norm"`` after all steps of a plan.
 
-    Each step replaces the marker dicts of its own stage, so a marker remains only if no step has read it.
+    Each step replaces the marker dicts of its own stage with arrays. So if a marker remains, another chain created the
+    raw tree.
 
     Args:
-      who: The call, for the error.
+      who: The call that errors name.
       tree: The tree after all steps.
-      advice: The last part of the error, which tells the user what to do.
+      advice: The end of the error, which tells the user what to do.
       later: Stages that have not run yet, whose markers may remain in the tree.
     """
     for place in tree.arrays:
@@ -326,10 +328,10 @@ def require_no_markers(who: CallName, tree: Flat, advice: str = CONVERT, later: 
 
 
 def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: str) -> ValueError:
-    """Returns the error for a marker that no stage has read.
+    """Returns the error for a marker, such as ``"@weight_norm"``, that remains in a tree because no stage has read it.
 
-    If the chain has a stage of that kind, and the values cannot belong to it, that stage raises a more specific error
-    here. ``path`` is the path of the parameter, and ``mark`` is the marker, such as ``@weight_norm@2``.
+    ``path`` is the path of the parameter. If the chain has a stage of the marker's kind, but the raw values cannot
+    belong to it, this function raises the more specific error of that stage.
     """
     makers = [stage for stage in who.p if stage.kind == kind_of(mark)]
     if not makers:
@@ -337,6 +339,6 @@ def _left_marker_error(who: CallName, tree: Flat, path: str, mark: str, advice: 
     for stage in makers:
         stage._unwrapped._check_values_at(CallName(stage._unwrapped, who.method), tree, path)
     return ValueError(
-        f"{who} does not select {path!r}, where the raw tree holds {mark!r}: another chain or an older version of "
-        f"reparax made it. {advice}"
+        f"{who} does not select {path!r}, but the raw tree holds {mark!r} there: another chain or an older version of "
+        f"reparax made this raw tree. {advice}"
     )

@@ -1,15 +1,15 @@
 """Derives all random keys and draws all random arrays of the library.
 
 A draw is a random array, or the key from which a formula draws a random array. Five things determine a draw: the user's
-key, the path of the array, the kind of the stage, its number among the stages of that kind on the array, and whether
-``update`` draws. The number of arrays and the other stages do not affect a draw. The noise of small arrays of one type
-is drawn in one loop.
+key, the path of the array, the kind of the stage, its position among the stages of that kind on the array, and whether
+``update`` draws. The number of arrays and the other stages do not affect a draw. Noise for small arrays of the same
+shape and dtype is drawn in one loop.
 
-A random array has the sharding of the weight that it is combined with. The numbers agree with those of ``jax.random``
-for the same key. Words and uniform numbers are equal bit for bit. Normal numbers are more accurate (see ``threefry``),
-and may differ in the last bits between compilers. A batch of keys gives the same arrays as each key alone; a loop draws
-them, and its body is compiled once. In a jaxpr, normal numbers are the output of a call named :data:`DRAW`, by which
-:func:`local_reparametrization` finds them.
+A random array has the sharding of the weight that it is combined with. For the same key, the numbers agree with those
+of ``jax.random``. Random words and uniform numbers are equal bit for bit. Normal numbers are more accurate (see
+``threefry``), and may differ in the last bits between compilers. A batch of keys gives the same arrays as each key
+alone: a loop, whose body is compiled once, draws the arrays. In a jaxpr, normal numbers are the output of a call named
+:data:`DRAW`, by which :func:`local_reparametrization` finds them.
 """
 
 import functools
@@ -31,23 +31,23 @@ from reparax.numerics import threefry
 from reparax.numerics.arithmetic import inlined
 
 DRAW = "reparax_normal"
-"""The name of the calls whose outputs are independent standard normal numbers."""
+"""The name, in a jaxpr, of the calls that draw standard normal numbers."""
 
 
 def keys_of_arrays(key: jax.Array, kind: str, number: int, paths: Sequence[str]) -> jax.Array:
-    """Derives a batch of keys, one for each array path, for the ``number``-th stage of a kind.
+    """Returns a batch of keys, one for each array path, for the ``number``-th stage of a kind, such as ``"lora"``.
 
-    The key of an array does not depend on the paths of other arrays. The hashed texts, such as ``"var_noise@1"``, must
-    not change, because the same user key would then give other random numbers.
+    The key for an array does not depend on the paths of other arrays. If the hashed texts, such as ``"var_noise@1"``,
+    changed, the same user key would give other random numbers.
     """
     return _fold_texts(_fold_texts(key, [f"{kind}@{number}"])[0], paths)
 
 
 def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
-    """Derives a key for each pair of a stage's number and an array's path, in order; all None if ``key`` is None.
+    """Returns a list of keys, one for each pair of a stage's number and an array's path; all None if ``key`` is None.
 
-    ``keys_of_draws(key, "lora", [(1, "a/kernel"), (2, "a/kernel")])`` returns two keys, for two ``LoRA`` stages on one
-    array. Equal pairs get the same key.
+    ``keys_of_draws(key, "lora", [(1, "a/kernel"), (2, "a/kernel")])`` returns two keys, for the first and the second
+    ``LoRA`` stage on one array. Equal pairs get the same key.
     """
     if key is None:
         return [None] * len(draws)
@@ -62,17 +62,17 @@ def keys_of_draws(key: jax.Array | None, kind: str, draws: Sequence[tuple[int, s
 
 
 def is_one_key(key: Any) -> bool:
-    """Returns whether ``key`` is a typed scalar key, as from ``jax.random.key``; False for a legacy key or a batch."""
+    """Returns whether ``key`` is one typed PRNG key, as from ``jax.random.key``; False for a legacy key or a batch."""
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
-    """Returns ``key`` as a typed scalar key; a legacy key is converted. Raises an error for anything else.
+    """Returns ``key`` as a single typed PRNG key; a legacy key is converted. Raises an error for anything else.
 
     Args:
-      key: What the user passed.
-      who: The call, for errors.
-      in_batches: The code that a user with a batch of keys should write instead; the error shows it.
+      key: The value that the user passed as a key.
+      who: The call that errors name.
+      in_batches: Code for a user who passes a batch of keys, as a ``jax.vmap`` of the call; the error shows it.
     """
     typed_key = _as_typed(key)
     if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
@@ -85,9 +85,9 @@ def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
 
 
 def _as_typed(key: Any) -> Any:
-    """Converts a legacy key, or a batch of them, to typed keys; returns anything else unchanged.
+    """Converts a legacy PRNG key, or a batch of legacy keys, to typed keys; returns anything else unchanged.
 
-    A legacy key is an array of uint32. The size of its last axis is the number of words in a key: two for threefry.
+    A legacy key is a uint32 array whose last axis holds the words of the key: two words for threefry.
     """
     is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
     if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
@@ -96,26 +96,25 @@ def _as_typed(key: Any) -> Any:
 
 
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Splits a key into an array of keys of the given shape, which give independent random numbers."""
+    """Splits a PRNG key into an array of keys of the given shape. Their random numbers are independent."""
     return jax.random.split(key, shape)
 
 
 def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
-    """Splits a key into one key for each of the arrays that ``w`` stacks along the axes ``stacked``.
+    """Splits a PRNG key into one key for each of the arrays that ``w`` stacks along the axes ``stacked``.
 
-    For ``w`` of shape (8, 6, 4), stacked along axis 0, the result has 8 keys. If there are no such axes, or ``key`` is
+    For ``w`` of shape (8, 6, 4), stacked along axis 0, the result has 8 keys. If ``stacked`` is empty, or ``key`` is
     None, ``key`` itself is returned.
     """
     return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
 
 
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Derives the key for one use of a random array.
+    """Returns the PRNG key for one use of a random weight, so that each use in a network gets its own noise.
 
-    :func:`local_reparametrization` gives each use of a weight noise a key of its own. The key is derived from ``key``,
-    with which the array was drawn (the first of a batch of keys), and from the ``number`` of the use. The key also
-    differs between the shards along the mesh axes ``axes``, so this function must be called in a ``shard_map`` over
-    these axes.
+    :func:`local_reparametrization` needs such keys. The result is derived from ``key``, with which the weight was drawn
+    (or the first key, if it is a batch), and from ``number``, which counts the uses. The result also differs between
+    the shards along the mesh axes ``axes``, so this function must be called in a ``shard_map`` over these axes.
     """
     for word in (number, *map(jax.lax.axis_index, axes)):
         key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
@@ -123,22 +122,23 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
 
 def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Derives a batch of keys, one for each text. Each key depends only on ``key`` and on a 64-bit hash of the text.
+    """Returns a batch of keys, one for each text. Each key depends only on ``key`` and on a 64-bit hash of the text.
 
-    Each hash is folded in as two words of 32 bits, because ``jax.random.fold_in`` takes one such word.
+    Each hash is folded in as two 32-bit words, because ``jax.random.fold_in`` takes one such word.
     """
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    if isinstance(key, Tracer):  # If the words were arrays, they would be stored for the backward pass.
+    if isinstance(key, Tracer):  # If the hashed words were arrays, JAX would store them for the backward pass.
         return _fold_literals(key, tuple(map(tuple, words.tolist())))
     return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
 
 @functools.partial(inlined, static_argnums=1)
 def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Calls :func:`_fold_words` with words that are literals in the jaxpr. Calls with equal words share one trace.
+    """Returns a key for each pair of 32-bit words, like :func:`_fold_words`, but with the words as jaxpr literals.
 
-    A constant array would instead become an input of the jaxpr, and would be stored for the backward pass.
+    A constant array would instead become an input of the jaxpr, and JAX would store it for the backward pass. Calls
+    with equal words share one trace.
     """
     columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
     return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
@@ -146,45 +146,45 @@ def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Ar
 
 @inlined
 def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
-    """Derives a batch of keys, one for each pair of words: ``fold_in(fold_in(key, high), low)``.
+    """Returns a batch of keys, one for each pair of 32-bit words: ``fold_in(fold_in(key, high), low)``.
 
-    ``high`` and ``low`` are arrays of uint32 that hold the first and second words of the pairs.
+    ``high`` and ``low`` are uint32 arrays that hold the first and the second word of each pair.
     """
 
     def fold_pair(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
-        # Under vmap, a key of unsafe_rbg would depend on the other keys of the batch.
+        # Under vmap, a key of the implementation unsafe_rbg would depend on the other keys of the batch.
         return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
     return jax.vmap(fold_pair)(high, low)
 
 
 LOOPED = 2**14
-"""The largest size of an array whose noise is drawn in one loop with the noise of other arrays. On a CPU, an array
-drawn by itself adds a tenth of a second to compilation, but an array drawn in a loop uses only one core in every step.
-"""
+"""The largest number of entries in an array whose noise is drawn in one loop with that of other arrays. On a CPU, each
+array drawn outside of a loop adds a tenth of a second to compilation, but a loop uses only one core in every step."""
 
 
 def draw_at_sites(
     step: Any, acting: Sequence[int], arrays: Mapping[Names, Any], key: Array, *, is_traced: bool
 ) -> dict[int, Array]:
-    """Returns the key of each acting site of a step, by its index; if the step draws noise, returns the noise instead.
+    """Returns a PRNG key for each acting :class:`Site` of a step, by index; for a noise step, returns the noise itself.
 
-    Sites are grouped twice: sites with the same number (see :class:`Site`) get their keys in one batch, and within
-    these groups, the small arrays of one type are drawn in one loop. Grouping does not change the random numbers.
+    Sites are grouped twice: sites with the same ``draw_number`` (see :class:`Site`) get their keys in one batch, and
+    within these groups, the noise for small arrays of one type is drawn in one loop. Grouping does not change the
+    random numbers.
 
     Args:
-      step: A step of a plan, with ``draws`` true.
+      step: A :class:`Step` of a plan, with ``draws`` true: a random stage, and one site for each of its arrays.
       acting: The indices of the sites that draw.
-      arrays: The arrays that the step reads.
-      key: The key of the whole call.
-      is_traced: Whether the call is being traced. If not, each operation is compiled and run separately, which is slow
+      arrays: The arrays that the step reads, by key path.
+      key: The PRNG key that the user passed.
+      is_traced: Whether JAX is tracing the call. If not, each operation is compiled and run separately, which is slow
         for an operation with many results.
     """
     sites, groups_of_number = step.sites, dict[int, dict[Any, list[int]]]()
     for i in acting:
-        # Without a group key, a site is a group of its own, whose key is its index.
+        # A site without a group key forms a group by itself, under its own index.
         group = _group_key(sites[i], arrays) if step.draws_noise else None
         groups = groups_of_number.setdefault(sites[i].draw_number, {})
         groups.setdefault(i if group is None else group, []).append(i)
@@ -192,22 +192,21 @@ def draw_at_sites(
     for number in sorted(groups_of_number):
         groups = groups_of_number[number].values()
         batch = keys_of_arrays(key, step.stage.kind, number, [sites[i].draw_path for group in groups for i in group])
-        # The zip is not strict, because there is one more start than groups: `accumulate` also yields the total.
+        # The zip is not strict, because `accumulate` yields the start of each group, and then also the total.
         for start, group in zip(accumulate(map(len, groups), initial=0), groups, strict=False):
             keys, first = _slice_batch(batch, start, len(group), is_traced=is_traced), sites[group[0]]
             if step.draws_noise:
                 drawn = _draw_group(first.stage, arrays[first.arrays["w"]], keys, is_traced=is_traced)
                 draws |= zip(group, drawn, strict=True)
-            else:  # Without noise, each group is a single site.
+            else:  # If no noise is drawn here, each group is a single site.
                 draws[group[0]] = keys[0]
     return draws
 
 
 def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list[Array]:
-    """Draws one noise array for each key, in one loop. The arrays have the same type, and their stages are equal.
+    """Returns a list of noise arrays, one for each key of a batch, all of which ``stage`` draws in one loop.
 
-    ``array`` represents all of these arrays: only its type is read. ``keys`` is a batch, and each result has the shape
-    of a single array.
+    Each noise array is drawn for an array with the shape and dtype of ``array``. The entries of ``array`` are not read.
     """
     array = jnp.asarray(array)
     if len(keys) == 1:
@@ -219,23 +218,23 @@ def _draw_group(stage: Any, array: Any, keys: Array, *, is_traced: bool) -> list
 
 
 def _group_key(site: Any, arrays: Mapping[Names, Any]) -> Any:
-    """Returns a hashable key that is equal for arrays whose noise is drawn together; None for an array drawn by itself.
+    """Returns a hashable key, equal for arrays whose noise is drawn in one loop; None for an array drawn by itself.
 
-    Small arrays of equal type and sharding are drawn together if their stages share axes in the same way.
+    Noise for small arrays of equal type and sharding is drawn together if their stages have the same shared axes.
     """
     array = jnp.asarray(arrays[site.arrays["w"]])
     sharding = jax.typeof(array).sharding
     is_large = any(map(export.is_symbolic_dim, array.shape)) or array.size > LOOPED
-    # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
+    # On a mesh with Auto axes, arrays of equal type may be sharded differently, and only the compiler knows how.
     if is_large or AxisType.Auto in sharding.mesh.axis_types:
         return None
     return type(site.stage), site.stage.shared, array.shape, array.dtype, sharding
 
 
 def _slice_batch(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
-    """Returns ``batch[start : start + size]`` of a batch of keys or arrays.
+    """Returns ``batch[start : start + size]`` for a batch of keys or arrays.
 
-    If nothing is traced, ``start`` is passed as an argument of the operation, because each literal ``start`` would
+    Outside of a trace, ``start`` is passed as an argument of the operation, because each literal ``start`` would
     require another compilation.
     """
     if is_traced:
@@ -247,18 +246,18 @@ def _slice_batch(batch: Array, start: int, size: int, *, is_traced: bool) -> Arr
 
 
 def normal(key: Array, w: Array) -> Array:
-    """Draws standard normal numbers of the shape and dtype of ``w``; complex numbers also have variance 1."""
+    """Returns standard normal numbers in the shape and dtype of ``w``; complex numbers also have variance 1."""
     return reparax_normal(key, w.shape, w.dtype, _sharding_of_draw(w))
 
 
 def uniform(key: Array, w: Array, shared_axes: tuple[int, ...]) -> Array:
-    """Draws uniform numbers in [0, 1), multiples of 2^-23, in the shape of ``w`` with size 1 along ``shared_axes``."""
+    """Returns uniform float32 multiples of 2^-23 in [0, 1), in the shape of ``w``, but with size 1 along given axes."""
     shape = tuple(1 if axis in shared_axes else size for axis, size in enumerate(w.shape))
     return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared_axes))
 
 
 def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedSharding:
-    """Returns the sharding of ``w``, but without sharding along ``shared_axes``, where the random array has size 1."""
+    """Returns the sharding of ``w``, but unsharded along ``shared_axes``, where its random array has size 1."""
     sharding = jax.typeof(w).sharding
     spec = [None if axis in shared_axes else name for axis, name in enumerate(sharding.spec)]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -266,9 +265,9 @@ def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedShard
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Draws uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted.
+    """Returns uniform numbers in [0, 1): random mantissa bits give a number in [1, 2), from which 1 is subtracted.
 
-    A batch of keys gives a batch of arrays. ``dtype`` is a float of 32 or 64 bits.
+    A batch of keys gives a batch of arrays. ``dtype`` must be float32 or float64.
     """
     if key.ndim:
         return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
@@ -281,10 +280,9 @@ def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Name
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Draws words of 32 or 64 bits, equal to those of ``jax.random.bits``.
+    """Returns random unsigned integers of 32 or 64 bits, the same as those of ``jax.random.bits``.
 
-    If the module ``threefry`` supports the key and the shape, it computes the words, because XLA can fuse its
-    operations.
+    The module ``threefry`` computes them if it supports the key and the shape, because XLA can fuse its operations.
     """
     if threefry.is_supported(key, shape):
         return threefry.bits(key, shape, width, sharding)
@@ -292,10 +290,10 @@ def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedS
 
 
 def _prevent_fusion(x: Array) -> Array:
-    """Returns ``x``. If ``x`` is a vector, XLA cannot fuse its computation into the operations that read ``x``.
+    """Returns ``x``. If ``x`` is a vector, a barrier keeps XLA from fusing its computation into operations on ``x``.
 
-    A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the random numbers into this
-    repetition, and take minutes to compile it.
+    A bias is repeated for each row of data. On a CPU, XLA of JAX 0.11 and newer would fuse the random numbers of a bias
+    into this repetition, and take minutes to compile it.
     """
     axes = [n for n in x.shape if export.is_symbolic_dim(n) or n > 1]
     return jax.lax.optimization_barrier(x) if len(axes) < 2 else x
@@ -303,10 +301,10 @@ def _prevent_fusion(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Draws standard normal numbers; a batch of keys gives a batch of arrays.
+    """Returns standard normal numbers; a batch of keys gives a batch of arrays.
 
-    A jaxpr shows a call with this function's name, :data:`DRAW`, by which transforms find random arrays. The call must
-    therefore not be inlined or renamed.
+    Transforms find random arrays in a jaxpr by the name of this function, :data:`DRAW`. The function must therefore not
+    be inlined or renamed.
     """
     if key.ndim:
         return jax.lax.map(lambda one_key: reparax_normal(one_key, shape, dtype, sharding), key)

@@ -1,8 +1,8 @@
-"""The raw tree: plain data whose key paths describe its arrays, and the same tree as a flat dict.
+"""Converts raw trees to flat dicts and back, and reads the role of each raw value from its key path.
 
-A stage replaces each array by a marker dict that holds its raw values, ``{"@weight_norm": {"g": ..., "v": ...}}``.
-Fixed values are under ``"@fixed"``. For a chain, marker dicts are nested: the marker dicts of the first stage are
-inside the marker dicts of the last stage. So the key path of a raw value determines everything about the value: the
+``init`` of a stage replaces each array with a marker dict that holds the raw values of the array, as in
+``{"@weight_norm": {"g": ..., "v": ...}}``. Fixed values are under ``"@fixed"``. For a chain, marker dicts are nested:
+the marker dicts of the first stage are inside those of the last stage. So the key path of a raw value determines the
 parameter that it belongs to, whether it is main or auxiliary, free or fixed, and the path under which a stage can
 select it.
 
@@ -11,8 +11,8 @@ Terms of this module:
 - A *place* is a key path, a tuple of names: ``("dense", "kernel", "@weight_norm", "g")``. A *path* is the text by which
   users select an array: ``"dense/kernel"``.
 - A *marker* is a name such as ``"@weight_norm"``. Its *kind* is ``weight_norm``, the name of a class of stages.
-- A :class:`Flat` is a tree as a dict from places to arrays. A :class:`Frame` is the model's own tree around the arrays.
-  :func:`flatten` separates arrays and frame, and :func:`nest` puts them together again.
+- A :class:`Flat` is a tree as a dict from key paths to arrays. A :class:`Frame` is the model's own tree without its
+  arrays. :func:`flatten` separates the two, and :func:`nest` puts them together again.
 - A :class:`Leaf` describes one array of a ``Flat``, or a marker dict that replaces an array. A :class:`Node` holds the
   contents of such a marker dict.
 - A *box* is a flax object around an array, such as an nnx variable. A box may hold the names of the array's axes.
@@ -60,11 +60,11 @@ _ROLE_OF_OTHERS = Role(why="its axes follow none of the network's")
 
 
 STAGES: dict[str, Any] = {}
-"""Maps each kind to its stage class. If two classes have the same kind, the class that was defined later counts."""
+"""Maps each kind, such as ``"weight_norm"``, to its stage class. A class replaces an earlier one of the same kind."""
 
 
 def registered_kind(kind: str) -> Any:
-    """Returns the stage class of a kind, after importing its module if necessary, or None if it is not defined."""
+    """Returns the stage class of a kind such as ``"weight_norm"``, imported if necessary; None if there is no class."""
     if kind not in STAGES:
         import_stage(kind)
     return STAGES.get(kind)
@@ -78,16 +78,17 @@ class Leaf:
       place: The key path of the array in the raw tree.
       path: The path under which stages select the array. For a main value, it is the parameter's own path. For an
         auxiliary value, or a value that is declared as a part of the array, the value's name is appended.
-      draw_path: A path that no other array of the tree shares. Random numbers for the array depend on ``draw_path``.
+      draw_path: A path that no other array of the tree has. Random numbers for the array depend on ``draw_path``.
       main: Whether the array is a plain array, or a main value of each stage whose marker is in its key path.
       visible: Whether an earlier stage may select the array. Fixed values that are not main are hidden.
-      added: Whether an adapter adds this value to a base, and the base represents the array. Only an expression for its
-        place in the raw tree selects such a value.
-      decays: Whether smaller numbers here make the effective array smaller, as each stage whose marker is in the key
-        path declares.
-      content: The array, its type, or a :class:`Node`.
-      reading: For a marker dict that has been read, the array that its values represent; see ``core/leafwise.py``.
-      tree: The tree that contains the array, or None if only its place is known.
+      added: Whether an adapter adds this value to a base, and the base represents the array. Only an expression for the
+        whole key path, such as ``.*/@lora/a``, selects such a value.
+      decays: Whether smaller entries here give a smaller effective array. This is True if each stage whose marker is in
+        the key path declares it.
+      content: The array, its type, or a :class:`Node` with the contents of a marker dict.
+      reading: The :class:`Reading` of a marker dict, which holds the shape and dtype that its values imply for the
+        array, or None if they have not been inferred.
+      tree: The tree that contains the array, or None if only the key path is known.
     """
 
     place: Names
@@ -103,37 +104,37 @@ class Leaf:
 
     @property
     def array(self) -> Any:
-        """The array or its type, or for a marker dict that has been read, the type of the array that it represents."""
+        """The array or its type; for a marker dict, the type of the array that it represents, if already inferred."""
         return self.content if self.reading is None else self.reading.effective
 
     @cached_property
     def axes(self) -> KnownAxes:
-        """What is known about the axes from the layer, name and box of the parameter; without a tree, nothing."""
+        """The known axis roles and names of the array, inferred from the parameter; empty if the leaf has no tree."""
         return KnownAxes() if self.tree is None else self.tree.axes_at(self.place)
 
     @property
     def network_role(self) -> Role | None:
-        """The role of the array in a network whose program was analyzed, or None if the tree has no such roles.
+        """The role of each axis of the array in a traced network; None if no network was traced.
 
-        If the tree has roles, but no role for this array, the result is an empty role, whose ``why`` says so.
+        If the network has no roles for this array, the result is an empty role with the reason in ``why``.
         """
         roles = None if self.tree is None else self.tree.roles
         return None if roles is None else roles.get(self.place, _ROLE_OF_OTHERS)
 
     @property
     def is_state(self) -> bool:
-        """Whether the array is model state instead of a parameter."""
+        """Whether the array is model state, such as a running mean, instead of a parameter."""
         return self.tree is not None and self.tree.parameter_of(self.place) in self.tree.frame.state
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value in the marker dict by name, or an empty dict for an array."""
+        """Maps each value's name to its key path in the marker dict; empty for a plain array."""
         return self.content.values if isinstance(self.content, Node) else {}
 
     def node_of(self, kind: str) -> Names:
-        """Returns the key path of the marker dict, or for an array, of the dict that a stage of ``kind`` would add.
+        """Returns the key path of the marker dict that replaces the array, or of the one that ``kind`` would add.
 
-        For an array at ``("w",)`` and the kind ``scale``, the result is ``("w", "@scale")``.
+        For a plain array at ``("w",)`` and the kind ``"scale"``, the result is ``("w", "@scale")``.
         """
         if isinstance(self.content, Node):
             return (*self.place, self.content.mark)
@@ -141,33 +142,33 @@ class Leaf:
 
     @property
     def raw_path(self) -> str:
-        """The key path as text, with markers. Unlike ``path``, it distinguishes the main values of one array."""
+        """The key path as text, with markers such as ``"@lora"``. Unlike ``path``, it is unique to each raw value."""
         return path_text(self.place)
 
     @property
     def parameter(self) -> str:
-        """The path of the parameter that the array belongs to."""
+        """The path of the model parameter to which the raw value belongs, such as ``"dense/kernel"``."""
         return parameter_path(self.place)
 
     @property
     def fixed(self) -> bool:
-        """Whether the array is a fixed value, or a raw value of one, so that optimizers must leave it alone."""
+        """Whether optimizers must not change the array, because it is a fixed value or a raw value of a fixed value."""
         return FIXED in self.place
 
     @property
     def is_there(self) -> bool:
-        """Whether the content is an array, or a marker dict that replaces an array."""
+        """Whether the leaf holds an array, or a marker dict that replaces an array, and not, for example, None."""
         return is_array(self.content) or isinstance(self.content, Node)
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A marker dict in which no other marker is nested.
+    """The contents of a marker dict, which replaces an array in a raw tree, with no other marker nested in it.
 
     Attributes:
-      place: The key path of the array that it replaces.
-      mark: The marker.
-      below: Everything below this place, by key path and in the order of the tree. In a damaged tree, this may include
+      place: The key path of the array that the marker dict replaces.
+      mark: The marker, such as ``"@weight_norm"``.
+      below: Everything below ``place``, by key path and in the order of the tree. In a damaged tree, this may include
         entries that are not under the marker.
     """
 
@@ -177,18 +178,18 @@ class Node:
 
     @cached_property
     def inside(self) -> list[Names]:
-        """The key paths of everything under the marker, or the marker's own key path if the marker dict is empty."""
+        """The key paths of all leaves under the marker, or the marker's own key path if the marker dict is empty."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
     def values(self) -> dict[str, Names]:
-        """The key path of each value by name; empty for an empty marker dict, which is itself a leaf of the tree."""
+        """Maps each raw value's name to its key path; empty for an empty marker dict, which counts as a leaf."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
     def arrays(self, *, may_be_none: bool = False) -> dict[str, Any]:
-        """Returns the values by name: ``{"@scale": {"@fixed": {"n": n}, "x": x}}`` gives ``{"n": n, "x": x}``.
+        """Returns the raw values by name: ``{"@scale": {"@fixed": {"n": n}, "x": x}}`` gives ``{"n": n, "x": x}``.
 
-        The marker dict of an array without its own values, such as a tied array, is empty, and so is the result.
+        For an array without values of its own, such as a tied array, the marker dict is empty, and so is the result.
         With ``may_be_none``, None counts as an empty marker dict too, because some formats store an empty dict as None.
 
         Raises:
@@ -202,7 +203,7 @@ class Node:
                 return {}
 
         def is_value(place: Names) -> bool:
-            """Returns whether ``place`` has an array directly under the marker, or directly under its ``"@fixed"``."""
+            """Returns whether a key path leads to an array directly under the marker or under its ``"@fixed"``."""
             n_markers = 2 if FIXED in place[depth:] else 1
             return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.below[place])
 
@@ -212,12 +213,12 @@ class Node:
         return arrays
 
     def _describe_damage(self) -> str:
-        """Returns the error text for a damaged marker dict, which names a sibling of the marker or a wrong value."""
+        """Returns an error text that names a sibling of the marker, or else a wrong value, in a damaged marker dict."""
         nested = dict[Any, Any]()
         for place, x in self.below.items():
             _insert(nested, place[len(self.place) :], x)
         if others := [name for name in nested if name != self.mark]:
-            return f"found {others[0]!r} next to {self.mark!r}: {OTHER_CHAIN}"
+            return f"found {others[0]!r} beside {self.mark!r}, which must be alone: {OTHER_CHAIN}"
         return _describe_wrong_values(self.mark, nested[self.mark])
 
 
@@ -227,36 +228,36 @@ def is_mark(name: object) -> bool:
 
 
 def holds_markers(x: object) -> bool:
-    """Returns whether ``x`` is a dict in which any name begins with ``@``, and so a marker dict, possibly damaged."""
+    """Returns whether ``x`` is a marker dict, possibly a damaged one: a dict with a key that begins with ``@``."""
     return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
 def is_fixed_value(place: Names) -> bool:
-    """Returns whether the innermost stage in a key path declares the value there as fixed.
+    """Returns whether the innermost stage in a key path declares the raw value there as fixed.
 
-    If an earlier stage replaces a fixed value by raw values, the result is False for those raw values, although
-    optimizers must leave them alone too.
+    If an earlier stage has replaced a fixed value with raw values, the result is False for these raw values, although
+    optimizers must not change them either.
     """
     return place[-2:-1] == (FIXED,)
 
 
 def kind_of(mark: str) -> str:
-    """Returns the kind that a marker names: ``scale`` for ``@scale`` and for ``@scale@2``."""
+    """Returns the kind of stage that a marker names: ``"scale"`` for ``"@scale"`` and for ``"@scale@2"``."""
     return mark.split("@")[1]
 
 
 def parameter_place(place: Names) -> Names:
-    """Returns the names before the first marker: ``("a", "w", "@scale", "x") -> ("a", "w")``, the parameter's place."""
+    """Returns the key path of a raw value's parameter: ``("a", "w")`` for ``("a", "w", "@scale", "x")``."""
     return next((place[:i] for i, name in enumerate(place) if name.startswith("@")), place)
 
 
 def parameter_path(place: Names) -> str:
-    """Returns the path of the parameter as text: ``"a/w"`` for ``("a", "w", "@scale", "x")``."""
+    """Returns the path of a raw value's parameter as text: ``"a/w"`` for ``("a", "w", "@scale", "x")``."""
     return path_text(parameter_place(place))
 
 
 def next_number(place: Names, kind: str) -> int:
-    """Returns the number in the marker that another stage of ``kind`` would add at an array with this key path.
+    """Returns the number for the marker that another stage of a kind would add to a key path: 2 for ``"@scale@2"``.
 
     In a key path, markers of the same kind are numbered from 1, starting with the outermost marker.
     """
@@ -264,28 +265,29 @@ def next_number(place: Names, kind: str) -> int:
 
 
 def marker(kind: str, n: int) -> str:
-    """Returns the marker of the ``n``-th stage of a kind on an array: ``@kind``, ``@kind@2``."""
+    """Returns the marker of the ``n``-th stage of a kind on an array: ``"@scale"``, ``"@scale@2"``, ..."""
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
 def _class_of_marker(mark: str, place: Names) -> Any:
-    """Returns the stage class of a marker in ``place``, and raises an error if no stage of that kind is defined."""
+    """Returns the stage class of a marker in the key path ``place``; raises a ValueError if there is no such class."""
     if (stage_class := registered_kind(kind_of(mark))) is None:
         raise ValueError(
             f"The raw tree holds {mark!r} at {parameter_path(place)!r}, but no stage of that kind is defined. Import "
-            f"the module that defines it. If it is a parameter, rename it: names that begin with '@' are for stages."
+            f"the module that defines the stage. If {mark!r} is a name in your model, rename it, because names that "
+            f"begin with '@' are reserved for stages."
         )
     return stage_class
 
 
 class MarkedValue(NamedTuple):
-    """A raw value of one stage, as it appears in a key path under the marker of that stage.
+    """A raw value of one stage, whose name follows the marker of that stage in a key path.
 
     Attributes:
       node: The key path up to and including the marker.
-      name: The name of the value.
-      declared: What the stage declares about the value. ``declared.fixed`` says whether the value is under ``"@fixed"``
-        in the key path.
+      name: The name of the raw value.
+      declared: The declaration of the raw value in the stage class, but with ``fixed`` as in the key path, where fixed
+        values are under ``"@fixed"``.
       has_base: Whether a base counts as the main value of the array, instead of the values that an adapter adds to it.
     """
 
@@ -296,14 +298,14 @@ class MarkedValue(NamedTuple):
 
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
-    """Yields the raw value under each marker of a key path, from the outermost marker to the innermost.
+    """Yields a :class:`MarkedValue` for each marker of a key path, from the outermost marker to the innermost.
 
     For ``("w", "@weight_norm", "v", "@scale", "x")``, the values are named ``v`` and ``x``. For the key path of a plain
     array, nothing is yielded. With ``bases``, a base counts as the main value of its array, in place of the values that
     an adapter adds to the base.
 
     Raises:
-      ValueError: If no class of stages has the kind of a marker, or nothing is under the marker.
+      ValueError: If no stage class has the kind of a marker, or if nothing is under a marker.
     """
     for i, mark in enumerate(place):
         if not is_mark(mark):
@@ -321,27 +323,27 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
 
 
 def is_aligned(place: Names) -> bool:
-    """Returns whether the value at a place has the axes of its parameter, as each stage in the key path declares.
+    """Returns whether each stage in a key path declares that the value there has the axes of the parameter.
 
-    The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. The result is
-    False for the factors of the ``LoRA``.
+    The result is True for a plain array, for ``v`` of a ``WeightNorm`` and for the base of a ``LoRA``. It is False for
+    the factors of a ``LoRA``.
     """
     return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
 
 
 def _has_axes_of_array(declared: Value) -> bool:
-    """Returns whether a value has the axes of its array, because the value is the base or an aligned main value."""
+    """Returns whether a raw value is declared to have the axes of its array: as a base or as an aligned main value."""
     return declared.base or (declared.main and declared.aligned)
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
-    """Returns a :class:`Leaf` for each place of a raw (or plain) tree, in the same order and without content.
+    """Returns a :class:`Leaf` without content for each key path of a raw (or plain) tree, in the same order.
 
-    ``places`` must be all places of the tree, because paths depend on the number of main values of each array. With
-    ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
+    ``places`` must hold all key paths of the tree, because each ``draw_path`` depends on the array's other main values.
+    With ``bases``, the base of an adapter represents the array, and the values that the adapter adds to it do not.
 
     Raises:
-      ValueError: If two places have the same path, as keys 0 and "0" do.
+      ValueError: If two leaves have the same path, as with the keys 0 and "0" in one dict.
     """
     values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
     main_names = _names_of_main_values(itertools.chain(*values_of_place.values()))
@@ -355,12 +357,12 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
 
 def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Names, set[str]]) -> Leaf:
-    """Returns the leaf at a place, without content.
+    """Returns the :class:`Leaf` for a key path, without content, given the raw values named in this key path.
 
-    ``values`` comes from :func:`_marked_values`, and ``main_names`` comes from :func:`_names_of_main_values`. Below a
-    kernel ``w``, the path of ``v`` of a ``WeightNorm`` is ``w``, because ``v`` represents the array. The path of ``g``
-    is ``w/g``. If an array has several main values, such as two factors, all have the path ``w``, but different draw
-    paths.
+    ``values`` comes from :func:`_marked_values`, and ``main_names`` comes from :func:`_names_of_main_values`. For a
+    ``WeightNorm`` on a kernel ``w``, the path of ``v`` is ``w``, because ``v`` represents the array, and the path of
+    ``g`` is ``w/g``. If an array has several main values, such as two factors, they share the path ``w``, but have
+    different draw paths.
     """
     path = draw_path = parameter_path(place)
     for value in values:
@@ -383,7 +385,7 @@ def _leaf_at(place: Names, values: Sequence[MarkedValue], main_names: Mapping[Na
 def _names_of_main_values(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
     """Maps the key path of each marker dict to the names of its main values: ``{("w", "@weight_norm"): {"v"}}``.
 
-    ``values`` must contain the raw values in all key paths of a tree.
+    ``values`` must hold the results of :func:`_marked_values` for all key paths of a tree.
     """
     names = dict[Names, set[str]]()
     for value in values:
@@ -401,30 +403,30 @@ def same_path_error(path: str) -> ValueError:
 
 
 def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
-    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` for each of these leaves, and the treedef."""
+    """Returns the leaves of a raw (or plain) tree, a :class:`Leaf` that describes each of them, and the treedef."""
     paths, contents, treedef = flatten_with_names(tree)
     return contents, describe_places(paths), treedef
 
 
 def places_of(tree: PyTree) -> list[Names]:
-    """Returns the place of each leaf and each empty node; an empty node represents an array without its own values."""
+    """Returns the key path of each leaf, where an empty dict or tuple (an array without its own values) is a leaf."""
     return flatten_with_names(tree, is_empty)[0]
 
 
 def first_marker(places: Iterable[Names]) -> tuple[str, str] | None:
-    """Returns the path and the outermost marker of the first parameter with a marker dict: ``("a/w", "@scale")``.
+    """Returns the path and the outermost marker of the first parametrized parameter: ``("a/w", "@scale")``.
 
-    The result is None for a plain tree, so this function also tells raw trees from plain trees.
+    The result is None if no key path has a marker, so this function also distinguishes raw trees from plain trees.
     """
     marked = ((place, len(parameter_place(place))) for place in places)
     return next(((path_text(place[:n]), place[n]) for place, n in marked if n < len(place)), None)
 
 
 def require_no_raw(who: object, params: PyTree, advice: str) -> None:
-    """Raises an error if ``params`` is a raw tree; ``advice`` ends the error text and says what to do.
+    """Raises an error if ``params`` is a raw tree instead of the model's own parameters.
 
     Raises:
-      ValueError: If ``params`` is a raw tree.
+      ValueError: If ``params`` is a raw tree. The error begins with ``who``, the call, and ends with ``advice``.
     """
     if found := first_marker(places_of(params)):
         path, mark = found
@@ -435,7 +437,7 @@ def require_no_raw(who: object, params: PyTree, advice: str) -> None:
 
 
 def state_flags(tree: PyTree) -> list[bool]:
-    """Returns for each leaf of a tree, in order, whether it is model state, such as a running mean.
+    """Returns a list with a flag for each leaf of a tree: whether the leaf is model state, such as a running mean.
 
     Model state is recognized by linen's collections and by the types of nnx variables. See :func:`_are_state`.
     """
@@ -443,10 +445,9 @@ def state_flags(tree: PyTree) -> list[bool]:
 
 
 def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
-    """Returns for each leaf whether it is model state; the leaves of an nnx variable get the same answer.
+    """Returns a list with a flag for each leaf: whether it is model state. All leaves of an nnx variable are alike.
 
-    ``count`` takes a variable, or a leaf outside of variables, and returns its number of leaves. The result has one
-    flag for each of these leaves.
+    ``count`` takes an nnx variable, or a leaf outside of variables, and returns how many flags the result has for it.
     """
     paths, nodes, _ = flatten_with_names(tree, lambda x: is_flax_instance(x, "Variable"))
     pairs = zip(_are_state(paths, nodes), nodes, strict=True)
@@ -454,16 +455,16 @@ def _flags_of_leaves(tree: PyTree, count: Callable[[Any], int]) -> list[bool]:
 
 
 def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
-    """Returns for each place whether it holds model state, judged by nnx variables and by linen's collections.
+    """Returns for each key path whether it holds model state, judged by nnx variables and by linen's collections.
 
     The collections of linen are ``{"params": ..., "batch_stats": ..., ...}``. Everything in ``batch_stats`` is state,
-    wherever in the tree ``batch_stats`` is. Other names count as collections only if ``params`` is next to them. An
-    array directly next to ``params``, such as a temperature, is a parameter.
+    wherever in the tree ``batch_stats`` is. Other top-level names count as collections only if ``params`` is beside
+    them. An array directly beside ``params``, such as a temperature, is a parameter.
     """
     has_params = any(path[:1] == ("params",) for path in paths)
 
     def is_state(path: Names, box: Any) -> bool:
-        """Returns whether one place holds model state; ``box`` is the content there, which may be an nnx variable."""
+        """Returns whether one key path holds model state; ``box`` is the node there, such as an nnx variable."""
         # A variable of the class `rpx.nnx.Fixed` holds a raw value of a parameter, so it is not state.
         is_parameter = is_flax_instance(box, "Param") or getattr(type(box), "holds_parameter", False)
         if is_flax_instance(box, "Variable") and not is_parameter:
@@ -475,19 +476,19 @@ def _are_state(paths: Sequence[Names], boxes: Sequence[Any]) -> list[bool]:
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
-"""The places to remove, in the order of the tree, and the new arrays by place. The new arrays go where the first of the
-removed places was."""
+"""A replacement of arrays in a tree: the key paths to remove, in the order of the tree, and the new arrays by key path.
+The new arrays take the position of the first removed array."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The model's own tree without its arrays: the structure, the places of the parameters, and their boxes.
+    """The model's own tree without its arrays: the structure, the key paths of the parameters, and their flax boxes.
 
     Attributes:
-      treedef: The structure.
-      places: The place of each parameter, in the order of the tree.
-      boxes: The flax box around each parameter that has one; see ``core/boxes.py``.
-      first_places: If a model holds a parameter at several places, this maps each further place to the first place.
+      treedef: The structure, with a leaf for each parameter.
+      places: The key path of each parameter, in the order of the tree.
+      boxes: The flax box (such as an nnx variable) around each parameter that has one, by key path.
+      first_places: Maps each repeated occurrence of a shared parameter to the key path of its first occurrence.
     """
 
     treedef: Any
@@ -497,17 +498,17 @@ class Frame:
 
     @cached_property
     def parameters(self) -> frozenset[Names]:
-        """The places of the parameters as a set, for fast look-up."""
+        """The key paths of the parameters as a set, for fast look-up."""
         return frozenset(self.places)
 
     @cached_property
     def state(self) -> frozenset[Names]:
-        """The places that hold model state instead of a parameter."""
+        """The key paths that hold model state, such as running means, instead of parameters."""
         variables = {place: box for place, box in self.boxes.items() if is_flax_instance(box, "Variable")}
-        # Restore the model's own tree with its variables, because their types matter. Put 0 in place of all other
-        # arrays.
+        # Rebuild the model's tree with its nnx variables, whose types tell state from parameters. Put 0 in place of all
+        # other arrays.
         around = self.treedef.unflatten([variables.get(place, 0) for place in self.places])
-        # Each of the restored variables is at a single place, so it gets one flag. A variable that is part of the
+        # Each of the rebuilt variables has a single key path, so it gets one flag. A variable that is part of the
         # structure gets one flag for each of its leaves.
         ids = set(map(id, variables.values()))
         flags = _flags_of_leaves(around, lambda node: 1 if id(node) in ids else len(jax.tree.leaves(node)))
@@ -515,11 +516,10 @@ class Frame:
 
     @cached_property
     def axes(self) -> Mapping[Names, KnownAxes]:
-        """What is known about the axes of each parameter, from its module or else its name, and from its box.
+        """Known axis roles of each parameter, inferred from its module (or, failing that, its name) and from its box.
 
-        Only the class of a module matters, and the structure contains this class. If a model holds a parameter at
-        several places, the modules at all of these places must agree on its axes. Otherwise, the axes at the first
-        place are unknown.
+        Only the class of a module matters, and the tree structure contains this class. If several modules share a
+        parameter, they must agree on its axes. Otherwise, the axes are unknown at its first key path.
         """
         boxes = {i: self.boxes[place] for i, place in enumerate(self.places) if place in self.boxes}
         numbers = {place: i for i, place in enumerate(self.places)}
@@ -534,14 +534,14 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A raw tree, or a plain one, as a dict from places to arrays.
+    """A raw tree, or a plain one, as a dict from key paths to arrays.
 
     Attributes:
-      frame: The model's own tree around the arrays.
-      arrays: The array at each place, or its type. Leaves that are not arrays, and empty nodes, are kept as they are.
-      boxes: The flax box around each raw value that has one.
-      later: The later stages of the chain, while a stage looks for its sites in this tree.
-      roles: The role of each array in a network whose program was analyzed, or None if no program was analyzed.
+      frame: The model's own tree without its arrays: its structure and its flax boxes.
+      arrays: The array, or its type, at each key path. Other leaves and empty nodes are kept unchanged.
+      boxes: The flax box (such as an nnx variable) around each raw value that has one, by key path.
+      later: The later stages of the chain, while a stage selects arrays from this tree.
+      roles: The role of each array in a traced network, by key path, or None if no network was traced.
     """
 
     frame: Frame
@@ -551,31 +551,31 @@ class Flat:
     roles: Mapping[Names, Role] | None = None
 
     def parameter_of(self, place: Names) -> Names:
-        """Returns the place of the parameter to which ``place`` belongs: ``("a", "w", "@scale", "x") -> ("a", "w")``.
+        """Returns the key path of the parameter that ``place`` is in: ``("a", "w", "@scale", "x") -> ("a", "w")``.
 
         Raises:
-          KeyError: If ``place`` does not belong to any parameter.
+          KeyError: If the key path ``place`` does not belong to any parameter.
         """
-        for n in range(len(place), -1, -1):  # If the model is a single array, the place of the parameter is empty.
+        for n in range(len(place), -1, -1):  # If the model is a single array, its key path is empty.
             if place[:n] in self.frame.parameters:
                 return place[:n]
         raise KeyError(place)
 
     def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
-        """Returns the same tree with other arrays."""
+        """Returns a copy of the tree with other arrays, given by key path."""
         return replace(self, arrays=arrays)
 
     def types(self) -> "Flat":
-        """Returns the same tree with types in place of arrays, and without boxes of raw values."""
+        """Returns a copy of the tree with types in place of arrays, and without the boxes of raw values."""
         types = {place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()}
         return replace(self, arrays=types, boxes={})
 
     def before(self, later: Sequence[Any]) -> "Flat":
-        """Returns the same tree for a stage that comes before the stages ``later`` in the chain."""
+        """Returns a copy of the tree for a stage that precedes the stages ``later`` in its chain."""
         return replace(self, later=later)
 
     def axes_at(self, place: Names) -> KnownAxes:
-        """Derives what is known about the axes of the array at a place from the axes of its parameter.
+        """Returns the known axis roles of the array at a key path, derived from those of its parameter.
 
         An aligned value has the axes of the parameter. A factor with the axes ``("rows", "rank")``, such as ``u`` of a
         ``LowRank``, has the inputs of the parameter, and the rank as its output. For other values, the axes are
@@ -588,17 +588,17 @@ class Flat:
             mark, declared = value.node[-1], value.declared.axes
             # One of the later stages of this kind created the marker dict.
             makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
-            # If the user gave `rows` or `columns`, the rows need not be the inputs.
+            # If the user gave `rows` or `columns`, the rows need not be the input axes.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
-            fields = vars(makers[0]) if len(makers) == 1 else {}  # The field ``rank``, for example, is an axis size.
+            fields = vars(makers[0]) if len(makers) == 1 else {}  # The field `rank`, for example, is an axis size.
             axes = axes.of_factor(declared, {axis: n for axis, n in fields.items() if isinstance(n, int)})
         return axes
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
-        """Returns a :class:`Leaf` with content for each array, without empty marker dicts.
+        """Returns a :class:`Leaf` with content for each leaf of the tree; empty marker dicts are left out.
 
-        ``bases`` has the same meaning as in :func:`describe_places`.
+        With ``bases``, the base of an adapter represents the array; see :func:`describe_places`.
         """
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
@@ -607,9 +607,10 @@ class Flat:
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:
-        """Returns the marker dicts of a kind in which no other marker is nested, by the place of the array.
+        """Returns the innermost marker dicts of a kind, such as ``"lora"``, by the key path of the replaced array.
 
-        ``apply`` of a stage replaces these marker dicts first. Only then can the marker dicts around them be replaced.
+        Innermost marker dicts have no other marker nested in them. ``apply`` computes their arrays first, and then
+        those of the marker dicts around them.
         """
         marks = {place[:-1]: place[-1] for place in self._places_of_innermost_markers() if kind_of(place[-1]) == kind}
         nodes = {place: Node(place, mark, below={}) for place, mark in marks.items()}
@@ -620,17 +621,20 @@ class Flat:
         return nodes
 
     def own_nodes(self, who: object, kind: str) -> dict[Names, Node]:
-        """Returns the result of :meth:`nodes` for a stage of this kind, and raises an error if it is empty.
+        """Returns the innermost marker dicts of a stage's kind, like :meth:`nodes`, but requires at least one.
 
         Raises:
-          ValueError: If the tree has no such marker dicts. The error begins with ``who``, the stage and its method.
+          ValueError: If the tree has no such marker dict. The error begins with ``who``, the stage and its method.
         """
         if nodes := self.nodes(kind):
             return nodes
         if found := first_marker(self.arrays):
             path, mark = found
             if kind_of(mark) == kind:  # The marker has the right kind, but other markers are nested in it.
-                raise ValueError(f"{who} does not know the values under {mark!r} at {path!r}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"{who} found raw values of another stage under {mark!r} at {path!r}, instead of arrays: "
+                    f"{OTHER_CHAIN}"
+                )
             raise ValueError(
                 f"{who} found no {marker(kind, 1)!r} in a raw tree that holds {mark!r} at {path!r}: {OTHER_CHAIN}"
             )
@@ -640,25 +644,25 @@ class Flat:
         )
 
     def _places_of_innermost_markers(self) -> list[Names]:
-        """Returns the key path up to each marker in which no other marker is nested, such as ``("w", "@scale")``."""
+        """Returns the key path of each marker dict in which no other marker is nested, such as ``("w", "@scale")``."""
         innermost = dict[Names, None]()  # The keys are in the order of the tree.
         outer = set[Names]()
         for place in self.arrays:
             markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
             innermost |= dict.fromkeys(markers[-1:])
             outer.update(markers[:-1])
-        # If one value is plain and another is replaced, a marker is the last in one key path, but not in the other.
+        # If only one of two values is replaced, their common marker is the last in one key path, but not in the other.
         return [place for place in innermost if place not in outer]
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
-        """Returns the tree where each of these marker dicts is one leaf, a :class:`Node` at the place of the array."""
+        """Returns a copy of the tree in which each of these marker dicts is a single leaf, at its array's key path."""
         return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
-        """Returns the tree with some arrays replaced by others, and all other arrays in the same order as before.
+        """Returns a copy of the tree with some arrays replaced, and all other arrays in the same order as before.
 
         ``[([("w", "@scale", "x")], {("w",): array})]`` puts the array ``w`` in place of its raw value. Each swap must
-        remove at least one place, because the new arrays go where the first removed place was. ``self`` is not changed.
+        remove at least one array, because the new arrays take the position of the first removed one.
         """
         if not swaps:
             return self
@@ -674,25 +678,25 @@ class Flat:
 
 
 def flatten(tree: PyTree) -> Flat:
-    """Separates the arrays of a raw (or plain) tree from its structure and its boxes. Inverse: :func:`nest`.
+    """Separates the arrays of a raw (or plain) tree from its structure and its flax boxes. Inverse: :func:`nest`.
 
-    ``{"w": {"@scale": {"x": x}}, "b": b}`` has the places ``("b",)`` and ``("w", "@scale", "x")`` in ``arrays``, and a
-    frame with the parameters ``b`` and ``w``. A box may be around a marker dict, or around a single value inside the
-    marker dict.
+    For ``{"w": {"@scale": {"x": x}}, "b": b}``, the result has the key paths ``("b",)`` and ``("w", "@scale", "x")`` in
+    ``arrays``, and a frame with the parameters ``b`` and ``w``. A box may be around a marker dict, or around a single
+    value inside the marker dict.
 
     Raises:
-      ValueError: If two leaves have the same place, or one box is at two places.
+      ValueError: If two leaves have the same key path, or if an nnx variable occurs twice.
     """
     paths, nodes, treedef = flatten_with_names(tree, lambda x: is_box_of_one(x) or holds_markers(x))
     arrays, boxes, boxes_of_values = dict[Names, Any](), dict[Names, Any](), dict[Names, Any]()
-    # If a model holds a parameter at several places, each place but the first holds an `Elsewhere`.
+    # If a model holds a parameter several times, each occurrence but the first is an `Elsewhere`.
     first_places = {path: node.place for path, node in zip(paths, nodes, strict=True) if isinstance(node, Elsewhere)}
     for path, node in zip(paths, nodes, strict=True):
         content = node
         if is_box(node):
             boxes[path], content = node, value_in(node)
-        # The entries of a marker dict are all its contents, with their key paths inside it. An array of the model is a
-        # single entry with an empty key path.
+        # The entries of a marker dict are its leaves, with key paths relative to it. A plain array is a single entry
+        # with an empty key path.
         entries = items(content, lambda x: is_end(x) or is_box(x)) if holds_markers(content) else [((), content)]
         for below, x in entries:
             place = (*path, *below)
@@ -708,7 +712,7 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, Any]:
-    """Creates a box for each parameter whose raw values have boxes; parameters that get no box are left out."""
+    """Returns a dict from key path to flax box for parameters whose boxes can be rebuilt from those of raw values."""
     boxes_by_parameter = dict[Names, list[Any]]()
     for place, box in boxes_of_values.items():
         boxes_by_parameter.setdefault(parameter_place(place), []).append(box)
@@ -717,12 +721,12 @@ def _boxes_of_parameters(boxes_of_values: Mapping[Names, Any]) -> dict[Names, An
 
 
 def nest(tree: Flat) -> PyTree:
-    """Restores the model's own structure and the boxes. Inverse: :func:`flatten`.
+    """Returns a tree in the model's own structure, with its flax boxes. Inverse: :func:`flatten`.
 
-    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because that box
-    was created from the boxes of the raw values.
+    A raw value keeps its own box if it has one. In that case, the box of the parameter is left out, because it was
+    created from the boxes of the raw values.
     """
-    nested: dict[Any, Any] = {}  # The outer keys are the whole places of parameters, the inner keys single names.
+    nested: dict[Any, Any] = {}  # The outer keys are whole key paths of parameters, and the inner keys single names.
     for place, x in tree.arrays.items():
         parameter = tree.parameter_of(place)
         box = tree.boxes.get(place)
@@ -736,7 +740,7 @@ def nest(tree: Flat) -> PyTree:
 
 
 def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Stores ``x`` in ``nested`` under a sequence of keys, and adds missing dicts in between.
+    """Stores ``x`` in a nested dict under a sequence of keys, and adds missing dicts in between.
 
     For the keys ``["a", "b"]``, an empty ``nested`` becomes ``{"a": {"b": x}}``.
     """
@@ -746,13 +750,13 @@ def _insert(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
 
 
 def _describe_wrong_values(mark: str, content: Any) -> str:
-    """Returns the error text for the first fault in the ``content`` of a marker that is not a dict of arrays."""
+    """Returns an error text for the first fault in ``content``, which is under a marker, but not a dict of arrays."""
     fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
     for name, values in ((mark, content), (FIXED, fixed_values)):
         if not isinstance(values, Mapping):
             return f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}"
     if FIXED in content and not fixed_values:
-        return f"found no values under {FIXED!r}. Restore the whole raw tree."
+        return f"expected arrays under {FIXED!r}, got none. Pass the whole raw tree, including its fixed values."
     all_values = {**content, **fixed_values}
     name, x = next((name, x) for name, x in all_values.items() if not is_array(x) and name != FIXED)
     found = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
@@ -760,12 +764,12 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
 
 
 def _explain_other(value: Any) -> str:
-    """Returns the end of an error text that says where a value that is not an array may come from, and what to do."""
+    """Returns the end of an error about a value that is not an array: where it may come from, and what to do."""
     if value is None:
-        return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
+        return "the tree is one half of `rpx.partition(raw)`. Join both halves with `rpx.combine` first."
     if isinstance(value, Mapping) and set(value) == {"value"}:
         return (
-            "this is an nnx state that was restored without its structure. Restore it with a template, or save "
+            "the tree is an nnx state that was restored without its structure. Restore it with a template, or save "
             "`nnx.to_pure_dict(raw)`."
         )
     return OTHER_CHAIN

@@ -1,4 +1,4 @@
-"""Helpers for the text of reports, such as ``summary``: equal lines are shown as one, and sizes have units.
+"""Formats the text of reports such as ``summary``: joins lines for similar paths, and writes sizes with units.
 
 This module does not depend on the rest of the package. It is in ``core`` because three other folders use it.
 """
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a report: a path, or similar paths joined as in ``layers/0..11/kernel``, and its value.
+    """One line of a report: a path, or several paths joined as in ``layers/0..11/kernel``, and their common value.
 
     Attributes:
-      parts: The path, split into text and numbers in turn: ``("layers/", "0..11", "/kernel")``.
-      value: What the report says about the path.
-      count: How often this path and value occur.
-      members: The paths that the line shows.
+      parts: The path, split into alternating text and numbers: ``("layers/", "0..11", "/kernel")``.
+      value: What the report shows for the path.
+      count: How often each pair of path and value occurs.
+      members: The paths that are joined in the line.
     """
 
     parts: tuple[str, ...]
@@ -34,7 +34,7 @@ class Line:
 
     @property
     def path(self) -> str:
-        """The path as text."""
+        """The path as text, such as ``layers/0..11/kernel``."""
         return "".join(self.parts)
 
     @property
@@ -44,14 +44,15 @@ class Line:
 
 
 def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Returns a line for each different pair of path and value, in the order of ``items``."""
+    """Returns a :class:`Line` for each distinct pair of path and value, in the order of their first occurrence."""
     return [Line((path,), value, n, (path,)) for (path, value), n in Counter(items).items()]
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Counts lines like :func:`count_lines`, but joins consecutive numbers with equal values: ``layers/0..3/kernel``.
+    """Returns report lines in which paths with consecutive numbers and equal values are joined: ``layers/0..3/kernel``.
 
-    Numbers are joined from left to right, one position in the path after the other.
+    ``items`` holds pairs of path and value. Numbers are joined from left to right, one position in the path after the
+    other.
     """
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
     # `re.split` puts the numbers at odd indices.
@@ -61,13 +62,13 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
-    """Joins lines that differ only in consecutive numbers at part ``i``.
+    """Joins report lines whose paths differ only in consecutive numbers at part ``i``.
 
     A joined line takes the position of its first line. With ``i`` = 1, the paths ``a/0/w``, ``b``, ``a/1/w`` and
     ``a/3/w`` become ``a/0..1/w``, ``b`` and ``a/3/w``.
     """
-    # Group the lines by everything that must be equal, with their numbers and rows. A line without a number is a group
-    # of its own.
+    # Group the lines by everything that must be equal. Each group lists the number and the row of its lines. A line
+    # without a number forms a group by itself.
     numbers_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
         has_number = len(line.parts) > i
@@ -83,9 +84,9 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:
-    """Joins lines that have consecutive numbers at part ``i`` into one: ``layers/0..11``. A single line is unchanged.
+    """Joins report lines with consecutive numbers at part ``i`` into one line, such as ``layers/0..11``.
 
-    All lines have the same value, and the same parts except for part ``i``.
+    All lines must have the same value, and the same parts except for part ``i``. A single line is returned unchanged.
     """
     first, last = lines[0], lines[-1]
     if len(lines) == 1:
@@ -96,13 +97,13 @@ def _join_run(i: int, lines: list[Line]) -> Line:
 
 
 def size_in_bytes(x: Any) -> int:
-    """Returns the size in bytes of an array with the shape and dtype of ``x``, which may be an array type."""
+    """Returns the size of an array in bytes. ``x`` is the array or its type, with a shape and a dtype."""
     return math.prod(x.shape) * _size_of_one(x.dtype)
 
 
 @functools.cache
 def _size_of_one(dtype: Any) -> int:
-    """Returns the size in bytes of one entry of this dtype; for a PRNG key, the size of its words."""
+    """Returns the size in bytes of one array entry of this dtype; for a PRNG key, the total size of its words."""
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype.itemsize
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))

@@ -1,4 +1,4 @@
-"""The classes and functions that you need to write a stage of your own.
+"""Collects the classes and functions that you need to write a stage of your own.
 
 A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array; from ``Constraint``, whose
 effective arrays lie in a given set; or from ``Joint``, which acts on several arrays at once. A random stage is a
@@ -6,7 +6,7 @@ effective arrays lie in a given set; or from ``Joint``, which acts on several ar
 cannot be random. A stage declares its raw values with ``main``, ``aux`` and ``fixed``, and its arguments with
 ``field``, ``number_field`` and ``axes_field``.
 
-``Where``, ``Axes`` and ``Number`` are types for annotating arguments.
+Use the types ``Where``, ``Axes`` and ``Number`` to annotate the arguments of a stage.
 """
 
 from reparax.core.axes import Axes as Axes

@@ -1,8 +1,8 @@
-"""Keeps an array that a formula returns unchanged as the same Python object, where JAX would copy it.
+"""Keeps an array that a function returns unchanged as the same Python object, where JAX would copy it.
 
-A transform such as ``jax.jit`` returns a new array even for ``lambda w: w``. So the formula is called inside the
-transform by :func:`mark_same`, which replaces each returned argument by a mark; outside, :func:`restore_same` replaces
-the marks by the arguments. :func:`recompute` uses both to run ``apply`` in a ``jax.checkpoint``.
+A transform such as ``jax.jit`` returns a new array even for ``lambda w: w``. So :func:`mark_same` calls the function
+inside the transform, and replaces each returned argument with a mark. Outside the transform, :func:`restore_same`
+replaces the marks with the arguments. :func:`recompute` uses both to run ``apply`` in a ``jax.checkpoint``.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from reparax.core.paths import PyTree, is_traceable
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Known:
-    """A static leaf in the results of a transform: it marks a result that is an argument, or holds the treedef.
+    """A static value that a function returns through a JAX transform: a mark for an argument, or a treedef.
 
     Attributes:
-      content: The index of the argument among the leaves of all arguments; or the treedef of the results.
+      content: The index of the argument among the leaves of all arguments; or the treedef of the function's result.
     """
 
     content: Any
 
 
 def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
-    """Calls the formula, and returns the treedef and the leaves of its result; leaves that are arguments become marks.
+    """Calls ``formula(*args)``, and returns its treedef and leaves in a list, with marks for leaves that are arguments.
 
     For ``formula = lambda w, x: {"a": w, "b": w + x}``, the result is ``[Known(treedef), Known(0), w + x]``. It is a
     list, because some containers of other libraries cannot hold a mark.
@@ -41,8 +41,8 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
 def restore_same(results: list[Any], *args: Any) -> Any:
     """Rebuilds the tree whose treedef and leaves :func:`mark_same` returned, with the arguments in place of the marks.
 
-    ``args`` must have the same structure as the arguments of :func:`mark_same`, since a mark is an index into their
-    leaves.
+    ``args`` must have the same structure as the arguments of :func:`mark_same`, because each mark is an index into
+    their leaves.
     """
     arguments = jax.tree.leaves(args)
     structure, *leaves = results
@@ -50,7 +50,7 @@ def restore_same(results: list[Any], *args: Any) -> Any:
 
 
 class _Mark:
-    """A policy for ``jax.checkpoint`` that stores nothing, and that distinguishes our checkpoints from others."""
+    """A policy for ``jax.checkpoint`` that stores no results; its class distinguishes our checkpoints from others."""
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         """Returns False, so that no result of an operation is stored for the backward pass."""
@@ -61,21 +61,21 @@ class _Mark:
 
 
 MARK = _Mark()
-"""The only instance. JAX caches the split of a jaxpr by its policy, so a second instance would compile it again."""
+"""The only instance of the policy. JAX caches the split of a jaxpr by its policy, so a second would recompile it."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """Returns ``fun(tree, key)``, and recomputes ``fun`` in the backward pass.
+    """Returns ``fun(tree, key)``, and recomputes its intermediate results in the backward pass.
 
-    The backward pass stores only ``tree``, ``key`` and the result. Leaves that are not arrays, and leaves that ``fun``
-    returns unchanged, are returned as the same objects. An error raised by ``fun`` reaches the caller unchanged.
+    For the backward pass, only ``tree``, ``key`` and the result are stored. Leaves that are not arrays, and leaves that
+    ``fun`` returns unchanged, are returned as the same objects. An error in ``fun`` reaches the caller unchanged.
     """
     leaves, treedef = jax.tree.flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]  # The positions of the arrays.
     errors = list[Exception]()
 
     def of_arrays(arrays: list[Any], key: Array | None) -> Any:
-        """Calls ``fun`` on the given arrays; returns its result with marks, or None if ``fun`` raises an error."""
+        """Calls ``fun`` with the given arrays; returns its result with marks, or None if ``fun`` raises an error."""
         # Collect all leaves by index, in order, with the traced arrays in place of the given ones.
         inputs = {**dict(enumerate(leaves)), **dict(zip(indices, arrays, strict=True))}
         try:

@@ -1,12 +1,12 @@
-"""Selection of the arrays that a stage acts on.
+"""Selects the arrays that a stage acts on.
 
 The argument ``where`` of a stage is a regular expression for whole paths, a predicate ``(path, array) -> bool``, or the
-result of :func:`all_but` or :func:`selected`; None means the stage's own default. An expression with ``@`` in it is for
-places instead of paths, that is, for paths in the raw tree with its markers. The arrays are described by leaves
-(``raw.py``), one for each array or marker dict of a tree.
+result of :func:`all_but` or :func:`selected`; None means the stage's own default. An expression with ``@`` in it must
+match the whole key path in the raw tree instead, which contains markers such as ``@weight_norm``. A :class:`Leaf`
+(``raw.py``) describes each array or marker dict of a tree.
 
 In ``LoRA(4) >> WeightNorm()``, for example, LoRA selects the main value ``v`` under the path of its array,
-``dense/kernel``, and the auxiliary value ``g`` only if ``where`` matches ``dense/kernel/g``. The place of ``v`` is
+``dense/kernel``, and the auxiliary value ``g`` only if ``where`` matches ``dense/kernel/g``. The key path of ``v`` is
 ``dense/kernel/@weight_norm/v``.
 """
 
@@ -33,15 +33,15 @@ from reparax.core.roles import LOOKUP
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
-"""The usual names of arrays with one number for each feature. :func:`is_bias_or_scale` also accepts these names with a
-number at the end, as in ``b1``, names that contain the word ``bias``, as in ``bias_n``, and names that begin with
-``ln_``."""
+"""The usual names of biases and scales, which have one entry for each feature. :func:`is_bias_or_scale` also accepts
+these names with a number at the end, as in ``b1``, names that contain the word ``bias``, as in ``bias_n``, and names
+that begin with ``ln_``."""
 
 
 @register_static
 @dataclass(frozen=True, repr=False)
 class Selected:
-    """The predicate that :func:`selected` returns, which is true at the given paths and below them.
+    """The predicate that :func:`selected` returns. It is true for the given paths and for all paths below them.
 
     Attributes:
       paths: The paths of arrays, or of nodes that hold arrays; the empty path is the whole tree.
@@ -50,7 +50,7 @@ class Selected:
     paths: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Requires a tuple of strings, because JSON may give anything else."""
+        """Raises a TypeError unless ``paths`` is a tuple of strings, because JSON may hold anything else."""
         paths: Any = self.paths
         if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
             raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.stage.selected`.")
@@ -59,7 +59,7 @@ class Selected:
         return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
-        """Returns whether ``path`` is one of the paths or below one of them. ``array`` is ignored."""
+        """Returns whether ``path`` is one of the selected paths or below one of them; ``array`` is ignored."""
         return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
@@ -69,16 +69,16 @@ register_class(Selected)
 @register_static
 @dataclass(frozen=True, repr=False)
 class AllBut:
-    """The selection that :func:`all_but` returns: the default of a stage, except for some paths.
+    """The selection that :func:`all_but` returns: the default selection of a stage, except for some paths.
 
     Attributes:
-      patterns: Regular expressions for the whole paths that are left out.
+      patterns: Regular expressions; arrays whose whole path matches one of them are left out.
     """
 
     patterns: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Requires at least one regular expression, and only valid ones."""
+        """Raises an error unless ``patterns`` is a tuple of one or more valid regular expressions."""
         patterns: Any = self.patterns
         if not isinstance(patterns, tuple):
             raise TypeError(f"AllBut takes a tuple of expressions, but got {patterns!r}. Make it with `rpx.all_but`.")
@@ -95,7 +95,7 @@ class AllBut:
         return f"all_but({', '.join(map(repr, self.patterns))})"
 
     def excludes(self, path: str) -> bool:
-        """Returns whether any of the expressions matches the whole path."""
+        """Returns whether any of the regular expressions matches the whole ``path``."""
         return any(re.fullmatch(pattern, path) for pattern in self.patterns)
 
 
@@ -103,15 +103,15 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """Returns a selection for ``where``: the default of the stage, without the paths that match an expression.
+    """Returns a selection for ``where``: the default selection of the stage, without the paths that match a pattern.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
 
     Raises:
-      TypeError: If there is no pattern, or one is not a string.
-      ValueError: If a pattern is not a regular expression. The methods of the stage raise it if a pattern matches no
-        path.
+      TypeError: If there is no pattern, or if a pattern is not a string.
+      ValueError: If a pattern is not a valid regular expression. If a pattern matches no path of the tree, the methods
+        of the stage raise a ValueError.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -126,18 +126,18 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree, model: PyTree = None) -> Selected:
-    """Makes a selection for ``where`` from a tree of booleans, such as an optax mask, or from parts of a model.
+    """Returns a selection for ``where``, given a tree of booleans, such as an optax mask, or parts of a model.
 
     Args:
       mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path with the value
-        True must exist in the tree of parameters. If ``model`` is given, ``mask`` is instead a function that returns
-        one part of the model, or a list of parts.
-      model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
+        True must exist in the tree of parameters. If ``model`` is given, ``mask`` is instead a function that takes the
+        model and returns one part of it, or a list of parts.
+      model: The model's parameters, or their shapes and dtypes. The selection stores only the paths of the parts.
 
     Raises:
       TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of the
         model.
-      ValueError: If the parts hold no array.
+      ValueError: If the parts of the model hold no array.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -166,10 +166,10 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """A stand-in for a leaf of a model, which shows whether a function of the model returns that leaf.
+    """A placeholder for a leaf of a model, which shows whether a function of the model returns that leaf.
 
     Attributes:
-      path: The path of the leaf.
+      path: The path of the leaf, such as ``"layers/0/weight"``.
       is_array: Whether the leaf is an array, and not, for example, an activation function.
     """
 
@@ -178,34 +178,43 @@ class _Placeholder:
 
 
 def _select_parts(choose: Any, model: PyTree) -> Selected:
-    """Returns the selection of the arrays in the parts of ``model`` that ``choose`` returns.
+    """Returns a selection of all arrays in those parts of ``model`` that the function ``choose`` returns.
 
     ``choose`` is called with a copy of the model that has a :class:`_Placeholder` for each leaf, so its result reveals
     the paths of the parts.
     """
     paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
-        raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
+        raise TypeError(
+            f"selected with a model takes a function of that model, but got {describe(choose)}. Pass a function, as in "
+            f"`rpx.stage.selected(lambda m: m.layers[0].weight, model)`, or leave out the model."
+        )
     placeholders = [_Placeholder(path_text(path), is_array(x)) for path, x in zip(paths, leaves, strict=True)]
     parts = jax.tree.leaves(choose(treedef.unflatten(placeholders)))
     for part in parts:
         if not isinstance(part, _Placeholder):
-            raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
+            raise TypeError(
+                f"selected takes a function that returns parts of the model, but the function returned "
+                f"{describe(part)}. Return parts without changing them, as in `lambda m: m.layers[0].weight`."
+            )
     if not any(part.is_array for part in parts):
-        raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
+        raise ValueError(
+            "selected takes a function that returns parts of the model, but the parts that it returned hold no array. "
+            "Return arrays or nodes with arrays, as in `lambda m: m.layers[0].weight`."
+        )
     return Selected(tuple(dict.fromkeys(part.path for part in parts if part.is_array)))
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:
-    """Returns the three paths most similar to a misspelled one, as text for an error."""
+    """Returns the three paths that are most similar to a misspelled ``path``, as text for an error."""
     return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """Returns the matches of a regular expression with whole paths, one match for each distinct path.
+    """Returns the matches of a regular expression with whole paths, one match for each distinct path that matches.
 
-    A pattern that equals a path matches only this path, even if it has special characters, as ``a.b`` has. The list is
-    empty if nothing matches, or if the pattern is not a regular expression.
+    A pattern that equals one of the paths matches only this path, even if it has special characters, as in ``a.b``. The
+    list is empty if no path matches, or if the pattern is not a valid regular expression.
     """
     unique = list(dict.fromkeys(paths))
     try:
@@ -216,12 +225,12 @@ def match_paths(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
-    """Returns ``where``. Raises an error if it is not a valid selection.
+    """Returns ``where`` unchanged. Raises a TypeError or a ValueError if it is not a valid selection of arrays.
 
     Args:
-      where: What the user passed.
-      owner: The class or function that takes it, for errors.
-      name: The name of its argument, for errors.
+      where: The value that the user passed as a selection.
+      owner: The class or function that takes the selection; errors name it.
+      name: The name of the argument; errors name it.
     """
     # A class or a stage may be callable, but neither is a predicate.
     is_class_or_stage = isinstance(where, type) or hasattr(where, "_parts")
@@ -236,13 +245,13 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
     elif callable(where) and not can_take(where, 2, if_unknown=True):
         raise TypeError(
             f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
-            f"and the array: `{name}=lambda path, array: array.ndim > 1`."
+            f"and the array. Write, for example, `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
 
 
 def _require_expression(pattern: str, owner: str, name: str) -> None:
-    """Requires that ``pattern``, the argument ``name`` of ``owner``, is a regular expression.
+    """Raises a ValueError unless ``pattern``, the argument ``name`` of ``owner``, is a valid regular expression.
 
     If it is a shell pattern, such as ``*/kernel``, the error gives the equivalent regular expression.
     """
@@ -257,21 +266,21 @@ def _require_expression(pattern: str, owner: str, name: str) -> None:
 
 
 def _suggest(where: Any) -> str:
-    """Returns the end of an error for a selection of a wrong type: what to write instead."""
+    """Returns the end of an error for a selection ``where`` of a wrong type, which says what to write instead."""
     if isinstance(where, type):
         return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
         return f"Pass its text, {where.pattern!r}."
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
-        return f"Join several with `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
+        return f"Join them with `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
     return "Wrap a tree of booleans in `rpx.stage.selected`."
 
 
 def _shell_to_regex(pattern: str) -> str | None:
     """Converts a shell pattern, in which ``*`` is any text, to a regular expression: ``"*/kernel"`` to ``".*/kernel"``.
 
-    Returns None if the result equals the pattern, or is not a regular expression either. A ``*`` after a dot or a
-    closing bracket is kept, because there it repeats what precedes it.
+    Returns None if the result equals the pattern, or is not a valid regular expression. A ``*`` after a dot, a closing
+    bracket or a backslash is kept, because it already belongs to a regular expression.
     """
     regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
@@ -282,31 +291,31 @@ def _shell_to_regex(pattern: str) -> str | None:
 
 
 def reads_paths_only(where: Where) -> bool:
-    """Returns whether a selection depends only on paths, so that it can be evaluated without reading arrays.
+    """Returns whether a selection depends only on paths, so that it can be evaluated without shapes and dtypes.
 
-    This is false for a predicate, and for the default of a stage, which depends on the number of axes.
+    The result is False for a predicate, and for the default of a stage, which depends on the number of axes.
     """
     return isinstance(where, str | Selected)
 
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
-    """Returns whether an array is a bias or a scale, which do not count as matrices, whatever their shape.
+    """Returns whether an array is a bias or a scale. Such arrays do not count as matrices, whatever their shape.
 
-    If its layer is known, the layer decides; otherwise the name does: ``bias``, ``b1``, ``bias_n``, ``ln_1``. Both the
-    name of the parameter and that of the leaf count. They differ for a raw value with a path of its own.
+    If the layer of the array is known, the layer decides. Otherwise, the name decides: ``bias``, ``b1``, ``bias_n`` and
+    ``ln_1`` qualify. For a raw value with a path of its own, its name and the parameter's name are both checked.
     """
     if leaf.axes.are_of_layer:
         return leaf.axes.are_of_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
-        # The substitution drops a number at the end, as in `scale_2`.
+        # The substitution removes a number at the end, as in `scale_2`.
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
         for name in names
     )
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Returns whether an array is a table of embeddings, judged by its layers if they are known, or else by its name.
+    """Returns whether an array is an embedding table, judged by its layers if they are known, or else by its name.
 
     A table that is also used as the matrix of another layer counts as a table.
     """
@@ -316,31 +325,31 @@ def is_table(leaf: Leaf) -> bool:
 
 
 def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool]) -> list[Leaf]:
-    """Returns the leaves that ``where`` selects, in their order; the list may be empty.
+    """Returns a list of the leaves that ``where`` selects, in tree order; the list may be empty.
 
-    By default, only main values are selected: plain arrays, and raw values that stand for their arrays. An expression
-    or a predicate may select auxiliary values too.
+    By default, only plain arrays and main values, which represent their arrays, are selected. An expression or a
+    predicate may select auxiliary values too.
 
     Args:
-      who: The call, for errors.
-      where: The selection.
-      leaves: All leaves of a tree.
-      by_default: Returns whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
+      who: The call that errors name.
+      where: The selection that the user passed to the stage, or None for its default.
+      leaves: A :class:`Leaf` for each array or marker dict of a tree.
+      by_default: A function that returns whether the stage selects a leaf for ``where=None`` and :func:`all_but`.
 
     Raises:
       ValueError: If a selection from :func:`all_but` or :func:`selected` names paths that the tree does not have.
     """
 
     def is_selected(leaf: Leaf) -> bool:
-        """Returns whether ``where`` selects a leaf that can be selected at all."""
+        """Returns whether ``where`` selects a leaf, given that the leaf is one that a selection may select."""
         if where is None:
             return leaf.main and by_default(leaf)
         if isinstance(where, AllBut):
             return leaf.main and not where.excludes(leaf.path) and by_default(leaf)
         if isinstance(where, str):
-            # The place has markers, as in `dense/kernel/@weight_norm/v`; the path has none, as in `dense/kernel`.
+            # The key path has markers, as in `dense/kernel/@weight_norm/v`; the path has none, as in `dense/kernel`.
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
-        if isinstance(where, Selected):  # Auxiliary values below a selected parameter do not count.
+        if isinstance(where, Selected):  # A selected parameter does not include the auxiliary values below it.
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, leaf.array)
 
@@ -353,12 +362,12 @@ def select_leaves(who: object, where: Where, leaves: Sequence[Leaf], by_default:
 
 
 def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
-    """Returns the error for a selection that selects no leaf.
+    """Returns the error for a selection that selects no array.
 
     Args:
-      who: The call.
-      where: The selection.
-      leaves: All leaves that could have been selected.
+      who: The call that the error names.
+      where: The selection that the user passed to the stage, or None for its default.
+      leaves: All leaves of the tree, including any that cannot be selected.
       stacked: The argument ``stacked`` of the stage. The default selection of the stage does not count these axes, so
         an array of shape (8, 4) with ``stacked=0`` counts as a vector.
     """
@@ -370,49 +379,48 @@ def none_selected_error(who: object, where: Where, leaves: Sequence[Leaf], stack
         unique = list(dict.fromkeys(paths))
         reason = (
             f"not counting stacked={stacked!r}, its default selects none of the {len(unique)} arrays "
-            f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
+            f"({_list_some(unique)}). Leave axes that are not stacked out of `stacked`, or select some with `where`."
         )
-    # A later stage, such as `Quantized`, may have replaced the arrays by integers, which no default selects.
+    # A later stage, such as `Quantized`, may have replaced the arrays with integers, which no default selects.
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
-    advice = f" At {codes[0]!r} a later stage stores only codes: put that stage before this one." if codes else ""
+    advice = f" At {codes[0]!r}, a later stage stores only integers. Put that stage before this one." if codes else ""
     return ValueError(f"{who} selects nothing: {reason}{advice}")
 
 
 def _advise_place(where: Where, leaves: Sequence[Leaf]) -> str:
-    """Returns advice for a user who has selected a main value of a later stage by its array's path and its own name.
+    """Returns advice for an error about an expression such as ``dense/kernel/v``, which ends with a raw value's name.
 
-    ``dense/kernel/v`` matches nothing, because ``v`` has the path of its array, ``dense/kernel``. Only its place in the
-    raw tree contains its name, so the advice is to write ``.*/@weight_norm/v``. The text is empty if there is no such
-    value.
+    The expression selects nothing, because a main value such as ``v`` has the path of its array, ``dense/kernel``. Only
+    its key path in the raw tree contains its name, so the advice is to write ``.*/@weight_norm/v``. If the expression
+    does not name such a raw value, the result is empty.
     """
     for leaf in leaves:
         has_name = isinstance(where, str) and re.fullmatch(where, f"{leaf.parameter}/{leaf.place[-1]}")
         if has_name and leaf.visible and leaf.is_there and "@" in leaf.raw_path:
             below_parameter = leaf.raw_path.removeprefix(leaf.parameter)
-            advice = f"to select it by its place, write {f'.*{below_parameter}'!r}."
-            return f" {leaf.raw_path!r} has the path of its array; {advice}"
+            return f" To select {leaf.raw_path!r}, write {f'.*{below_parameter}'!r}, which matches its whole key path."
     return ""
 
 
 def _is_by_place(where: Where) -> bool:
-    """Returns whether a selection is an expression for places in the raw tree, instead of paths."""
+    """Returns whether a selection is an expression with ``@``, which must match key paths in the raw tree."""
     return isinstance(where, str) and "@" in where
 
 
 def _is_seen(where: Where, leaf: Leaf) -> bool:
-    """Returns whether a selection can select a leaf at all.
+    """Returns whether the selection ``where`` may select a leaf at all.
 
-    A hidden leaf cannot be selected, nor can a tied array, because it has no values. Values that an adapter adds to a
-    base can be selected only by their place; see :class:`Leaf`.
+    A hidden leaf cannot be selected, and neither can a tied array, because it has no values. Values that an adapter
+    adds to a base can be selected only by an expression for key paths, such as ``.*/@lora/a``.
     """
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
 def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
-    """Returns the paths of the leaves, and of arrays in their tree without values of their own, such as tied arrays.
+    """Returns all paths that a selection may name: those of the leaves, and those of arrays without their own values.
 
-    A selection may name any of these paths. All ``leaves`` belong to one tree, and there is at least one leaf.
+    Tied arrays, for example, have no values of their own. ``leaves`` must be one or more leaves of a single tree.
     """
     arrays = {} if leaves[0].tree is None else leaves[0].tree.arrays
     empty = [place for place, x in arrays.items() if is_empty(x)]
@@ -420,16 +428,16 @@ def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
-    """Requires that each expression of :func:`all_but` matches a path; an unmatched one is probably misspelled."""
+    """Raises a ValueError if an expression of :func:`all_but` matches none of the paths, perhaps due to a typo."""
     for pattern in where.patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
             raise ValueError(f"{who} excludes nothing with {pattern!r}: {why_none_selected(pattern, paths)}")
 
 
 def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
-    """Requires that each selected path belongs to an array, or to a node that holds arrays.
+    """Raises a ValueError unless each selected path is the path of an array, or of a node that holds arrays.
 
-    ``paths`` are the paths of the arrays. If ``dense/kernel`` is one, ``dense`` and the empty path may be selected too.
+    ``paths`` are the paths of all arrays. If one is ``dense/kernel``, ``dense`` and the empty path may be selected too.
     """
     names_of_paths = [path.split("/") for path in paths]
     inner_paths = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
@@ -443,10 +451,10 @@ def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
-    """Returns whether a predicate selects an array. It may also return a match of a regular expression, or None.
+    """Returns whether the predicate ``where`` selects an array: whether its result, such as an ``re.Match``, is true.
 
-    Text and arrays of several numbers are rejected, because their truth value would be an accident. A traced array is
-    rejected because it has no value yet.
+    Raises a TypeError if the predicate returns text or an array with axes, because their truth value would be
+    accidental, or a traced array, because it has no value yet.
     """
     try:
         answer = where(path, array)
@@ -456,8 +464,8 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
     if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
         what = describe(answer) if is_array(answer) else repr(answer)
         raise TypeError(
-            f"{who} called the function `where` for {path!r}, expected True or False, got {what}. Decide by the path, "
-            f"and by the shape and dtype of the array, not by its numbers."
+            f"{who} called the function `where` for {path!r}, expected True or False, got {what}. Let the function "
+            f"decide by the path, shape and dtype of the array, not by its entries."
         )
     return bool(answer)
 
@@ -468,7 +476,7 @@ def _list_some(paths: Sequence[str]) -> str:
 
 
 def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
-    """Explains, for an error, why an expression matches none of these paths, and what to write instead.
+    """Returns a text, for an error, that says why an expression matches none of the paths, and what to write instead.
 
     The usual mistakes are tried in turn: the path of a node, only the end of a path, and a shell pattern.
     """
@@ -476,26 +484,26 @@ def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
         return f"{pattern!r} is not an array, but {len(inner_paths)} paths begin with it: write {f'{pattern}/.*'!r}."
     if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
         return (
-            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)}, such as "
-            f"{deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} for these."
+            f"no whole path matches {pattern!r}, but it matches the end of {len(deeper_paths)} of {len(paths)} paths, "
+            f"such as {deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} to match whole paths."
         )
     regex = _shell_to_regex(pattern) or pattern
     if matched_paths := [path for path in paths if re.fullmatch(regex, path)]:
         return (
             f"no whole path matches {pattern!r}, as `*` alone does not match any text. Write {regex!r}, which matches "
-            f"{len(matched_paths)}, such as {matched_paths[0]!r}."
+            f"{len(matched_paths)} of {len(paths)} paths, such as {matched_paths[0]!r}."
         )
     return (
         f"no whole path matches {pattern!r}. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
-        f"Correct the expression; `.*` matches any text."
+        f"Change the expression to match whole paths; `.*` matches any text."
     )
 
 
 def why_never_applies(pattern: str, path: str, earlier: str) -> str:
-    """Explains, for an error, why ``pattern``, a key of a dict from regular expressions, has no effect.
+    """Returns a text, for an error, that says why the key ``pattern`` of a dict with regular expressions has no effect.
 
-    Both ``pattern`` and the key ``earlier``, which precedes it, match ``path``. The text is meant to follow "got a
-    number for".
+    The reason is that an earlier key, ``earlier``, also matches ``path``. The text is written to follow "got a number
+    for".
     """
     return (
         f"{pattern!r}, but it has no effect: the first expression that matches a path applies, which is {earlier!r} "
@@ -504,9 +512,9 @@ def why_never_applies(pattern: str, path: str, earlier: str) -> str:
 
 
 def why_none_selected(where: Where, paths: Sequence[str]) -> str:
-    """Explains, for an error, why a selection selects none of these paths, and what to write instead.
+    """Returns a text, for an error, that says why a selection selects none of the paths, and what to write instead.
 
-    ``paths`` are the paths that the selection could select. For an expression with ``@``, they must be places instead.
+    ``paths`` are all paths that could be selected. For an expression with ``@``, they must be key paths as text.
     """
     unique = list(dict.fromkeys(paths))
     if not unique:
@@ -515,7 +523,7 @@ def why_none_selected(where: Where, paths: Sequence[str]) -> str:
         return _why_no_match(where, unique)
     some_paths = _list_some(unique)
     if isinstance(where, AllBut):
-        return f"{where!r} selects none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
+        return f"{where!r} selects none of the {len(unique)} arrays ({some_paths}). Exclude fewer paths."
     if where is None:
         return f"its default selects none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
     return f"the predicate is false for all {len(unique)} paths ({some_paths}). Print the paths that it gets."

@@ -80,7 +80,7 @@ ERRORS = {
     "a path": (
         lambda: (rpx.Freeze(where="kernl") >> rpx.Quantized("int8", where="kernel")).init(LAYER),
         "Freeze(where='kernl').init selects nothing: no whole path matches 'kernl'. The nearest of 2 paths are "
-        "'kernel', 'bias'. Correct the expression; `.*` matches any text.",
+        "'kernel', 'bias'. Change the expression to match whole paths; `.*` matches any text.",
     ),
     "never through init": (
         lambda: rpx.Freeze().apply(LAYER),
