@@ -1,17 +1,13 @@
 """The arguments of a function and its program, and the lines and paths that reports name."""
 
-import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.source_info_util import new_source_info
 
-import reparax as rpx
 from reparax.programs import jaxprs, sources
-from reparax.programs.call import Arguments, check_call, is_keys
+from reparax.programs.call import Arguments, is_keys
 
 KEY, RAW_KEY = jax.random.key(0), np.zeros(2, np.uint32)
 RAW, X = {"w": np.ones(2, np.float32), "b": [np.float32(3)]}, np.arange(2, dtype=np.float32)
@@ -43,23 +39,6 @@ def test_arguments_are_chosen_by_position_and_keys_by_their_type():
     keys = [KEY, jax.random.split(KEY, 3), RAW_KEY, np.zeros((3, 4), np.uint32), [KEY, RAW_KEY]]
     others = [[KEY, X], [], np.zeros(3, np.uint32), np.uint32(2), np.zeros(2, np.int32), "text"]
     assert ([is_keys(x) for x in keys], [is_keys(x) for x in others]) == ([True] * 5, [False] * 6)
-
-
-POSITIONS, REMAT = "(loss) expects argnums to be the position of an argument", functools.partial(rpx.remat(loss))
-REJECTED = [
-    (loss, -1, {}, POSITIONS),
-    (loss, (0, True), {}, POSITIONS),
-    (loss, 1.0, {}, POSITIONS),
-    ({"w": X}, 0, {}, " takes a function, but got {'w': 'float32[2]'} of type dict"),
-    (loss, 0, {"own_options": ["plan", "flag"]}, "(loss) got 'flag', which is both an option of factored"),
-    (REMAT, 0, {"follows_weights": True}, " traces how a function uses its weights"),
-]
-
-
-@pytest.mark.parametrize(("fun", "argnums", "settings", "text"), REJECTED)
-def test_calls_that_are_rejected(fun, argnums, settings, text):
-    with pytest.raises((TypeError, ValueError), match=re.escape("factored" + text)):
-        check_call("factored", fun, argnums, **settings)
 
 
 def sine(x):

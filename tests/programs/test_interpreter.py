@@ -95,7 +95,7 @@ IN_FACTORS = {  # equations that keep factors, so that only what is returned is 
     "negative": lambda a, b, x: lax.neg(-(a @ b) * 2),
     "copied": lambda a, b, x: lax.copy_p.bind(a @ b),
     "cut": lambda a, b, x: lax.slice(a @ b, (1, 1), (6, 4), (2, 1)),
-    "cut past the end": lambda a, b, x: lax.dynamic_slice_in_dim(a @ b, x[0, 0].astype(np.int32) * 0 + 5, 3),
+    "cut before the start": lambda a, b, x: lax.dynamic_slice_in_dim(a @ b, x[0, 0].astype(np.int32) * 0 - 7, 3),
     "reversed": lambda a, b, x: lax.rev(ONE_LAYER @ b, (0, 2)),
     "split": lambda a, b, x: lax.split(a @ b, (1, 2, 3), axis=0)[2],
     "looked up": lambda a, b, x: taken(LAYERS @ b, 0),
@@ -234,24 +234,6 @@ def test_rules_are_told_facts():
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=DATA)
     (seen,) = seen_at("dot_general", lambda a, b, x: on_shards(a, b))
     assert facts(seen) == [({0}, none, {"data"}, None), of_b]
-
-
-def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
-    def stopping(of_slice, next_carry=lambda c, x: c):
-        def step(c, x):
-            y = jax.jit(lambda x: lax.stop_gradient(x) * 2)(x)
-            return next_carry(c, x), (y, of_slice(x))
-
-        return lambda a, b, x: lax.scan(step, jnp.zeros(2), a)
-
-    def unread(a, b, x):
-        return lax.scan(lambda c, _: (c, 2.0), 0.0, a)
-
-    stopped = [stopping(lambda x: 2.0), stopping(jax.checkpoint(lambda x: 2 * lax.stop_gradient(x)))]
-    others = [stopping(jnp.sin), stopping(lambda x: 2.0, lambda c, x: x), unread]
-    for function in (*stopped, *others):
-        text = str(jax.make_jaxpr(lambda *args, f=function: interpret(f, *args)[0])(A, B, X))
-        assert ("stop_gradient" in text.split("scan[")[0]) == (function in stopped)
 
 
 def test_the_program_returns_a_sum_as_it_is():
