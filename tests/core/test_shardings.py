@@ -144,6 +144,23 @@ def test_a_stage_may_refuse_other_lengths_in_its_own_way():
     assert specs(Four().shardings({"w": BOTH}, MESH, like=shapes(w=(4, 16)))) == {"w": {"@four": {"x": BOTH}}}
 
 
+def test_lengths_that_depend_on_each_other_are_found_across_one_that_does_not():
+    class Half(rpx.Reparametrization):
+        """Its first axis is twice as long as its last."""
+
+        raw_values = {"turned": rpx.stage.main()}
+
+        def init_leaf(self, w):
+            assert w.shape[0] == 2 * w.shape[2]
+            return {"turned": w.T, "thrice": jnp.concatenate([w, w, w], 2)}
+
+        def apply_leaf(self, values):
+            return values["turned"].T
+
+    expected = {"@half": {"turned": P("model", None, "data"), "thrice": P("data", None, "model")}}
+    assert found(Half(), P("data", None, "model"), (8, 6, 4)) == expected
+
+
 def test_arrays_that_lie_on_a_mesh_say_their_specs():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, BOTH)

@@ -19,8 +19,8 @@ PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 ADVICE = (
-    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
-    "the weights with `from_torch`."
+    "Pass the `config` of this adapter, and `like`, `names` and `layouts` of its model, or merge the adapter in PEFT "
+    "with `merge_and_unload`, and read the weights with `from_torch`."
 )
 
 
@@ -74,7 +74,6 @@ def test_a_weight_is_the_base_and_the_scaled_product():
         ({"use_rslora": True}, 4 / np.sqrt(2)),
         ({"use_rslora": False}, 4 / 2),
         ({"use_rslora": True, "alpha_pattern": {"dense": 3}}, 3 / np.sqrt(2)),
-        ({"use_rslora": True, "lora_alpha": None}, 8 / np.sqrt(2)),
     ],
 )
 def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_bias(settings, factor):
@@ -86,6 +85,12 @@ def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_b
     want = params["dense"]["kernel"] + factor * (b @ a).T
     np.testing.assert_allclose(folded["kernel"], want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(folded["bias"], params["dense"]["bias"] + factor * bias, rtol=1e-5, atol=1e-5)
+
+
+def test_the_alpha_that_a_config_leaves_out_is_that_of_peft():
+    config = {name: value for name, value in CONFIG.items() if name != "lora_alpha"}
+    p, _ = rpx.io.from_peft(lora(dense=(2, 8, 6)), config, model())
+    assert p[1].alpha == 8
 
 
 def test_a_layer_with_outputs_first_is_the_transposed_one():
@@ -221,8 +226,10 @@ def test_a_linear_layer_of_torch_is_no_table():
     p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
     with raises(
         ValueError,
-        "to_peft cannot write this adapter:\n  q/weight: PEFT's adapters map inputs to outputs (rows=(1,), "
-        "columns=0), so it has no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
+        refused(
+            "q/weight: PEFT's adapters map inputs to outputs, but LoRA(2, columns=-1) has other axes. Pass "
+            "`rows=1, columns=0` to the stage"
+        ),
     ):
         rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
     tensors, _ = rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
@@ -243,7 +250,7 @@ def test_ends_of_names_that_mean_several_modules():
     q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
     with raises(
         ValueError,
-        "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
+        "to_peft: PEFT saves each module whose name ends in 'lin', but 'xlin', which also does, is not trained whole. "
         "Freeze 'lin'.",
     ):
         rpx.io.to_peft(q, q.init(params, jax.random.key(0)))
@@ -465,7 +472,7 @@ def written(p, raw=None):
 
 
 def refused(lines):
-    return f"to_peft cannot write this adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
+    return f"to_peft cannot write this adapter:\n  {lines}\nOtherwise, merge the adapter with `p.fold(raw)`."
 
 
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
@@ -477,7 +484,7 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
-    line = "its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`"
+    line = "hyperparameters must be concrete, but one is traced. Call `to_peft` outside of `jax.jit`"
     text = refused(f"out/kernel: {line}")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)
@@ -488,13 +495,14 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains all biases or those of adapted modules, but these train: 'other/bias'. Freeze them, or "
-        "train the others too.",
+        "to_peft: PEFT trains all biases, or the biases of all adapted modules, but this chain trains only "
+        "'other/bias'. Freeze these biases, or train the others too.",
     ):
         rpx.io.to_peft(p, p.init(params, jax.random.key(0)))
     q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.adapters.Gain(axis=0, where=DENSE)
     with raises(
-        ValueError, "to_peft: PEFT trains no biases with IA3, but these train: 'dense/bias', 'other/bias'. Freeze them."
+        ValueError,
+        "to_peft: PEFT trains no biases with IA3, but this chain does: 'dense/bias', 'other/bias'. Freeze them.",
     ):
         rpx.io.to_peft(q, q.init(params))
 

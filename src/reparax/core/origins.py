@@ -12,7 +12,8 @@ of the kernel.
 The largest lengths are doubled first, so that the order of lengths never changes. Equal lengths in different arrays are
 doubled together, because joint formulas rely on equal lengths. Equal lengths in one array are doubled together only if
 the stage refuses an array in which just one of them is doubled, for example because it takes only square matrices. In
-that case, an axis of a raw value follows the parameter axis at the same position.
+that case, an axis of a raw value follows the parameter axis of the same length, and if there are several, the one at
+the same position.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ Init = Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
 """A function that takes a dict of arrays, and returns a dict of raw values for each array."""
 Length = tuple[int, int]  # a length, and how many earlier axes of the same array have it
 Shapes = dict[Names, tuple[int, ...]]
+Lengths = tuple[int, ...]
+"""The lengths of one axis in all traces."""
 
 
 def keep_origins(arrays: Mapping[Names, Any]) -> Origins:
@@ -62,34 +65,39 @@ def probe_origins(init: Init, arrays: Mapping[str, Any]) -> Origins:
 
     def origin(path: Names) -> tuple[Names, FollowedAxes]:
         """Returns the origin of one raw value, whose path consists of the array's name and the value's name."""
-        growths = _growth_of_axes(array_shapes, path[:1])
-        return path[:1], _match_growths(growths, _growth_of_axes(raw_shapes, path))
+        return path[:1], _match_axes(_lengths_of_axes(array_shapes, path[:1]), _lengths_of_axes(raw_shapes, path))
 
     return {path: origin(path) for path in raw_shapes[0]}
 
 
-def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
-    """Returns the growth of each axis of an array: its lengths in all traces, divided by its first length.
+def _lengths_of_axes(traces: Sequence[Shapes], path: Names) -> list[Lengths]:
+    """Returns the lengths of each axis of an array in all traces, such as ``(3, 3, 6)``."""
+    return list(zip(*(shapes[path] for shapes in traces), strict=True))
 
-    An axis of lengths 3, 3 and 6 has the growth ``(1.0, 1.0, 2.0)``. For an axis that does not grow, such as the rank
-    of a stage, the growth is only the length. So this growth equals that of a parameter axis only if the parameter axis
-    has the same length and does not grow either.
+
+def _growth(lengths: Lengths) -> tuple[float, ...]:
+    """Returns the lengths of an axis divided by its first length; for an axis that does not grow, only the length.
+
+    So a rank of a stage, which does not grow, equals the growth of a parameter axis only if that axis has the same
+    length and does not grow either.
     """
-    lengths_of_axes = zip(*(shapes[path] for shapes in traces), strict=True)
-    return [tuple(n / x[0] for n in x) if x[-1] > x[0] else x[:1] for x in lengths_of_axes]
+    return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
-def _match_growths(param_growths: Sequence[tuple[float, ...]], growths: Sequence[tuple[float, ...]]) -> FollowedAxes:
+def _match_axes(params: Sequence[Lengths], values: Sequence[Lengths]) -> FollowedAxes:
     """Returns the parameter axis with the same growth for each axis of a raw value, or None. No axis occurs twice.
 
-    If several parameter axes have the same growth, as in a square matrix, the parameter axis at the same position is
-    followed, provided both arrays have the same number of axes. Otherwise, the result is None for that axis. An axis of
-    length 1 that does not grow, ``(1,)``, exists only for broadcasting, so it follows no axis.
+    If several parameter axes grow together, as in a square matrix, those of the same length as the axis of the value
+    come first, and among these the one at the same position, provided both arrays have the same number of axes. If
+    several are left, the result is None. An axis of length 1 that does not grow exists only for broadcasting, so it
+    follows no axis.
     """
     followed = list[int | None]()
-    for axis, growth in enumerate(growths):
-        matches = [i for i, param_growth in enumerate(param_growths) if growth != (1,) and param_growth == growth]
-        if len(param_growths) == len(growths) and axis in matches:
+    for axis, lengths in enumerate(values):
+        growth = _growth(lengths)
+        alike = [i for i, of_param in enumerate(params) if growth != (1,) and _growth(of_param) == growth]
+        matches = [i for i in alike if params[i] == lengths] or alike
+        if len(params) == len(values) and axis in matches:
             matches = [axis]
         followed.append(matches[0] if len(matches) == 1 and matches[0] not in followed else None)
     return tuple(followed)
