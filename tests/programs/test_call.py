@@ -1,6 +1,5 @@
 """The arguments of a function and its program, and the lines and paths that reports name."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -121,7 +121,7 @@ NEEDED = {  # what reads a weight, and the equations that need its array, and ho
     "a function": (lambda a, b, x: [f(w) for w in [a @ b] for f in (jnp.tanh, jnp.sin)], [("tanh", 1)]),
     "no weight": (lambda a, b, x: jnp.tanh(x @ (x.T @ x)), []),
     "other sizes": (lambda a, b, x: (a @ b).reshape(8, 3), [("reshape", 1)]),
-    "another order": (lambda a, b, x: lax.reshape(a @ b, (4, 6), (1, 0)), [("reshape", 1)]),
+    "another order": (lambda a, b, x: lax.reshape(a @ b, (24,), (1, 0)), [("reshape", 1)]),
     "a smaller range": (lambda a, b, x: (a @ b).astype(np.float16), [("convert_element_type", 1)]),
     "nothing of one": (lambda a, b, x: (ONE_LAYER @ b)[:0], [("slice", 1)]),
     "merged rows": (lambda a, b, x: (LAYERS @ b).reshape(18, 4)[1:], [("slice", 1)]),
