@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.extend.core
@@ -520,3 +521,117 @@ def test_types_tell_shards_where_they_are_checked(check, told):
     specs = {"mesh": mesh, "in_specs": (Spec(), Spec("a")), "out_specs": Spec("a"), "check_vma": check}
     jax.eval_shape(jax.shard_map(body, **specs), jnp.ones(2), jnp.ones(2))
     assert found == [True, *told]
+
+
+# ---- programs in parts
+
+
+def inner(x):
+    return jnp.sin(x) * 2
+
+
+def test_calls_are_inlined_also_inside_others_but_a_body_that_is_shared_is_not():
+    def nested(x):
+        return jax.jit(lambda x: jax.jit(inner)(x) + 1)(jnp.cos(x))
+
+    held = program(nested, W)
+    found, consts = jaxprs.inline_calls(held, jaxprs.is_jit)
+    assert [eqn.primitive.name for eqn in found.eqns] == ["cos", "sin", "mul", "add"]
+    assert consts == []
+    same(jaxprs.evaluate(found, [W]), [nested(W)])
+    outer, _ = jaxprs.inline_calls(held, lambda eqn: jaxprs.is_jit(eqn) and eqn is held.eqns[1])
+    assert [eqn.primitive.name for eqn in outer.eqns] == ["cos", "jit", "add"]
+    once = jax.jit(inner)
+    assert jaxprs.inline_calls(program(lambda x: once(once(x)), W), jaxprs.is_jit) is None
+
+
+def test_programs_are_cut_and_joined():
+    jaxpr = program(lambda w, x: (jnp.sin(w) * 2, x @ jnp.cos(w)), W, X)
+    w, x = jaxpr.invars
+    sine, twice, cosine, product = jaxpr.eqns
+    late = jaxprs.part(jaxpr, [cosine, product], product.outvars)
+    assert (late.invars, late.outvars) == ([w, x], product.outvars)
+    assert jaxprs.part(jaxpr, [twice], [*twice.outvars, x]).invars == [*sine.outvars, x]
+    joined = jaxprs.join_parts([jaxprs.part(jaxpr, [eqn], eqn.outvars) for eqn in (cosine, product)], [w, x])
+    same(jaxprs.evaluate(joined, [W, X]), [X @ jnp.cos(W)])
+    printing = program(lambda w: jax.debug.print("{}", w), W)
+    assert jaxprs.join_parts([printing, late], [w, x]).effects == printing.effects
+    kept, inputs = jaxprs.keep_used(jaxpr, [True, False])
+    assert (kept.eqns == [sine, twice], inputs) == (True, [True, False])
+    assert jaxprs.without_dead_code(jaxpr.replace(outvars=jaxpr.outvars[:1])).invars == [w, x]
+    reads = jaxprs.count_reads(program(lambda w: (w * w, w + 1, w), W))
+    assert [*reads.values()].count(1) == 2
+    assert max(reads.values()) == 3
+
+
+def test_inputs_are_replaced_by_other_atoms():
+    jaxpr = program(lambda w, x: (w * x, jnp.sin(x), w), W, W)
+    w, x = jaxpr.invars
+    found = jaxprs.substitute_inputs(jaxpr, {w: x})
+    assert (found.invars, found.outvars[2]) == ([x], x)
+    same(jaxprs.evaluate(found, [2 * W]), [4 * W * W, jnp.sin(2 * W), 2 * W])
+    assert found.eqns[1] is jaxpr.eqns[1]  # its operands are the same
+
+
+@pytest.mark.parametrize("name", [object(), "rows"])
+def test_a_program_is_batched(name):
+    jaxpr = program(lambda w, x, y: (x @ w, w * 2, y), W, X, X)
+    axis = SimpleNamespace(name=name, size=5, spmd_name=None)
+    xs = np.stack([X * i for i in range(5)], 1)
+    batched, consts, dims = jaxprs.batch_program(jaxpr, [W, xs, X], [None, 1, None], axis)
+    assert dims == [0, None, None]
+    same(jaxprs.evaluate(batched, [*consts, W, xs, X]), [np.stack([X * i @ W for i in range(5)]), W * 2, X])
+
+
+def test_equations_share_functions_where_their_parameters_are_hashable(monkeypatch):
+    monkeypatch.setattr(jaxprs, "_SHARED_FUNCTIONS", {})
+    monkeypatch.setattr(jaxprs, "_MOST_SHARED_FUNCTIONS", 2)
+    jaxpr = program(lambda x, y: (x * x, y * y, x * y, x * 2, x * 3), W, W)
+    functions = [jaxprs._shared_function(jaxpr, eqn) for eqn in jaxpr.eqns[:4]]
+    assert [functions[0] is f for f in functions] == [True, True, False, False]
+    assert len(jaxprs._SHARED_FUNCTIONS) == 1  # after two, they are dropped
+    (eqn,) = program(jnp.sin, W).eqns
+    assert jaxprs._shared_function(jaxpr, eqn.replace(params=eqn.params | {"list": []})) is None
+    keys = [jaxprs.key_of(eqn, (0, 1)) for eqn in jaxpr.eqns]
+    assert len(set(keys)) == 3  # as literals have values of their own
+    assert jaxprs.key_of(jaxpr.eqns[2], (0, 0)) != keys[2]
+
+
+def test_a_program_that_is_differentiated_gives_its_values():
+    jaxpr = program(lambda x: (jnp.sin(jnp.cos(x)), 2.0, x), W)
+    (out, two, x), pull = jax.vjp(lambda x: jaxprs.evaluate(jaxpr, [x]), W)
+    np.testing.assert_allclose(out, np.sin(np.cos(W)), rtol=1e-5)
+    assert float(two) == 2
+    np.testing.assert_array_equal(x, W)
+    np.testing.assert_allclose(pull([W, np.float32(0), W])[0], W - W * np.cos(np.cos(W)) * np.sin(W), rtol=1e-5)
+
+
+def test_what_is_passed_to_a_call_that_is_evaluated():
+    call = SimpleNamespace(call_wrapped=lambda *args: [sum(args)])
+    for args, params in (((call, 1, 2), {}), ((1, 2), {"subfuns": (call,)})):
+        function, operands = jaxprs.function_and_operands(args, params)
+        assert function(*operands) == [3]
+
+
+def test_mutable_inputs_are_told_too():
+    assert jaxprs.has_refs(program(lambda ref: ref[...], jax.new_ref(W)))
+
+
+def test_a_scan_of_unknown_length_is_written_again():
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((n, 2), np.float32)
+    eqn = equation("scan", lambda x: jax.lax.scan(lambda c, x: (c + x, x), jnp.zeros(2), x), x)
+    rewritten = equation("scan", lambda init, x: again(eqn, [init, x]), np.zeros(2, np.float32), x)
+    assert rewritten.params["length"] == n
+
+
+def test_arrays_are_marked_as_varying_over_axes():
+    assert jaxprs.as_varying(W, []) is W
+
+    def on_shard(x):
+        y = jaxprs.as_varying(x, ["b", "a"])
+        assert [jaxprs.varying_axes([jax.typeof(each)]) for each in (x, y)] == [set(), {"a", "b"}]
+        return y
+
+    mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    jax.eval_shape(jax.shard_map(on_shard, mesh=mesh, in_specs=Spec(), out_specs=Spec(("a", "b"))), W)

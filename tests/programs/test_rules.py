@@ -1,14 +1,23 @@
 """What equations do to weights in factors, against the same of the array."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.extend.core import Primitive
 from kept import in_factors
 from one_array import normal
+from products import PRODUCTS, array_of_sum, product, sum_of, whole
 
 import reparax as rpx
+from reparax.programs import jaxprs, rules
+from reparax.programs.dependence import Facts
+from reparax.programs.equations import view_of
+from reparax.programs.sums import Draw, Factor, Product, Sum
 
 X, W = normal(5, 4, seed=1), {"w": np.diag(normal(4))}
 RESIZED = {
@@ -73,3 +82,325 @@ def test_repeated_rows_beside_other_rows_are_those_of_the_array():
     with in_factors():
         found = jax.jit(jax.value_and_grad(rpx.factored(loss)))(raw, x)
     chex.assert_trees_all_close(found, jax.value_and_grad(loss)(raw, x), rtol=1e-4, atol=1e-4)
+
+
+# ---- one equation after another
+
+FREE, FIXED = (Facts(known=True, fixed=fixed) for fixed in (False, True))
+PLACES = np.array([[2], [9], [0], [-1]], np.int32)
+SUMS = {name: sum_of(p) for name, p in PRODUCTS.items()} | {
+    "two": sum_of(PRODUCTS["low-rank"], product("i o", ("io", whole(6, 4, seed=5)))),
+    "matrices": sum_of(product("b i o", ("bir", whole(3, 6, 2)), ("bro", whole(3, 2, 4)))),
+    "one-sided": sum_of(product("b i o", ("ir", whole(6, 2)), ("bro", whole(3, 2, 4)))),
+    "repeated-matrices": sum_of(product("b i o", ("io", whole(6, 4)), ("bo", np.ones((3, 4), np.int8)))),
+    "one-matrix": sum_of(product("b i o", ("bir", whole(1, 6, 2)), ("ro", whole(2, 4)))),
+    "merged-matrices": sum_of(product("ab i o", ("ai", whole(2, 6)), ("bo", whole(2, 4)))),
+    "a": sum_of(product("i o", ("io", whole(6, 2)))),
+    "b": sum_of(product("i o", ("io", whole(2, 4, seed=1)))),
+    "vector": sum_of(product("o", ("o", whole(4) + 4))),
+    "scalar": sum_of(product("", ("", whole() + 5))),
+}
+
+(ENTRIES,) = SUMS["a"].products
+SUMS["draw"] = sum_of(replace(ENTRIES, factors=(replace(ENTRIES.factors[0], draw=Draw("noise", 0)),)))
+
+
+def taken(axis, mode, sizes, **settings):
+    """The look-up at ``PLACES`` along an axis."""
+    offset = tuple(range(len(sizes) - 1)) if axis else (1, 2)
+    numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
+    return lambda w: lax.gather(w, PLACES, numbers, sizes, mode=mode, **settings)
+
+
+def turned(w):
+    """A slice whose start is known only when it runs; one past the end is moved back."""
+    return lax.dynamic_slice(w, (np.int32(5), np.int32(1)), (3, 4), allow_negative_indices=False)
+
+
+ROWS = {  # of a table: the sums, and what is done with them
+    "transposed": ("low-rank", lambda w: w.T),
+    "matrices transposed": ("matrices", lambda w: lax.transpose(w, (2, 0, 1))),
+    "summed": ("low-rank", lambda w: jnp.sum(w, 0)),
+    "summed where repeated": ("repeated", lambda w: jnp.sum(w, 1)),
+    "all summed": ("repeated", jnp.sum),
+    "a diagonal summed": ("diagonal", lambda w: jnp.sum(w, 1)),
+    "without an axis of one": ("row", lambda w: lax.squeeze(w, (0,))),
+    "broadcast": ("row", lambda w: lax.broadcast_in_dim(w, (2, 3, 4), (1, 2))),
+    "with axes of one": ("low-rank", lambda w: w.reshape(1, 6, 1, 4)),
+    "split and merged": ("two", lambda w: w.reshape(2, 12)),
+    "split": ("low-rank", lambda w: w.reshape(3, 2, 2, 2)),
+    "merged anew": ("merged", lambda w: w.reshape(2, 12)),
+    "narrowed": ("two", lambda w: w.astype(jnp.bfloat16)),
+    "no gradient": ("two", lax.stop_gradient),
+    "negative": ("two", lambda w: -w),
+    "twice negative": ("two", lambda w: lax.neg(-w)),
+    "copied": ("two", lambda w: lax.copy_p.bind(w)),
+    "cut": ("two", lambda w: lax.slice(w, (1, 1), (6, 4), (2, 1))),
+    "cut from a place": ("low-rank", turned),
+    "reversed": ("low-rank", lambda w: lax.rev(w, (0, 1))),
+    "in parts": ("two", lambda w: lax.split(w, (1, 2, 3), axis=0)[2]),
+    "a repeated axis cut": ("repeated", lambda w: w[:, 1:3]),
+    "an axis of one taken whole": ("row", lambda w: lax.slice(w, (0, 1), (1, 3))),
+    "looked up": ("matrices", taken(0, "clip", (1, 6, 4))),
+    "looked up, or not a number": ("matrices", taken(0, "fill", (1, 6, 4))),
+    "looked up on one side": ("one-sided", taken(0, "fill", (1, 6, 4), fill_value=0)),
+    "looked up by an integer": ("repeated-matrices", taken(0, "fill", (1, 6, 4))),
+    "columns looked up": ("matrices", taken(2, "clip", (3, 6, 1))),
+    "kept when looked up": (
+        "matrices",
+        lambda w: lax.gather(w, PLACES, lax.GatherDimensionNumbers((1, 2, 3), (), (0,)), (1, 6, 4), mode="clip"),
+    ),
+    "the one looked up": ("one-matrix", taken(0, "clip", (1, 6, 4))),
+    "product of arrays": ("a b", lambda a, b: a @ b),
+    "and of a sum": ("low-rank b", lambda w, b: lax.dot_general(w, b, (((1,), (1,)), ((), ())))),
+    "of two sums": ("two two", lambda w, v: w.T @ v),
+    "in a batch": ("two merged", lambda w, v: lax.dot_general(w, v, (((0,), (0,)), ((1,), (1,))))),
+    "added": ("two vector", lambda w, row: w + lax.broadcast_in_dim(row, (6, 4), (1,))),
+    "a number added": ("a scalar", lambda w, number: number + w),
+    "subtracted": ("two low-rank", lambda w, v: w - v),
+    "multiplied": ("two low-rank", lambda w, v: w * v),
+    "a number times": ("two scalar", lambda w, number: number * w),
+    "an axis of one times": ("two row", lambda w, row: row * w),
+    "merged times": ("merged two", lambda w, v: w * v),
+    "two diagonals": ("diagonal diagonal", lambda w, v: w * v),
+    "divided": ("two vector", lambda w, row: w / lax.broadcast_in_dim(row, (6, 4), (1,))),
+    "divided by a number": ("two scalar", lambda w, number: w / number),
+    "joined": ("two low-rank", lambda w, v: jnp.concatenate([w, v])),
+    "joined in turn": ("low-rank two", lambda w, v: lax.concatenate([w, v], 1)),
+    "joined to repeated": ("repeated low-rank", lambda w, v: lax.concatenate([w, v], 1)),
+    "joined to a row": ("row two row", lambda row, w, last: jnp.concatenate([row, w, last])),
+    "joined to multiples": ("two low-rank scalar", lambda w, v, number: jnp.concatenate([w * number, v])),
+    "stacked": ("two two", lambda w, v: lax.concatenate([w[:, None], v[:, None]], 1)),
+    "an axis of one reversed": ("row", lambda w: lax.rev(w, (0,))),
+    "in products": ("low-rank a", lambda w, a: (w @ w.T) @ a),
+}
+REFUSED = {
+    "split otherwise than its labels": ("low-rank", lambda w: w.reshape(8, 3)),
+    "a diagonal reshaped": ("diagonal", lambda w: w.reshape(2, 8)),
+    "in another order": ("low-rank", lambda w: lax.reshape(w, (24,), (1, 0))),
+    "widened": ("low-rank", lambda w: w.astype(jnp.float16)),
+    "to integers": ("low-rank", lambda w: w.astype(np.int32)),
+    "a diagonal cut": ("diagonal", lambda w: w[1:]),
+    "merged rows cut": ("merged", lambda w: w[1:]),
+    "a diagonal reversed": ("diagonal", lambda w: lax.rev(w, (0,))),
+    "an axis of one repeated": (
+        "row",
+        lambda w: lax.gather(w, PLACES, lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, 4)),
+    ),
+    "merged matrices looked up": ("merged-matrices", taken(0, "clip", (1, 6, 4))),
+    "the one looked up, or not a number": ("one-matrix", taken(0, "fill", (1, 6, 4))),
+    "looked up, or seven": ("matrices", taken(0, "fill", (1, 6, 4), fill_value=7)),
+    "places for each": ("matrices", lambda w: jax.vmap(lambda w, i: w[i])(w, PLACES[:3])),
+    "divided by a sum": ("low-rank two", lambda v, w: v / w),
+    "nothing of an axis of one": ("row", lambda w: w[:0]),
+    "divided by a draw": ("a draw", lambda w, draw: w / draw),
+    "divided by a product": ("low-rank low-rank", lambda v, w: v / w),
+    "an array times a diagonal": ("diagonal rotated", lambda w, v: w * v),
+    "contracted where repeated": ("repeated repeated", lambda w, v: w @ v.T),
+    "in a small range": ("a b", lambda a, b: lax.dot(a, b, precision=lax.DotAlgorithmPreset.F16_F16_F32)),
+    "of a small dtype": ("a b", lambda a, b: lax.dot(a, b, preferred_element_type=jnp.float16)),
+    "a diagonal joined": ("diagonal low-rank", lambda w, v: jnp.concatenate([w, v])),
+    "power": ("low-rank", lambda w: w**2),
+    "largest": ("low-rank", lambda w: jnp.max(w, 0)),
+}
+
+
+def in_sums(function, *args):
+    """What rules make of sums, equation by equation; None where one needs arrays."""
+    jaxpr, consts = jaxprs.consts_first(
+        jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
+    )
+    env = dict(zip(jaxpr.invars, [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        operands = jaxprs.values(env, eqn.invars)
+        if not any(isinstance(x, Sum) for x in operands):
+            outs = [view_of(eqn).bind(*operands)]
+        else:
+            made = rules.make_sum(eqn, operands, [FREE for _ in operands])
+            outs = rules.move_sum(eqn, operands) or (None if made is None else [made])
+        if outs is None:
+            return None
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return env[jaxpr.outvars[0]]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """All of both tables at once, as one program, with what the arrays give."""
+
+    arrays = {name: array_of_sum(x).astype(x.dtype) for name, x in SUMS.items()}
+
+    def all_rows(values):
+        rows = [(name, names.split(), f) for name, (names, f) in ROWS.items()]
+        return {name: (in_sums(f, *map(SUMS.get, names)), f(*map(values.get, names))) for name, names, f in rows}
+
+    return jax.jit(all_rows)(arrays)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sums_are_those_of_the_arrays(name, made):
+    got, want = made[name]
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    np.testing.assert_allclose(array_of_sum(got), np.asarray(want, np.float32), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_sum_needs_arrays(name):
+    names, function = REFUSED[name]
+    assert in_sums(function, *(SUMS[x] for x in names.split())) is None
+
+
+def one(function, *args):
+    """The one equation of a function."""
+    (eqn,) = jax.make_jaxpr(function)(*args).eqns
+    return eqn
+
+
+W64, A62, B24, ROW, I64 = whole(6, 4), whole(6, 2), whole(2, 4), whole(4), whole(6, 4).astype(np.int8)
+MAY = {
+    "a product": (lambda: one(lax.dot, A62, B24), True),
+    "one that is no larger": (lambda: one(lax.dot, W64, B24.T), False),
+    "one as large as an operand": (lambda: one(lax.dot, W64, W64[:4]), False),
+    "a multiple": (lambda: one(lambda w, row: w * row, W64, W64[:1]), True),
+    "entries": (lambda: one(lax.mul, W64, W64), False),
+    "a number times": (lambda: one(lambda w, x: x * w, W64, np.float32(2)), True),
+    "twice": (lambda: one(lambda w: 2 * w, W64), False),
+    "repeated": (lambda: one(lambda row: lax.broadcast_in_dim(row, (6, 4), (1,)), ROW), True),
+    "of one axis": (lambda: one(lambda x: lax.broadcast_in_dim(x, (4,), ()), np.float32(2)), False),
+    "of a small range": (lambda: one(lax.dot, A62.astype(np.float16), B24.astype(np.float16)), False),
+    "cast integers": (lambda: one(lambda w: lax.convert_element_type(w, np.float32), I64), True),
+    "cast": (lambda: one(lambda w: lax.convert_element_type(w, jnp.bfloat16), W64), False),
+    "a sum": (lambda: one(lambda w, x: w + x, W64, np.float32(2)), False),
+    "a sine": (lambda: one(lax.sin, W64), False),
+}
+
+
+@pytest.mark.parametrize("name", MAY)
+def test_an_equation_that_may_make_a_sum(name):
+    eqn, expected = MAY[name]
+    assert rules.may_make_sum(eqn()) == expected
+
+
+def test_a_sum_is_made_where_its_factors_are_smaller():
+    small, as_large = one(lax.dot, A62, B24), one(lax.mul, W64, W64)
+    found = rules.make_if_smaller(small, [A62, B24], [FIXED, FREE])
+    assert [f.fixed for f in found.products[0].factors] == [True, False]
+    assert (found.shape, found.dtype, found.maker) == ((6, 4), np.float32, None)
+    assert rules.make_if_smaller(as_large, [W64, W64], [FREE, FREE]) is None
+    assert rules.make_sum(as_large, [W64, W64], [FREE, FREE]) is not None
+    cast = rules.make_sum(one(lambda w: lax.convert_element_type(w, np.float32), I64), [I64], [FREE])
+    assert (cast.products[0].factors[0].array is I64, cast.dtype) == (True, np.float32)
+    assert rules.make_sum(one(lambda w: lax.convert_element_type(w, jnp.bfloat16), W64), [W64], [FREE]) is None
+    assert rules.make_sum(one(lax.sin, W64), [W64], [FREE]) is None
+    halved = one(lambda a, b: lax.dot(a, b, preferred_element_type=jnp.bfloat16), A62, B24)
+    assert rules.make_sum(halved, [SUMS["a"], replace(SUMS["b"], dtype=np.int32)], [FREE, FREE]) is None
+    assert rules.move_sum(one(lax.sin, W64), [W64]) is None
+    assert rules.move_sum(one(lambda: lax.iota(np.int32, 3)), []) is None
+
+
+def test_the_precision_of_a_product_is_that_of_its_operands_or_its_own():
+    highest, high = lax.Precision.HIGHEST, lax.Precision.HIGH
+    eqn = one(lambda a, b: lax.dot(a, b, precision=high), A62, B24)
+    for of_operand, want in ((None, (high, high)), (highest, highest)):
+        a = replace(SUMS["a"], precision=of_operand)
+        assert rules.make_sum(eqn, [a, SUMS["b"]], [FREE, FREE]).precision == want
+    for f in (lax.add, lax.mul, lambda a, b: lax.concatenate([a, b], 0)):
+        pair = [SUMS["two"], replace(SUMS["two"], precision=high)]
+        assert rules.make_sum(one(f, W64, W64), pair, [FREE, FREE]).precision == high
+
+
+def test_the_cost_of_an_output_as_an_array():
+    product, entries = one(lax.dot, A62, B24), one(lax.mul, W64, W64)
+    assert rules.cost_to_form(product, [FREE, FIXED]) == 2 * 2 * 48 + 16 * (24 + 12)
+    assert rules.cost_to_form(entries, [FREE, FIXED]) == 16 * 24 * 2
+    assert rules.cost_to_form(entries, [FREE, FREE]) == 16 * 24 * 3
+
+
+def test_numbers_of_negations_are_multiplied_into_one():
+    x = rules.make_sum(one(lambda w, x: w * x, W64, np.float32(2)), [W64, np.float32(2)], [FREE, FIXED])
+    draw = Factor(np.float32(3), (), fixed=True, draw=Draw("noise", 0))
+    x = replace(x, products=(Product((*x.products[0].factors, draw), x.products[0].axes),))
+    for n in (1, 2):
+        x = rules.negate_sum(x)
+        drawn, (w, *numbers) = x.products[0].factors[1], [f for f in x.products[0].factors if f.draw is None]
+        assert (drawn.draw, w.array is W64) == (draw.draw, True)
+        assert [(float(f.array), f.fixed) for f in numbers] == [((-1) ** n * 2, True)]
+
+
+def test_parts_of_one_structure_are_joined_into_one_product():
+    a, b = SUMS["two"], replace(SUMS["two"], products=SUMS["two"].products[::-1])
+    eqn = one(lambda v, w: lax.concatenate([v, w], 0), W64, W64)
+    stacked = one(lambda v, w: lax.concatenate([v, w], 0), W64[None], W64[None])
+    as_stacked = [rules.broadcast_sum(x, (1, 6, 4), (1, 2)) for x in (a, a)]
+    counts = [len(rules.make_sum(eqn, pair, [FREE, FREE]).products) for pair in ([a, a], [a, b])]
+    assert counts == [3, 4]  # as the low ranks have factors without rows, which differ
+    found = rules.make_sum(stacked, as_stacked, [FREE, FREE])
+    assert [[f.array.shape[0] for f in p.factors] for p in found.products] == [[2, 2], [2]]
+    fixed = replace(
+        a, products=tuple(Product(tuple(replace(f, fixed=True) for f in p.factors), p.axes) for p in a.products)
+    )
+    assert [f.fixed for f in rules.make_sum(eqn, [fixed, a], [FREE] * 2).products[1].factors] == [False]
+    assert [f.fixed for f in rules.make_sum(eqn, [fixed, fixed], [FREE] * 2).products[1].factors] == [True]
+
+
+def test_a_stack_joins_along_a_new_axis():
+    """As newer versions of JAX write it."""
+    eqn = one(lambda v, w: lax.concatenate([v, w], 1), W64[:, None], W64[:, None])
+    stacked = eqn.replace(primitive=Primitive("stack"), params={"axis": 1})
+    v, w = SUMS["two"], SUMS["low-rank"]
+    want = np.stack([array_of_sum(v), array_of_sum(w)], 1)
+    np.testing.assert_array_equal(array_of_sum(rules.make_sum(stacked, [v, w], [FREE, FREE])), want)
+
+
+def test_a_choice_adds_both_cases_where_they_are_chosen():
+    which, v = W64 > 0, SUMS["two"]
+    found = rules.select_sum([which, v, W64])
+    np.testing.assert_array_equal(array_of_sum(found), np.where(which, W64, array_of_sum(v)))
+    assert (found.shape, found.dtype) == ((6, 4), np.float32)
+    number = rules.select_sum([np.array(1), v, v])
+    assert rules.select_sum([np.int32(1), v, v, v]) is None
+    assert rules.select_sum([v, v, v]) is None
+    assert rules.select_sum([W64[:4] > 0, SUMS["diagonal"], W64[:4]]) is None
+    np.testing.assert_array_equal(array_of_sum(number), array_of_sum(v))
+
+
+def test_only_factors_that_need_the_axis_of_a_look_up_are_repeated():
+    eqn = one(taken(0, "fill", (1, 6, 4)), whole(3, 6, 4))
+
+    def shapes(x, **settings):
+        found = rules.look_up(view_of(eqn), x, [PLACES], **settings)
+        return found and [f.array.shape for f in found.products[0].factors]
+
+    x = SUMS["one-sided"]
+    a, b = x.products[0].factors
+    fixed = replace(x, products=(Product((replace(a, fixed=True), b), x.products[0].axes),))
+    assert shapes(x) == [(4, 6, 2), (4, 2, 4)]
+    assert shapes(fixed) == shapes(x, nearest=True) == [(6, 2), (4, 2, 4)]
+    drawn = replace(b, draw=Draw("noise", 0, rows=2), fixed=True)
+    drawn_sum = replace(x, products=(Product((replace(a, fixed=True), drawn), x.products[0].axes),))
+    assert shapes(drawn_sum) == [(4, 6, 2), (4, 2, 4)]
+    assert rules.look_up(view_of(eqn), drawn_sum, [PLACES]).products[0].factors[1].draw.rows == 8
+    alone = replace(x, products=(Product((drawn,), x.products[0].axes),))
+    assert shapes(alone) is None
+    assert rules.look_up(view_of(eqn), x, [x]) is None
+    filled = one(taken(0, "fill", (1, 6, 4), fill_value=7), whole(3, 6, 4))
+    nearest = rules.look_up(view_of(filled), x, [PLACES], nearest=True)
+    np.testing.assert_array_equal(array_of_sum(nearest), array_of_sum(x)[[2, 2, 0, 0]])
+
+
+PLACED = {
+    "summed": lambda w: jnp.sum(w, 0),
+    "reshaped": lambda w: lax.reshape(w, (2, 12)),
+    "broadcast": lambda w: lax.broadcast_in_dim(w, (3, 6, 4), (1, 2)),
+    "narrowed": lambda w: lax.convert_element_type(w, jnp.bfloat16),
+    "contracted": lambda w: lax.dot_general(w, w, (((0,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_an_equation_that_places_its_output_needs_arrays(name):
+    eqn = one(PLACED[name], W64)
+    for param, is_kept in (({}, True), ({"sharding": "there"}, False), ({"out_sharding": "there"}, False)):
+        placed, operands = eqn.replace(params=eqn.params | param), [SUMS["two"]] * len(eqn.invars)
+        kept = rules.move_sum(placed, operands) or rules.make_sum(placed, operands, [FREE] * 2)
+        assert (kept is not None) == is_kept

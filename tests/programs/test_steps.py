@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from reparax.programs import jaxprs, steps
 
@@ -34,6 +35,8 @@ FUNCTIONS = {
     "a whole number": lambda w, b: jnp.where(w > 0, jnp.full((2, 4), 0.5), w),
     "stacked": lambda w, b: jnp.stack([w, -w], axis=2),
     "looked up": lambda w, b: TABLE[jnp.abs(w).astype(jnp.int32) % 3],
+    "an axis less": lambda w, b: jax.lax.squeeze(b * 2, (2,)) + jnp.max(w, axis=2),
+    "a whole value in a call": lambda w, b: jax.jit(lambda w, b: w * jnp.max(b))(w, b),
     "called": lambda w, b: jax.jit(lambda w, b: doubled(w) * jnp.exp(-b))(w, b),
 }
 
@@ -59,20 +62,52 @@ def test_a_part_is_computed_from_parts_of_inputs(name):
         np.testing.assert_allclose(part, np.asarray(whole)[i : i + 1], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda w, b: jnp.cumsum(w, axis=0),
-        lambda w, b: jnp.sort(w, axis=0),
-        lambda w, b: w[::-1],
-        lambda w, b: jnp.concatenate([w[1:], w[:1]]),
-        lambda w, b: jnp.roll(w, 1, axis=0),
-    ],
-    ids=["sums along it", "sorted", "reversed", "joined along it", "rolled"],
-)
-def test_where_entries_along_the_axis_mix_the_value_is_read_whole(function):
-    plan, inputs = planned(function)
+@jax.custom_jvp
+def mixed_in_its_derivative(x):
+    return x * 2
+
+
+mixed_in_its_derivative.defjvp(lambda x, dx: (x[0] * 2, jnp.cumsum(dx[0], axis=0)))
+
+
+@jax.custom_jvp
+def of_two(x, y):
+    return x * y.astype(x.dtype)
+
+
+of_two.defjvp(lambda x, dx: (of_two(*x), dx[0] * x[1].astype(x[0].dtype)))
+MIXED = {
+    "sums along it": lambda w, b: jnp.cumsum(w, axis=0),
+    "sorted": lambda w, b: jnp.sort(w, axis=0),
+    "reversed": lambda w, b: w[::-1],
+    "joined along it": lambda w, b: jnp.concatenate([w[1:], w[:1]]),
+    "rolled": lambda w, b: jnp.roll(w, 1, axis=0),
+    "merged": lambda w, b: jnp.sum(w, axis=2).reshape(2, 3) * 2,
+    "called outside": lambda w, b: io_callback(lambda w: w, W, w) * 2,
+    "the largest": lambda w, b: jnp.argmax(w, axis=1),
+    "split along it": lambda w, b: jnp.split(w, 3, axis=0)[0] * 2,
+    "stacked along it": lambda w, b: jnp.stack([w, w], axis=0),
+    "places for each": lambda w, b: jax.vmap(lambda w, i: w[i])(w, jnp.array([0, 1, 0])) * 2,
+    "a part of a table": lambda w, b: w[:, jnp.array([1, 0])] * 2,
+    "in a call": lambda w, b: jax.jit(lambda w: w * jnp.cumsum(w, axis=0))(w),
+    "along two axes in a call": lambda w, b: jax.jit(lambda v: v * v.T)(w[:, 0, :3]),
+    "large in a call": lambda w, b: jax.jit(lambda w: w[:, :, 0] @ (jnp.ones((2, 1 << 14)) * w[0, 0, 0]))(w),
+    "in its derivative": lambda w, b: mixed_in_its_derivative(w),
+    "one value read twice": lambda w, b: of_two(w, w),
+    "a number read": lambda w, b: of_two(w, np.float32(2)),
+    "no tangent": lambda w, b: of_two(w, jnp.int32(2)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_where_entries_along_the_axis_mix_the_value_is_read_whole(name):
+    plan, inputs = planned(MIXED[name])
     assert not {v for v, _ in plan.parts} <= inputs.keys()
+
+
+def test_what_is_not_differentiated_needs_no_derivative_by_parts():
+    jaxpr = jax.make_jaxpr(lambda w: mixed_in_its_derivative(w) + of_two(w, w))(W).jaxpr
+    assert steps.plan(jaxpr, [(jaxpr.outvars[0], 0)], differentiable=False).parts == [(jaxpr.invars[0], 0)]
 
 
 def test_a_part_has_the_derivative_of_its_own():

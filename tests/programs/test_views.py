@@ -14,6 +14,7 @@ from reparax.programs.equations import (
     KINDS,
     Add,
     Arithmetic,
+    Barrier,
     Bitcast,
     Broadcast,
     Checkpoint,
@@ -27,6 +28,7 @@ from reparax.programs.equations import (
     Divide,
     Dot,
     DynamicSlice,
+    DynamicUpdateSlice,
     Gather,
     Iota,
     Jit,
@@ -38,21 +40,26 @@ from reparax.programs.equations import (
     RaggedDot,
     ReadInStep,
     Reduce,
+    ReduceIndex,
     ReduceSum,
+    ReduceWindow,
     Reshape,
     Reverse,
     Scan,
     Select,
     ShardMap,
     Slice,
+    Sort,
     SplitAxis,
     Squeeze,
     Stack,
     StopGradient,
     Subtract,
+    TopK,
     Transpose,
     Vary,
     View,
+    While,
     view_class_of,
     view_of,
 )
@@ -309,3 +316,89 @@ def test_the_kind_is_the_class_of_the_view():
     eqn = jax.make_jaxpr(jnp.negative)(X).jaxpr.eqns[0]
     assert view_class_of(eqn) is Negate
     assert view_of(eqn) == Negate(eqn)
+
+
+def test_elementwise_operations_have_an_entry_for_each():
+    functions = [lax.rem, lax.pow, lax.nextafter, lax.complex, lambda x, y: lax.clamp(x, x, y)]
+    functions += [lambda x, y, f=f: f(lax.complex(x, y)) for f in (lax.real, lax.imag, lax.conj)]
+    one = (lax.exp, lax.exp2, lax.expm1, lax.log, lax.log1p, lax.sqrt, lax.rsqrt, lax.cbrt, lax.tanh, lax.logistic)
+    one += (lax.erf, lax.erfc, lax.erf_inv, lax.sin, lax.cos, lax.tan, lax.floor, lax.ceil, lax.round)
+    functions += [lambda x, y, f=f: f(x) for f in one]
+    functions += [lambda x, y: lax.shift_right_arithmetic(x.astype(int), x.astype(int))]
+    for function in functions:
+        assert type(views(function, X, X)[-1]) is Pointwise, function
+
+
+@pytest.mark.parametrize(
+    ("kind", "functions"),
+    [
+        (
+            Reduce,
+            (jnp.max, jnp.min, jnp.prod, lambda x, axis: jnp.all(x > 0, axis), lambda x, axis: jnp.any(x > 0, axis)),
+        ),
+        (ReduceIndex, (lambda x, axis: lax.argmax(x, axis, np.int32), lambda x, axis: lax.argmin(x, axis, np.int32))),
+        (Cumulative, (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)),
+        (Sort, (lax.sort,)),
+    ],
+)
+def test_operations_along_an_axis(kind, functions):
+    for function in functions:
+        view = views(lambda x, f=function: f(x, 1), X)[-1]
+        axes = [view.axis] if kind in (Cumulative, Sort) else [*view.eqn.params["axes"]]
+        assert (type(view), axes) == (kind, [1])
+
+
+def test_the_largest_entries_are_along_the_last_axis():
+    view = the(TopK, lambda x: lax.top_k(x, 2), X)
+    assert view.axis == 2
+    assert TopK(view.eqn.replace(params=view.eqn.params | {"axis": -2})).axis == 1
+
+
+def test_windows_keep_axes_along_which_they_have_one_entry():
+    def kept(size=1, stride=1, pad=(0, 0), dilation=1):
+        """Of an axis with these settings, and of two others."""
+        settings = ((2, size, 1), (1, stride, 1), ((0, 0), pad, (0, 0)), (1, dilation, 1))
+        return [*the(ReduceWindow, lambda x: lax.reduce_window(x, -np.inf, lax.max, *settings), X).keeps_axis]
+
+    cases = [kept(), kept(size=2), kept(stride=2), kept(pad=(0, 1)), kept(dilation=2)]
+    assert cases == [[False, True, True], *[[False, False, True]] * 4]
+    assert the(ReduceWindow, lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 1), (1, 1, 1), "VALID"), X)
+    assert the(ReduceWindow, lambda x: lax.reduce_window(x, np.inf, lax.min, (1, 2, 1), (1, 1, 1), "VALID"), X)
+
+
+def test_other_kinds():
+    def loop(limit, step, factor):
+        return lax.while_loop(lambda c: c < limit, lambda c: c * factor + step, 0)
+
+    assert the(While, loop, 1, 2, 3).counts == (1, 2)
+    padding = ((1, 2, 0), (0, 0, 1), (0, 0, 0))
+    assert the(Pad, lambda x: lax.pad(x, 0.0, padding), X).padding == padding
+    assert the(DynamicUpdateSlice, lambda x: lax.dynamic_update_slice(x, x[:1], (1, 0, 0)), X)
+    assert the(Barrier, lax.optimization_barrier, X)
+    assert type(views(lambda x: lax.bitcast_convert_type(x, np.int16), X)[0]) is View  # which adds an axis
+    differentiated = views(jax.grad(lambda x: jnp.sum(jax.checkpoint(jnp.sin)(x))), X)
+    assert [view.differentiated for view in differentiated if type(view) is Checkpoint] == [True]
+    assert not the(Checkpoint, jax.checkpoint(jnp.sin), X).differentiated
+
+
+def test_equations_of_one_function_and_equal_types_are_equal():
+    def view(function, x=X):
+        return views(function, x)[0]
+
+    assert len({view(jnp.sin), view(jnp.sin)}) == 1
+    others = [view(jnp.cos), view(jnp.sin, X[0]), view(lambda x: jnp.sum(x, 0)), view(lambda x: jnp.sum(x, 1)), 1]
+    assert not any(view(jnp.sin) == other for other in others)
+    assert others[2] != others[3]
+
+
+def test_a_gather_takes_whole_or_partial_axes():
+    numbers = lax.GatherDimensionNumbers((1, 2), (0,), (0, 2))
+    settings = {
+        mode: (lambda x, n, m=mode: lax.gather(x, n[:, :2], numbers, (1, 2, 4), mode=m)) for mode in ("fill", "clip")
+    }
+    assert {mode: the(Gather, f, X, N).partial_axes for mode, f in settings.items()} == {"fill": (0, 1), "clip": (0, 1)}
+    whole = {m: (lambda x, n, m=m: lax.gather(x, n[:, :2], numbers, (1, 3, 4), mode=m)) for m in ("fill", "clip")}
+    # In the mode that fills, an index along the other axis may be out of bounds.
+    assert {m: the(Gather, f, X, N).entry_axis_and_column for m, f in whole.items()} == {"fill": None, "clip": (0, 0)}
+    batched = the(Gather, lambda x, n: jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i, 2))(x, n[:, 0]), X, N)
+    assert (batched.removed_axes, batched.partial_axes, batched.entry_axis_and_column) == ((0,), (1,), None)
