@@ -23,7 +23,10 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("name", mostly_thorough(NETWORKS, "gemma", "attention", "equinox_attention", "haiku_resnet"))
+QUICK = set(NETWORKS) - {"lstm", "gru", "mlp", "flax_nnx", "equinox_mlp", "equinox_gru", "haiku_lstm", "haiku_attention"}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(NETWORKS, *QUICK))
 def test_each_axis_of_each_weight_has_its_role(name):
     fun, params, args, table = NETWORKS[name]()
     types = jax.eval_shape(lambda *args: args, params, *args)
@@ -280,17 +283,7 @@ USES = {
 }
 
 
-QUICK = (
-    "noise",
-    "places",
-    "columns that constants choose",
-    "one column, repeated",
-    "members that each repeat their number",
-    "weights that a loop carries",
-)
-
-
-@pytest.mark.parametrize("name", mostly_thorough(USES, *QUICK))
+@pytest.mark.parametrize("name", USES)
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun, *args))) == want
