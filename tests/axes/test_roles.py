@@ -380,13 +380,13 @@ USES = {
         [EACH, EACH],
     ),
     "data of shards that scale a weight entry by entry": (
-        lambda p, x: in_shards(lambda w, g: BATCH @ (w * g))(p[0], x),
-        ([W], jax.ShapeDtypeStruct((4,), FLOAT)),
+        lambda p, x, g: x @ in_shards(lambda w, g: w * g)(p[0], g),
+        ([W], X, jax.ShapeDtypeStruct((4,), FLOAT)),
         [NONE],
     ),
     "the same after the shards": (
-        lambda p, x: BATCH @ (p[0] * in_shards(lambda w, g: 2 * (w + g[None]))(jnp.zeros((3, 4)), x)),
-        ([W], jax.ShapeDtypeStruct((4,), FLOAT)),
+        lambda p, x, g: x @ (p[0] * in_shards(lambda w, g: w + g)(jnp.zeros((3, 4)), g).sum(0)),
+        ([W], X, jax.ShapeDtypeStruct((4,), FLOAT)),
         [NONE],
     ),
     "merged axes on shards": (
