@@ -325,7 +325,7 @@ USES = {
         [DENSE, DENSE, DENSE],
     ),
     "a carry that is data from the second step on": (
-        lambda p, x: fori_loop(0, 2, lambda _, c: (c[1], c[1], c[0] @ p[0]), (jnp.zeros((5, 3)), x, jnp.zeros((5, 4)))),
+        lambda p, x: scan(lambda h, _: (x, h @ p[0]), BATCH, None, 2),
         ([W], X),
         [DENSE],
     ),
@@ -333,6 +333,11 @@ USES = {
         lambda p, x: scan(lambda w, _: (p[0][0], x @ w), p[0].sum(0), None, 2),
         ([LAYERS], X),
         [EACH],
+    ),
+    "a scale of each layer": (
+        lambda p, x: x @ (p[0][0] * p[1][0]),
+        ([LAYERS, jax.ShapeDtypeStruct((2,), FLOAT)], X),
+        [EACH, ((), (), (0,))],
     ),
     "a carry that is another weight from the second step on": (
         lambda p, x: scan(lambda w, _: (p[1], x @ w), p[0], None, 2),
@@ -680,7 +685,7 @@ def test_parameters_and_data_in_any_order():
     ]
     with raises(TypeError, "roles(loss) got no arguments of the function. Pass them after it, parameters first."):
         roles(loss)
-    with pytest.raises(TypeError, match="^check_axes takes parametrizations first, but got dict"):
+    with pytest.raises(TypeError, match=r"^check_axes takes parametrizations first, but got dict"):
         check_axes(params, loss, X)
 
 

@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 from one_array import normal
 
-from reparax.programs.equations import view_of
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms._factored import Record, SumPlan, SumRead, _split_kernel, costs_of_lookup, weight_use
 
@@ -112,7 +111,7 @@ def pair(loop, out, *gradients):
     return 2 * loop + 16 * out + sum(2 * loop + 16 * size for size in gradients)
 
 
-LABELS = {letter: Label(size) for letter, size in dict(i=6, o=5, r=2, s=3, e=4, k=3, c=4, w=1).items()}
+LABELS = {letter: Label(size) for letter, size in zip("iorsekcw", (6, 5, 2, 3, 4, 3, 4, 1), strict=True)}
 
 
 def labels(letters):
@@ -290,7 +289,8 @@ def test_rows_that_are_not_there_have_no_gradients():
         return jax.grad(total)([factor.array for factor in of.products[0].factors])
 
     a, b = (factor.array for factor in of.products[0].factors)
-    for mode, (slope_a, slope_b) in jax.jit(lambda: {mode: slopes(mode) for mode in out})().items():
+    found = jax.jit(lambda: {mode: slopes(mode) for mode in out})()
+    for mode, (slope_a, slope_b) in found.items():
         counts = np.bincount(out[mode], minlength=6)
         np.testing.assert_allclose(slope_a, counts[:, None] * b.sum(1), rtol=1e-5, atol=1e-5, err_msg=mode)
         np.testing.assert_allclose(slope_b, np.repeat((counts @ a)[:, None], 5, 1), rtol=1e-5, atol=1e-5, err_msg=mode)
