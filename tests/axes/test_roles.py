@@ -653,10 +653,10 @@ def test_a_use_is_listed_once_and_with_how_it_multiplies():
     def loss(p, x):
         y = convolve(x, p["kernel"], window_strides=(1,), padding="SAME", rhs_dilation=(2,))
         y = convolve(y, p["up"], window_strides=(1,), padding=((1, 1),), lhs_dilation=(2,))
-        y = y @ (p["a"] @ p["b"])
+        y = y @ (p["a"][0] @ p["b"][0])
         return jnp.tanh(y @ p["twice"]) @ p["twice"] + y @ p["twice"].T
 
-    shapes = {"kernel": (2, 3, 4), "up": (2, 4, 4), "a": (4, 2), "b": (2, 4), "twice": (4, 4)}
+    shapes = {"kernel": (2, 3, 4), "up": (2, 4, 4), "a": (3, 4, 2), "b": (3, 2, 4), "twice": (4, 4)}
     params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
     found = roles(loss, params, jax.ShapeDtypeStruct((2, 8, 3), FLOAT))
     uses = {name: [(x.inputs, x.outputs, x.how, x.windows) for x in role.uses] for name, role in found.items()}
@@ -664,8 +664,8 @@ def test_a_use_is_listed_once_and_with_how_it_multiplies():
     assert uses == {
         "kernel": [((0, 1), (2,), "convolution", (0,))],
         "up": [((0, 1), (2,), "transposed convolution", (0,))],
-        "a": [dense],
-        "b": [dense],
+        "a": [((1,), (2,), "product", ())],
+        "b": [((1,), (2,), "product", ())],
         "twice": [dense, ((1,), (0,), "product", ())],
     }
     assert all("test_roles.py" in x.line for role in found.values() for x in role.uses)

@@ -1,6 +1,8 @@
 """What a plan decides and tells about weights, and how products use them: costs and values that are written by hand."""
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,19 @@ import pytest
 from jax import lax
 from one_array import normal
 
+from reparax.programs.equations import view_of
 from reparax.programs.sums import Factor, Label, Product, Sum
-from reparax.transforms._factored import Record, SumPlan, SumRead, _split_kernel, costs_of_lookup, weight_use
+from reparax.transforms import _local
+from reparax.transforms._factored import (
+    Factoring,
+    Record,
+    SumPlan,
+    SumRead,
+    _split_kernel,
+    costs_of_lookup,
+    plan_sums,
+    weight_use,
+)
 
 # ---- which weights are formed
 
@@ -368,3 +381,122 @@ def test_the_costs_of_looking_up_matrices_of_experts():
     )
     from_factors = 16 * 90 + pair(3 * 6 * 2 * 5, 90, 3 * 6 * 2, 2 * 5)
     assert costs_of_lookup(of, rows) == (2 * 16 * 36, from_factors, 16 * 90 + 16 * 120)
+
+
+def test_looked_up_matrices_are_formed_in_the_cheaper_way():
+    (of, _), (rows, _) = weight("eir,ro->eio"), weight("sir,ro->sio")
+    plan = SumPlan()
+    plan.records["w"] = record(50)
+    operation = SimpleNamespace(
+        eqn=None,
+        args=[replace(of, maker="w")],
+        facts=[SimpleNamespace(origins=frozenset([3]))],
+        interpreter=SimpleNamespace(times=2, in_formula=False),
+    )
+    cost, from_factors, from_array = costs_of_lookup(of, rows)
+    found = Factoring(plan)._record_of_lookup(operation, rows)
+    assert found.cost_to_form == min(2 * from_factors, 2 * from_array + 50)
+    assert (found.times, found.parents, found.origins) == (2, ["w"], {3})
+    assert found.reads == [SumRead(None, 2, True, cost)]
+    assert found.read_if_formed == SumRead(None, 2, False, from_factors, from_array)
+    plan.records["w"] = record(1e9)
+    assert Factoring(plan)._record_of_lookup(operation, rows).cost_to_form == 2 * from_factors
+
+
+def test_a_plan_records_what_makes_sums_and_what_reads_them():
+    def loss(a, b, x):
+        w = a @ b
+        y = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ (2 * w)), x)
+        return y @ (w + w), jnp.abs(w), jnp.ones((64, 1)) @ jnp.ones((1, 64)) @ jnp.ones((64, 1))
+
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in [(64, 2), (2, 64), (8, 64)]]
+    program = jax.make_jaxpr(loss)(*args).jaxpr
+    records = [*plan_sums(program, args, [True, True, False])[0].records.values()]
+    of, twice, doubled = records
+    product = pair(64 * 64 * 2, 64 * 64, 64 * 2, 64 * 2)
+    assert [record.times for record in records] == [1, 3, 1]
+    assert of.cost_to_form == product
+    # Writing the result and the gradient of each array, in each step.
+    assert twice.cost_to_form == product + 3 * 2 * 16 * 64 * 64
+    assert doubled.cost_to_form == product + 3 * 16 * 64 * 64
+    assert [len(record.parents) for record in records] == [0, 1, 1]
+    assert [record.origins for record in records] == [{0, 1}] * 3
+    reads = [[(read.times, read.in_formula, read.needs_array) for read in record.reads] for record in records]
+    assert reads == [[(1, False, True)], [(3, False, False)], [(1, False, False)]]
+
+
+# ---- noise of products
+
+
+def repeated_over_channels(n):
+    """Deviations that differ along a window alone, for kernels of 2 input and ``n`` output channels."""
+    k = Label(3)
+    product = Product((Factor(normal(3), (k,), fixed=False),), ((k,), (Label(2),), (Label(n),)))
+    return Sum((product,), (3, 2, n), np.dtype("f4"), None, None), np.broadcast_to(normal(3)[:, None, None], (3, 2, n))
+
+
+def by_windows(x, kernel, groups=1):
+    """A convolution, as a sum over the window."""
+    xs, ws = (np.split(each, groups, -1) for each in (x, kernel))
+    return np.concatenate([sum(x[:, i : i + 7] @ w[i] for i in range(3)) for x, w in zip(xs, ws, strict=True)], -1)
+
+
+# An equation, the deviations of its weight, the place of the weight, the data, and the variance.
+VARIANCES = {
+    "a product": (lambda w, x: lax.dot(x, w), weight("io,o->io"), 1, X, lambda v, x: x**2 @ v),
+    "a convolution": (convolved(), weight("kco->kco"), 1, IMAGES, lambda v, x: by_windows(x**2, v)),
+    "with one deviation": (
+        convolved(),
+        repeated_over_channels(5),
+        1,
+        IMAGES[..., :2],
+        lambda v, x: by_windows(x**2, v),
+    ),
+    "in groups": (
+        convolved(feature_group_count=2),
+        repeated_over_channels(6),
+        1,
+        IMAGES,
+        lambda v, x: by_windows(x**2, v, 2),
+    ),
+    "rows": (look_up("clip"), weight("io->io"), 0, IDS, partial(rows_of, outside=None)),
+    "rows that are not there": (look_up("fill"), weight("io->io"), 0, IDS, partial(rows_of, outside=0.0)),
+    "a multiple": (lambda w, x: lax.mul(w, x), weight("io->io"), 0, normal(6, 5), lambda v, x: v * x**2),
+    "a fraction": (lambda w, x: lax.div(w, x), weight("io->io"), 0, normal(6, 5), lambda v, x: v / x**2),
+    "a sum": (lambda w, x: lax.add(x, w), weight("io->io"), 1, normal(6, 5), lambda v, x: v),
+}
+NOT_LINEAR = {
+    "a fraction": (lambda w, x: lax.div(x, w), weight("io->io")[0], 1, normal(6, 5)),
+    "places": (look_up("clip"), weight("io->io")[0], 1, IDS),
+    "data of a convolution": (convolved(), weight("kco->kco")[0], 0, IMAGES),
+    "groups of examples": (convolved(batch_group_count=5), weight("kco->kco")[0], 1, normal(5, 9, 4)),
+    "another equation": (lambda w, x: lax.max(w, x), weight("io->io")[0], 0, normal(6, 5)),
+}
+
+
+def view_for(fun, of, x):
+    (eqn,) = jax.make_jaxpr(fun)(jax.ShapeDtypeStruct(of.shape, of.dtype), x).jaxpr.eqns
+    return view_of(eqn)
+
+
+def test_variances_are_those_of_squared_operands():
+    def variance(fun, found, operand, x, _):
+        return _local._variance(view_for(fun, found[0], x), operand, (x,), _local._square_factors(found[0]))
+
+    found = jax.jit(lambda: {name: variance(*row) for name, row in VARIANCES.items()})()
+    for name, (_, (_, dense), _, x, by_hand) in VARIANCES.items():
+        np.testing.assert_allclose(found[name], by_hand(np.square(dense), x), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_rows_draw_where_an_equation_is_linear_in_a_weight_whose_entries_differ():
+    def is_linear(fun, of, operand, x, *, repeat=False):
+        return _local._is_linear(
+            view_for(fun, of, x), operand, (x,), SimpleNamespace(std=of, entries_may_repeat=repeat)
+        )
+
+    for name, (fun, (of, _), operand, x, _) in VARIANCES.items():
+        assert is_linear(fun, of, operand, x), name
+        is_elementwise = name in ("a multiple", "a fraction", "a sum")
+        assert is_linear(fun, of, operand, x, repeat=True) == is_elementwise, name
+    for name, row in NOT_LINEAR.items():
+        assert not is_linear(*row), name
