@@ -93,11 +93,7 @@ ROWS = {
     "no block: a stride": (lambda a: lax.slice(a.reshape(12), (0,), (12,), (2,)), [(4, 3)], ["6a0a1"]),
     "a stride that leaves a rest": (lambda a: lax.slice(a, (0,), (7,), (3,)), [(7,)], ["3a0"]),
     "nothing": (lambda a: lax.slice(a, (0,), (0,)), [(4,)], ["0a0"]),
-    "split": (
-        lambda a: lax.split(a.reshape(4, 12), (6, 6), 1),
-        [(4, 2, 2, 3)],
-        ["4a0  2a1a2a3*3a1a2a3"] * 2,
-    ),
+    "split": (lambda a: lax.split(a.reshape(4, 12), (6, 6), 1), [(4, 2, 2, 3)], ["4a0  2a1a2a3*3a1a2a3"] * 2),
     "split unevenly": (lambda a: lax.split(a, (1, 2, 3)), [(6, 2)], ["1~  2a1", "2a0  2a1", "3a0  2a1"]),
     "from an unknown start": (
         lambda a, i: lax.dynamic_slice(a.reshape(4, 4, 6), (i, i, i), (1, 2, 6)),
@@ -127,11 +123,7 @@ ROWS = {
     ),
     # Convolutions, whose features begin with their groups
     "a convolution": (conv, [(2, 7, 3), (4, 3, 5)], ["2a0  4a1  1~*5b2"]),
-    "of channels first": (
-        lambda a, b: conv(a, b, ("NCH", "OIH", "CNH")),
-        [(2, 3, 7), (5, 3, 4)],
-        ["1~*5b0  2a0  4a2"],
-    ),
+    "of channels first": (lambda a, b: conv(a, b, ("NCH", "OIH", "CNH")), [(2, 3, 7), (5, 3, 4)], ["1~*5b0  2a0  4a2"]),
     "of groups of features": (
         lambda a, b: conv(a, b, feature_group_count=2),
         [(2, 7, 6), (4, 3, 8)],
@@ -145,11 +137,7 @@ ROWS = {
     "rows of merged axes": (lambda a, i: rows(a, i.reshape(6)), [(8, 4), I32], ["3a0*2a0  4a1"]),
     "one row": (rows, [(8, 4), I1], ["4a1"]),
     "entries": (lambda a, i: a.at[i, i].get(mode="promise_in_bounds"), [(8, 4, 2), I3], ["3  2a2"]),
-    "an entry of each row": (
-        lambda a, i: jax.vmap(rows)(a, i),
-        [(3, 4), I3],
-        ["3a0"],
-    ),
+    "an entry of each row": (lambda a, i: jax.vmap(rows)(a, i), [(3, 4), I3], ["3a0"]),
     "parts of rows": (
         lambda a, i: jax.vmap(lambda i: lax.dynamic_slice(a, (i, i), (1, 2)))(i),
         [(8, 4), I3],
@@ -164,11 +152,7 @@ ROWS = {
     "broadcast": (lambda a: lax.broadcast_in_dim(a, (2, 3, 4), (1, 2)), [(3, 1)], ["2~  3a0  4~a1"]),
     "reshaped in another order": (lambda a: lax.reshape(a, (12,), (2, 0, 1)), [(2, 3, 2)], ["2a2*2a0*3a1"]),
     "a new axis": (lambda a: a.reshape(2, 1, 3), [(2, 3)], ["2a0  1~  3a1"]),
-    "joined": (
-        lambda a, b: lax.concatenate((a, b.reshape(4, 2)), 0),
-        [(3, 2), (2, 2, 2)],
-        ["7a0b0b1  2a1b2"],
-    ),
+    "joined": (lambda a, b: lax.concatenate((a, b.reshape(4, 2)), 0), [(3, 2), (2, 2, 2)], ["7a0b0b1  2a1b2"]),
     "joined along the last": (lambda a, b: lax.concatenate((a, b), 1), [(3, 2), (3, 5)], ["3a0b0  7a1b1"]),
     "joined alone": (lambda a: lax.concatenate((a.reshape(6),), 0), [(2, 3)], ["2a0*3a1"]),
 }

@@ -232,12 +232,7 @@ USES = {
     ),
     "rows, or a number": (look_up("fill", 7.0), weight(LOW), IDS, partial(rows_of, outside=7.0)),
     "rows, promised": (look_up("promise_in_bounds"), weight(LOW), IDS, partial(rows_of, outside=None)),
-    "columns": (
-        look_up("fill", 7.0, axis=1),
-        weight("or,ri->oi"),
-        IDS,
-        lambda w, ids: rows_of(w.T, ids, outside=7.0),
-    ),
+    "columns": (look_up("fill", 7.0, axis=1), weight("or,ri->oi"), IDS, lambda w, ids: rows_of(w.T, ids, outside=7.0)),
     "a convolution": (
         convolved(),
         weight("kcr,ro->kco"),

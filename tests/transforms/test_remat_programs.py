@@ -58,11 +58,7 @@ ORDERS = {
     "a weight that is returned": (lambda w, x: (jnp.exp(x), jnp.sin(w)), [True, False], ["exp", "sin"]),
     "a weight that nobody reads": (lambda w, x: (jnp.sin(w), jnp.exp(x))[1], [True, False], ["exp"]),
     "no weight": (lambda w, x: jnp.exp(w @ x), [False, False], ["dot_general exp"]),
-    "an effect": (
-        lambda w, x: x @ jnp.sin(printing(w)),
-        [True, False],
-        ["debug_callback", "[sin]", "dot_general"],
-    ),
+    "an effect": (lambda w, x: x @ jnp.sin(printing(w)), [True, False], ["debug_callback", "[sin]", "dot_general"]),
 }
 
 
@@ -92,11 +88,7 @@ WAITING = {
     "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
     "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
     "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),
-    "a large value, computed with costly operations": (
-        lambda a: jnp.sum(jnp.sin(a) * jnp.cos(a), 0),
-        [(8, 8)],
-        "a",
-    ),
+    "a large value, computed with costly operations": (lambda a: jnp.sum(jnp.sin(a) * jnp.cos(a), 0), [(8, 8)], "a"),
     "cheap values that are summed": (lambda a: jnp.sum(a * 2 + 1, 0), [(8, 8)], "reduce_sum"),
 }
 
@@ -173,10 +165,7 @@ INLINED = {
         lambda w, x: (lambda f: f(w, f(w, x)))(jax.jit(lambda w, x: x @ applied(jnp.sin, w))),
         "sin dot_general sin dot_general",
     ),
-    "not in a loop": (
-        lambda w, x: lax.fori_loop(0, 2, lambda _, x: x @ applied(jnp.sin, w), x),
-        "scan",
-    ),
+    "not in a loop": (lambda w, x: lax.fori_loop(0, 2, lambda _, x: x @ applied(jnp.sin, w), x), "scan"),
     "nor a call without one": (lambda w, x: jax.jit(lambda x: x @ w)(applied(jnp.sin, w)), "sin jit"),
 }
 
@@ -270,8 +259,7 @@ def test_masks_are_stored_whose_numbers_nothing_else_reads(name):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((3, 16, 64), 1), ((1024,), 0), ((1016,), None), ((33, 33), None), ((129, 8), 1), ((8, 129), 0)],
+    ("shape", "axis"), [((3, 16, 64), 1), ((1024,), 0), ((1016,), None), ((33, 33), None), ((129, 8), 1), ((8, 129), 0)]
 )
 def test_masks_are_packed_along_the_first_axis_of_whole_bytes(shape, axis):
     assert _remat_rewrites._packed_axis(jax.typeof(np.zeros(shape, bool))) == axis
