@@ -204,14 +204,9 @@ def test_each_example_has_noise_of_its_own(name):
 # How many rows of seven examples draw for each weight, in the order of the program.
 DRAWING = {
     "dense": ["7", "7"],
-    "two noises": ["7", "7"],
-    "pruned later": ["7", "7"],
-    "two layers": ["7", "7"],
     "scan over layers": ["7"],
     "heads": ["14", "14"],
-    "out of heads": ["14"],
     "convolution": ["175", "175"],
-    "stride": ["56", "56"],
     "groups": ["63", "63"],
     "embedding": ["14", "7"],
     "scan over time": ["28"],
@@ -644,15 +639,9 @@ def test_one_draw_for_all(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "a formula mixes entries",
-        "turned over",
-        "symmetric",
-        "side by side",
-        "rows without data",
-        "both sides",
-        "float16",
-    ]
-    + ["a penalty", "biases alone", "Euler, gains", "Euler, images"],
+        *("a formula mixes entries", "turned over", "symmetric", "side by side", "rows without data", "both sides"),
+        *("float16", "a penalty", "biases alone", "Euler, gains", "Euler, images"),
+    ],
 )
 def test_the_report_says_why_all_rows_share_one_draw(name):
     weights = {k: SQUARE if k in "wu" else SQUARE[0] for k in "wuvbc"} if name in INSIDE else {"w": SQUARE}
