@@ -378,8 +378,8 @@ USES = {
         [DENSE] * 3,
     ),
     "factors, transposed": (
-        lambda p, x: x @ (p[1].T @ p[0].T),
-        ([shaped(2, 4), shaped(4, 3)], X),
+        lambda p, x: x @ (p[1] @ p[0]).T,
+        ([shaped(2, 3), shaped(4, 2)], X),
         [((1,), (0,), ())] * 2,
     ),
     "factors of layers": (
@@ -472,6 +472,12 @@ def members_after_a_loop(params, x):
     return jnp.einsum("etf,efo->eto", h, params["down"])
 
 
+def members_that_attend(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["up"])
+    h = jnp.einsum("ets,esf->etf", jax.nn.softmax(jnp.einsum("etf,esf->ets", h, h)), h)
+    return jnp.einsum("etf,efo->eto", h, params["down"])
+
+
 def ranked_in_a_loop(params, x):
     gates = fori_loop(0, 2, lambda _, gates: jnp.sort(gates, -1), x @ params["r"]).T[..., None]
     return every(gates * x, params["up"], params["down"]).sum(0)
@@ -514,6 +520,7 @@ def members(params, x):
         (blocks, ((0,), (1, 2), ())),
         (members, NONE),
         (members_after_a_loop, NONE),
+        (members_that_attend, NONE),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
