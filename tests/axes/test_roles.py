@@ -478,6 +478,11 @@ def members_that_attend(params, x):
     return jnp.einsum("etf,efo->eto", h, params["down"])
 
 
+def members_and_their_mean(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["up"])
+    return jnp.einsum("etf,efo->eto", h, params["down"]), jnp.einsum("etf,e->tf", h, np.ones(4, np.float32))
+
+
 def ranked_in_a_loop(params, x):
     gates = fori_loop(0, 2, lambda _, gates: jnp.sort(gates, -1), x @ params["r"]).T[..., None]
     return every(gates * x, params["up"], params["down"]).sum(0)
@@ -521,6 +526,7 @@ def members(params, x):
         (members, NONE),
         (members_after_a_loop, NONE),
         (members_that_attend, NONE),
+        (members_and_their_mean, NONE),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
