@@ -34,7 +34,8 @@ test-thorough: $(VENV)/test.stamp
 
 # The quick tests of sums, square roots and roundings, compiled for an older processor, where two programs may differ in the
 # last bit. AVX2 is the oldest instruction set for which XLA compiles float16.
-NUMERIC := $(addprefix stages/,adapters matrices noise norms numbers quantized) $(addprefix numerics/test_,select.py terms.py) \
+NUMERIC := $(addprefix stages/,adapters matrices noise norms numbers quantized) \
+  $(addprefix numerics/test_,linalg.py select.py terms.py threefry.py) \
   $(addprefix transforms/test_,attacks.py contexts.py local.py) training/test_transfer.py
 test-avx2: $(VENV)/test.stamp
 	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=AVX2" $(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" \

@@ -2,11 +2,12 @@
 
 Each against the gradient of the same loss without it. Every call traces a new function, so JAX remembers nothing but
 what the network's own ``jit`` functions do. Nothing runs, and no array is made. Milliseconds of the processor, of calls
-that take turns in one process; ratios are of one turn.
+that take turns in one process, without collecting garbage, as in ``timeit``; ratios are of one turn.
 
 Run: python benchmarks/tracing.py [repeats]
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -89,10 +90,14 @@ def ways(loss: Loss, params: Any, data: Any, stacked: int | tuple[()] = ()) -> d
 
 
 def seconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """The time of the processor to trace a new function."""
+    """The time of the processor to trace a new function, after garbage of earlier calls is gone, and without more."""
+    gc.collect()
+    gc.disable()
     start = time.process_time()
     jax.jit(lambda *args: function(*args)).trace(*args)
-    return time.process_time() - start
+    taken = time.process_time() - start
+    gc.enable()
+    return taken
 
 
 def in_turns(calls: Traced, repeats: int) -> Rows:

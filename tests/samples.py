@@ -1,6 +1,7 @@
-"""Samples of random results, compared with each other."""
+"""Samples of random results, compared with each other, and the normal numbers of random words."""
 
 import numpy as np
+from scipy import special
 
 N = 4096
 """How many examples, and how many draws of whole weights."""
@@ -17,3 +18,9 @@ def assert_alike(got, want):
     assert np.all(got.var(0) > 0)
     centred = (got - got.mean(0)) / got.std(0)
     assert np.all(np.abs(np.mean(centred[1:] * centred[:-1], 0)) <= ERRORS / np.sqrt(N))
+
+
+def quantiles(words):
+    """The normal numbers of words of 32 bits, by scipy; small shares are exact on both sides."""
+    shares = (words.astype(np.float64) + 0.5) / 2**32
+    return np.where(shares < 0.5, special.ndtri(shares), -special.ndtri(1 - shares))

@@ -126,7 +126,8 @@ THEIRS = ("by hand", "torch", "flax", "equinox", "paramax", "RETURNN")
 
 def number(value: float) -> str:
     """A number in few digits."""
-    return f"{value:,.{0 if value >= 100 else 1}f}"
+    decimals = 0 if value >= 100 else 1 if abs(value) >= 0.1 or not value else 2
+    return f"{value:,.{decimals}f}"
 
 
 def cell(row: Row) -> str:

@@ -677,9 +677,9 @@ def test_several_positions_are_refused():
     def loss(params, x):
         return x @ params
 
-    text = "roles(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one "
+    text = "roles(loss) takes a single position as argnums, but got {}. Put all parameters into one argument of the "
     for several in [(0, 1), []]:
-        with raises(TypeError, text.format(several) + "argument, such as a tuple of trees."):
+        with raises(TypeError, text.format(several) + "function, such as a tuple of trees."):
             roles(loss, X, argnums=several)
 
 

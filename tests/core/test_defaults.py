@@ -489,3 +489,13 @@ def test_a_table_is_left_out_if_another_layer_reads_it_too(stage: Any) -> None:
     ):
         with pytest.raises(ValueError, match="selects nothing: its default selects none of the 1 arrays"):
             init()
+
+
+def test_beside_the_params_of_linen_are_parameters_and_in_other_collections_is_state():
+    def frozen(variables):
+        return {name for name, x in rpx.Freeze().init(variables).items() if rpx.is_parametrized(x)}
+
+    variables = {"params": {"w": X}, "temperature": X, "cache": {"key": X}, "deep": {"batch_stats": {"mean": X}}}
+    assert frozen(variables) == {"params", "temperature"}
+    del variables["params"]
+    assert frozen(variables) == {"temperature", "cache"}

@@ -82,8 +82,8 @@ def text(who, formulas, by):
     init, apply = formulas
     return (
         f"{who}: {init} does not invert {apply}: for an array w that {apply} has computed, {apply}({init}(w)) differs "
-        f"by {by} of the largest entry, so training may not start at your weights. Correct one of the two, or set "
-        f"`starts_elsewhere = True` in the class if this is intended."
+        f"from w by {by} times its largest entry, so training may not start at your weights. Correct {init} or "
+        f"{apply}, or set `starts_elsewhere = True` in the class if this is intended."
     )
 
 

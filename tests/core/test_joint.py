@@ -172,8 +172,8 @@ def test_stacked_layers_by_the_name_of_their_axis():
     unlike = {**boxed, "k": nn.Partitioned(np.moveaxis(k, 0, 1), ("in", "layers", None))}
     text = (
         "OneGain((('q', '(.*)q'), ('k', '(.*)k')), stacked='layers').init at 'q', 'k': expected the same stacked "
-        "axes in all arrays, got {'q': (0,), 'k': (1,)} for stacked='layers'. Stack them along the same axes, or leave "
-        "some layers out with the expressions."
+        "axes in all arrays, got {'q': (0,), 'k': (1,)} for stacked='layers'. Stack the arrays along the same axes, or "
+        "narrow the expressions to layers with equal stacked axes."
     )
     with raises(ValueError, text):
         p.init(unlike)

@@ -296,8 +296,8 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
     with raises(
         ValueError,
         f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
-        f"'out': ()}}. Stack them "
-        f"along the same axes, or leave some layers out with the expressions.",
+        f"'out': ()}}. Stack the arrays "
+        f"along the same axes, or narrow the expressions to layers with equal stacked axes.",
     ):
         p.with_axes(ROLES)
 
@@ -410,7 +410,8 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
     written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
     with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):
         rpx.axes.check_axes(PARAMS, network)
-    with raises(TypeError, "roles(network) got no arguments of the function. Pass them after it, parameters first."):
+    needed = "roles(network) needs the arguments of the function, but got none. Pass them after the function: "
+    with raises(TypeError, f"{needed}`roles(loss, params, batch)`."):
         rpx.roles(network)
 
 

@@ -211,8 +211,8 @@ def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
         ValueError,
         f"({p!r}).check found fixed values that differ from those of `since`:\n"
         "  q/@lora/@fixed/w/@freeze/@fixed/w: 24 of 24 numbers differ\n"
-        "An optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or pass it only the "
-        "first half of `rpx.partition(raw)`.",
+        "An optimizer changed them, for example by weight decay. Wrap it with `rpx.optimizer(tx, p)`, or pass it only "
+        "the first half of `rpx.partition(raw)`.",
     ):
         p.check(decayed(raw), since=raw)
 

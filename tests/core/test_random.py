@@ -4,17 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import mostly_thorough
 from jax import export
-from scipy import special
+from samples import quantiles
 
 import reparax as rpx
 from reparax.core import random
-from reparax.numerics import threefry
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (3, 5), (2, 3, 5), (65_537,)]
 KEY = jax.random.key(11)
-REPLICATED = jax.typeof(np.float32(0)).sharding
 
 
 @jax.jit
@@ -25,12 +22,6 @@ def normal(key, w):
 @jax.jit
 def mask(key, keep, w):
     return random.uniform(key, w, ()) < keep
-
-
-def quantiles(words):
-    """The normal numbers of words of 32 bits, by scipy; small shares are exact on both sides."""
-    shares = (words.astype(np.float64) + 0.5) / 2**32
-    return np.where(shares < 0.5, special.ndtri(shares), -special.ndtri(1 - shares))
 
 
 def assert_normal(got, key, shape):
@@ -44,29 +35,6 @@ def assert_quantiles(got, words):
 
 
 # ---- the words of jax.random
-
-
-@pytest.mark.parametrize("width", mostly_thorough([32, 64], 64))
-def test_words_are_those_of_jax(width):
-    with jax.enable_x64(width == 64):
-        of_shapes = jax.jit(lambda key: [threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])
-        of_jax = jax.jit(lambda key: [jax.random.bits(key, shape, f"uint{width}") for shape in SHAPES])
-        for got, want in zip(of_shapes(KEY), of_jax(KEY), strict=True):
-            np.testing.assert_array_equal(got, want, strict=True)
-
-
-def test_words_are_those_of_the_authors_of_threefry():
-    """Known answers of Random123, ``tests/kat_vectors``: threefry2x32 with 20 rounds."""
-    key = np.array([0x13198A2E, 0x03707344], np.uint32)
-    counter = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-    zero, one = np.zeros(2, np.uint32), np.full(2, 0xFFFFFFFF, np.uint32)
-    cipher = jax.jit(threefry.cipher)
-    for keys, counters, expected in [
-        (zero, zero, [0x6B200159, 0x99BA4EFE]),
-        (one, one, [0x1CB996FC, 0xBB002BE7]),
-        (key, counter, [0xC4923A9C, 0x483DF7A0]),
-    ]:
-        np.testing.assert_array_equal(cipher(tuple(keys), tuple(counters)), np.array(expected, np.uint32))
 
 
 def test_normal_numbers_of_any_shape_are_quantiles_of_the_words_of_jax():
@@ -87,17 +55,6 @@ def test_a_complex_number_has_two_normal_parts_of_half_the_variance():
     got = np.sqrt(np.float32(2)) * np.asarray(normal(KEY, jnp.zeros((41, 3), "complex64")))
     for part, key in zip((got.real, got.imag), jax.random.split(KEY), strict=True):
         np.testing.assert_allclose(part, normal(key, jnp.zeros((41, 3))), rtol=1e-6)
-
-
-def test_normal_numbers_are_quantiles_up_to_the_last_word():
-    ends, halves = np.arange(5000), 2**31 + np.arange(-5000, 5000)
-    between = np.linspace(0, 2**32 - 1, 100_000).astype(np.int64)
-    below = np.concatenate([ends, 2 ** np.arange(32), between, halves])
-    words = np.unique(np.concatenate([below, 2**32 - 1 - below])).astype(np.uint32)
-    got = np.asarray(jax.jit(threefry.normal)(words))
-    np.testing.assert_allclose(got, quantiles(words), rtol=5e-6, atol=8e-8)
-    assert got.min() < -6.3
-    np.testing.assert_array_equal(got, -got[::-1])
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -126,11 +83,6 @@ def test_threefry_that_counts_in_halves_draws_its_own_numbers():
         halves = normal(KEY, jnp.zeros((5, 3)))
         assert_normal(halves, KEY, (5, 3))
     assert not np.array_equal(counted, halves)
-
-
-def test_only_up_to_the_last_word_that_32_bits_count():
-    assert threefry.is_supported(KEY, (2**16, 2**16))
-    assert not threefry.is_supported(KEY, (2**16, 2**16 + 1))
 
 
 def test_a_draw_of_more_words_than_32_bits_count_is_left_to_jax():

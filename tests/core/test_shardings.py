@@ -8,7 +8,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from cases import CASES, OF_EACH_CLASS, OF_OTHER_CASES
 from compiled import effective, init
@@ -143,6 +142,23 @@ def test_a_stage_may_refuse_other_lengths_in_its_own_way():
             return values["x"]
 
     assert specs(Four().shardings({"w": BOTH}, MESH, like=shapes(w=(4, 16)))) == {"w": {"@four": {"x": BOTH}}}
+
+
+def test_lengths_that_depend_on_each_other_are_found_across_one_that_does_not():
+    class Half(rpx.Reparametrization):
+        """Its first axis is twice as long as its last."""
+
+        raw_values = {"turned": rpx.stage.main()}
+
+        def init_leaf(self, w):
+            assert w.shape[0] == 2 * w.shape[2]
+            return {"turned": w.T, "thrice": jnp.concatenate([w, w, w], 2)}
+
+        def apply_leaf(self, values):
+            return values["turned"].T
+
+    expected = {"@half": {"turned": P("model", None, "data"), "thrice": P("data", None, "model")}}
+    assert found(Half(), P("data", None, "model"), (8, 6, 4)) == expected
 
 
 def test_arrays_that_lie_on_a_mesh_say_their_specs():
@@ -296,80 +312,6 @@ def test_values_on_a_mesh_are_those_of_one_device(name, axes):
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-# Training. --------------------------------------------------------------------------------------------------------
-
-CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
-LIKE = shapes(w=(8, 16), b=(16,))
-RAW = jax.eval_shape(CHAIN.init, LIKE)
-SHARDINGS = CHAIN.shardings({"w": BOTH, "b": P("model")}, MESH, like=LIKE)
-PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
-
-
-def state_specs(tx):
-    state = jax.eval_shape(tx.init, RAW)
-    shardings = rpx.training.state_shardings(state, RAW, SHARDINGS)
-    assert jax.tree.structure(shardings) == jax.tree.structure(state)
-    return specs(shardings)
-
-
-def test_moments_lie_with_their_raw_arrays_and_counters_everywhere():
-    state = state_specs(optax.adam(1e-3))[0]
-    assert state.mu == state.nu == specs(SHARDINGS)
-    assert state.count == P()
-
-
-def test_the_state_of_a_partition_lies_with_what_it_moves():
-    moments = state_specs(PARTITIONED).inner_states["free"].inner_state[0].mu
-    assert moments["w"] == specs(SHARDINGS)["w"]
-    assert jax.tree.leaves(moments["b"]) == []
-
-
-def test_accumulated_gradients_lie_with_their_raw_arrays():
-    state = state_specs(optax.MultiSteps(PARTITIONED, every_k_schedule=2))
-    assert state.acc_grads == specs(SHARDINGS)
-    assert state.inner_opt_state.inner_states["free"].inner_state[0].nu["w"] == specs(SHARDINGS)["w"]
-    assert (state.mini_step, state.gradient_step) == (P(), P())
-
-
-def test_a_state_of_another_shape_than_its_raw_array_lies_everywhere():
-    state = state_specs(optax.scale_by_factored_rms(min_dim_size_to_factor=8))
-    assert jax.tree.leaves((state.v_row, state.v_col)) == [P()] * 6
-
-
-def test_a_whole_training_state_is_one_of_these_trees():
-    state = {"params": RAW, "opt": jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW), "step": jnp.zeros(())}
-    shardings = rpx.training.state_shardings(state, RAW, SHARDINGS)
-    assert (shardings["params"], shardings["opt"][0].trace, shardings["step"].spec) == (SHARDINGS, SHARDINGS, P())
-
-
-def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_computes(key):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    params = {"w": normal(8, 16), "b": np.ones(16, np.float32)}
-    raw = init(CHAIN, params)
-    tx = optax.partition(
-        {"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.training.param_labels
-    )
-    state = jax.jit(tx.init)(raw)
-    raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
-    states = rpx.training.state_shardings(state, raw, raws)
-    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
-
-    def step(raw, state, x, key):
-        def loss(raw):
-            effective = CHAIN.apply(raw, key)
-            return jnp.mean(jnp.square(x @ effective["w"] + effective["b"][None]))
-
-        updates, state = tx.update(jax.grad(loss)(raw), state, raw)
-        return optax.apply_updates(raw, updates), state
-
-    expected = jax.jit(step)(raw, state, x, key)
-    placed = jax.device_put((raw, state, x), (raws, states, NamedSharding(mesh, P("data"))))
-    sharded = jax.jit(step, out_shardings=(raws, states), donate_argnums=(0, 1))(*placed, key)
-    got = jax.tree.map(lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim), sharded, (raws, states))
-    assert all(jax.tree.leaves(got))
-    chex.assert_trees_all_close(sharded, expected, rtol=1e-5, atol=1e-6)
-
-
 # Errors. ----------------------------------------------------------------------------------------------------------
 
 
@@ -382,11 +324,6 @@ def on_explicit_axes(p):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, BOTH))
     jax.eval_shape(p.init, {"w": w})
-
-
-def refused_state(raw, shardings):
-    state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW)
-    rpx.training.state_shardings(state, raw, shardings)
 
 
 @table(__file__)

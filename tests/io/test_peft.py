@@ -19,8 +19,8 @@ PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 ADVICE = (
-    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
-    "the weights with `from_torch`."
+    "Pass the `config` of this adapter, and `like`, `names` and `layouts` of its model, or merge the adapter in PEFT "
+    "with `merge_and_unload`, and read the weights with `from_torch`."
 )
 
 
@@ -221,8 +221,10 @@ def test_a_linear_layer_of_torch_is_no_table():
     p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
     with raises(
         ValueError,
-        "to_peft cannot write this adapter:\n  q/weight: PEFT's adapters map inputs to outputs (rows=(1,), "
-        "columns=0), so it has no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
+        refused(
+            "q/weight: PEFT's adapters map inputs to outputs, but LoRA(2, columns=-1) has other axes. Pass "
+            "`rows=1, columns=0` to the stage"
+        ),
     ):
         rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
     tensors, _ = rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
@@ -243,7 +245,7 @@ def test_ends_of_names_that_mean_several_modules():
     q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
     with raises(
         ValueError,
-        "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
+        "to_peft: PEFT saves each module whose name ends in 'lin', but 'xlin', which also does, is not trained whole. "
         "Freeze 'lin'.",
     ):
         rpx.io.to_peft(q, q.init(params, jax.random.key(0)))
@@ -465,7 +467,7 @@ def written(p, raw=None):
 
 
 def refused(lines):
-    return f"to_peft cannot write this adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
+    return f"to_peft cannot write this adapter:\n  {lines}\nOtherwise, merge the adapter with `p.fold(raw)`."
 
 
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
@@ -477,7 +479,7 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
-    line = "its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`"
+    line = "hyperparameters must be concrete, but one is traced. Call `to_peft` outside of `jax.jit`"
     text = refused(f"out/kernel: {line}")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)
@@ -488,13 +490,14 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains all biases or those of adapted modules, but these train: 'other/bias'. Freeze them, or "
-        "train the others too.",
+        "to_peft: PEFT trains all biases, or the biases of all adapted modules, but this chain trains only "
+        "'other/bias'. Freeze these biases, or train the others too.",
     ):
         rpx.io.to_peft(p, p.init(params, jax.random.key(0)))
     q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.adapters.Gain(axis=0, where=DENSE)
     with raises(
-        ValueError, "to_peft: PEFT trains no biases with IA3, but these train: 'dense/bias', 'other/bias'. Freeze them."
+        ValueError,
+        "to_peft: PEFT trains no biases with IA3, but this chain does: 'dense/bias', 'other/bias'. Freeze them.",
     ):
         rpx.io.to_peft(q, q.init(params))
 

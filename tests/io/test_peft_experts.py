@@ -12,8 +12,8 @@ EXPERTS, INS, OUTS, RANK = 3, 4, 6, 2
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_parameters": ["experts.up", "experts.down"]}
 OUTER, INNER = "base_model.model.experts", "base_model.model.experts.base_layer"
 ADVICE = (
-    "Correct `like`, `names`, `layouts` or `config`, or merge the adapter in PEFT with `merge_and_unload`, and read "
-    "the weights with `from_torch`."
+    "Pass the `config` of this adapter, and `like`, `names` and `layouts` of its model, or merge the adapter in PEFT "
+    "with `merge_and_unload`, and read the weights with `from_torch`."
 )
 UP, DOWN = {"up": "experts.up"}, {"down": "experts.down"}
 
@@ -91,7 +91,10 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     modules = [f"layers.{i}.block_sparse_moe.experts.{j}.w1" for i, j in np.ndindex(2, EXPERTS)]
     assert config["target_modules"] == modules
-    lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Unstack the layers\n"
+    lines = (
+        "\n  w1/kernel: expected tensors for each of the 6 layers, got them for 5. Pass a `like` with a separate array "
+        "for each layer\n"
+    )
     with raises(ValueError, f"from_peft: the adapter does not fit this model:{lines}{ADVICE}"):
         fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
         rpx.io.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)

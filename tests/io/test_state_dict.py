@@ -339,7 +339,7 @@ def test_a_tied_convolution_is_told_where_it_stands(state):
 
 def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing():
     like, state = {"q": {"bias": numbers(8), "kernel": numbers(8, 2, 4)}}, {"q.weight": numbers(8, 8)}
-    with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not show .* kernel of attention. For a"):
+    with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not show .* attention kernel. For a"):
         rpx.io.from_torch(rpx.Chain(), state | {"q.bias": numbers(8)}, like)
 
 

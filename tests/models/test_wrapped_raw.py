@@ -152,8 +152,8 @@ def test_what_is_no_parameter_is_that_of_the_equinox_model_beside_a_raw_tree_too
     np.testing.assert_allclose(wrapped(X[0]), still(X[0]), atol=1e-6)
     with raises(
         ValueError,
-        "rpx.equinox.Parametrized takes a raw tree of this model, as `p.init(model)` gives it, but got one of another "
-        "model, or of other static fields.",
+        "rpx.equinox.Parametrized takes a raw tree of this model, but got one of another model, or with other static "
+        "fields. Pass a tree that `p.init(model)` returned.",
     ):
         rpx.equinox.Parametrized(model, p, raw=p.init(eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(1))))
 

@@ -114,7 +114,9 @@ def test_a_model_without_a_stream_runs_if_nothing_is_drawn_and_else_is_refused_b
 
     def refused(params: Any) -> None:
         for got, call in calls_without_stream(p, params).items():
-            with pytest.raises(ValueError, match=f"needs a stream, but got {got}. Give one, `.*`, or evaluate with `"):
+            with pytest.raises(
+                ValueError, match=f"needs a random key or stream, but got {got}. Pass one, `.*`, or evaluate with `"
+            ):
                 call()
 
     def same(p: Any, params: Any) -> Any:

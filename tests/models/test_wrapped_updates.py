@@ -144,8 +144,8 @@ def test_where_no_call_can_the_user_is_told_to_update_by_hand(library: str, p: A
     if can:
         make()
     else:
-        said = r"update advances fixed values, once per training step, which .*Call `.*update\(.*\)` after"
-        with pytest.raises(ValueError, match=said + r' each step.*, and say so: `.*updates="by hand"\)`\.$'):
+        said = r"update must advance fixed values once per training step, but .*Call `.*update\(.*\)` after"
+        with pytest.raises(ValueError, match=said + r' each step.*, and confirm this with `.*updates="by hand"\)`\.$'):
             make()
     make(updates="by hand")
     with pytest.raises(ValueError, match=r"takes None or 'by hand' as `updates`, but got 'never'\.$"):

@@ -8,7 +8,7 @@ from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from reparax.numerics.select import mask_largest
+from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
 def by_sorting(scores, count):
@@ -49,6 +49,14 @@ def test_the_largest_stay_and_of_equal_ones_the_first(dtype, size):
 def test_arrays_of_any_shape(shape):
     w = np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32)
     np.testing.assert_array_equal(mask_largest(w, 1), by_sorting(w, 1))
+
+
+@pytest.mark.parametrize("count", [0, 7, 20, 31])
+def test_several_arrays_are_ranked_together(count):
+    w = np.random.default_rng(0).integers(-2, 3, 30).astype(np.float32)
+    got = mask_largest_of_all([w[:11], w[11:12].reshape(()), w[12:].reshape(3, 6)], count)
+    assert [x.shape for x in got] == [(11,), (), (3, 6)]
+    np.testing.assert_array_equal(np.concatenate([np.ravel(x) for x in got]), by_sorting(w, count))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

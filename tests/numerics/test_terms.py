@@ -1,5 +1,7 @@
 """Terms against numpy.einsum and the dense matrices that they stand for."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,12 +64,12 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
 
 
 WRONG = {
-    "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'.": ("ir rj", A, B),
-    "names 2 arrays, but got 1.": ("ir,rj->ij", A),
-    "gives 'i' to an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
-    "has a letter twice in 'ii'. Take the diagonal first.": ("ii->i", B[:, :2]),
-    "gives 'r' to axes of 2 and of 4 entries.": ("ir,jr->ij", A, B),
-    "has 'k' in the result, but in no array.": ("ir,rj->ik", A, B),
+    "is not a valid spec. Write the letters of each array and of the result, as in 'ir,rj->ij'.": ("ir rj", A, B),
+    "needs 2 arrays, one for each group of letters, but got 1.": ("ir,rj->ij", A),
+    "has the letters 'i' for an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
+    "repeats a letter in 'ii', for a single array. Pass the diagonal of this array instead.": ("ii->i", B[:, :2]),
+    "has 'r' for axes of sizes 2 and 4. Write different letters for them.": ("ir,jr->ij", A, B),
+    "has 'k' in the result, but for no array. Use only letters of arrays in the result.": ("ir,rj->ik", A, B),
 }
 
 
@@ -76,3 +78,25 @@ def test_a_spec_that_does_not_fit_is_refused(text):
     spec, *arrays = WRONG[text]
     with raises(ValueError, f"Term({spec!r}) {text}"):
         rpx.stage.Term(spec, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("terms", "text"),
+    [
+        (lambda a: [], "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned []."),
+        (lambda a: 1.0, "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned float."),
+        (
+            lambda a: [1.0],
+            "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned ['float'].",
+        ),
+        (
+            lambda a: [rpx.stage.Term("ij->i", a)],
+            "terms_leaf returns terms of shape (3,), but apply_leaf returns an array of shape (3, 2). "
+            "Return terms whose sum equals this array.",
+        ),
+    ],
+    ids=["none", "a number", "numbers", "another shape"],
+)
+def test_terms_that_do_not_give_the_array_are_refused(terms, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+        jax.make_jaxpr(lambda a: record_terms(jnp.negative, terms, a))(A)

@@ -264,7 +264,7 @@ class Attention(torch.nn.Module):
 
 
 ATTENTION = (
-    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
+    "PEFT adds the update of `out_proj` in nn.MultiheadAttention twice, even in a merge, but in any other layer once"
 )
 
 
@@ -284,7 +284,7 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
     like = {"mha": {"kernel": jnp.zeros((8, 24)), "out_proj": {"kernel": jnp.zeros((8, 8))}}}
     with raises(
         ValueError,
-        f"from_peft does not read '{name}_A.weight': {ATTENTION}. Merge the adapter in PEFT with `merge_and_unload`, "
+        f"from_peft cannot read '{name}_A.weight': {ATTENTION}. Merge the adapter in PEFT with `merge_and_unload`, "
         "and read the weights with `from_torch`.",
     ):
         rpx.io.from_peft(tensors, config, like)

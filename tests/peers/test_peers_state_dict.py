@@ -469,10 +469,10 @@ def test_a_trained_matrix_of_an_unknown_map_is_refused():
         jax.enable_x64(),
         raises(
             ValueError,
-            "from_torch: 'tall/weight': torch's file does not say which map produces this matrix: Orthogonal() has "
-            "map='cayley', but torch takes 'householder' for the shape (6, 4) by default. Pass "
-            "orthogonal_map='default' if torch's `orthogonal` was called without a map, or orthogonal_map='cayley' if "
-            "with this one.",
+            "from_torch: 'tall/weight': a state dict does not record the map of torch's `orthogonal`: Orthogonal() has "
+            "map='cayley', but torch uses 'householder' for the shape (6, 4) by default. Pass "
+            "orthogonal_map='default' if `orthogonal` was called without a map, or orthogonal_map='cayley' if it was "
+            "called with this map.",
         ),
     ):
         rpx.io.from_torch(rpx.Orthogonal(), state, like, layouts={".*/weight": "same"})
@@ -491,7 +491,7 @@ def test_tensors_of_eight_bits_are_read(dtype):
 
 UNREADABLE = {
     "sparse. Pass `x.to_dense()`.": lambda x: x.to_sparse_csr(),
-    "on the meta device, without numbers. Load the numbers first.": lambda x: x.to("meta"),
+    "on the meta device, without values. Load its values first.": lambda x: x.to("meta"),
     "quantized. Pass `x.dequantize()`.": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 
@@ -500,7 +500,7 @@ UNREADABLE = {
 @pytest.mark.parametrize(("text", "change"), UNREADABLE.items())
 def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(text, change):
     x, like = torch.ones(2, 3), {"l": {"kernel": jnp.zeros((3, 2))}}
-    with raises(ValueError, f"from_torch takes tensors of plain numbers, but 'l.weight' is {text}"):
+    with raises(ValueError, f"from_torch takes dense tensors with plain values, but 'l.weight' is {text}"):
         rpx.io.from_torch(rpx.Chain(), {"l.weight": change(x)}, like)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.shown import Results
+from benchmarks.common.shown import Results, number
 from benchmarks.common.timing import of_runs, rows
 
 FACTS = {"device": "cpu", "cores": 2, "machine": "x86_64", "python": "3.11.7", "jax": "0.10.2"}
@@ -72,3 +72,10 @@ def test_what_is_behind_by_five_percent_is_shown_and_nothing_else(results):
         "| noise, 6 layers of 8 | reparax: 6.0 ms | flax linen: 4.0 ms | 1.25 |",
         "| noise, 6 layers of 8 | reparax, remat: 9.0 ms | reparax: 6.0 ms | 2.00 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.5, "1,234"), (12.34, "12.3"), (0.15, "0.1"), (0.044, "0.04"), (0, "0.0")]
+)
+def test_a_small_number_is_not_shown_as_zero(value, text):
+    assert number(value) == text

@@ -302,8 +302,8 @@ class Deaf(Identity):
 
 
 MEAN = (
-    "mean: the mean of 1024 draws differs from `deterministic` at 'a': it is off by #, with a standard error "
-    "of #; define `mean_leaf` or `deterministic`."
+    "mean: at 'a', the mean of 1024 draws differs from `p.deterministic` by #, with a standard error of #; "
+    "define `mean_leaf` or `deterministic`."
 )
 
 
@@ -315,55 +315,60 @@ def params():
 BROKEN = [  # the first of each law is quick; in the texts, # is a number
     (
         TwiceAsLarge(),
-        "right inverse: apply(init(w)) is not w, a point of the image, at 'a', by # of the largest entry.",
+        "right inverse: for a w that `apply` can return, apply(init(w)) differs from w at 'a', by # of the largest "
+        "entry.",
     ),
-    (QuietCast(), "types: 'a' is bfloat16(8, 4), but was float32(8, 4)."),
+    (QuietCast(), "types: 'a' is bfloat16(8, 4), but must be float32(8, 4)."),
     (
         OverflowingNorm(),
         "half precision: init gives inf as the largest entry of 'a/@overflowing_norm/g', but # in float32; compute "
-        "so, and cast the result back.",
+        "in float32, and cast the result back.",
     ),
-    (HashedByIdentity(), "value semantics: a copy of it is not equal to it."),
+    (HashedByIdentity(), "value semantics: a copy of it is not equal to it, or has another hash."),
     (
         UnlikeUnderTracing(),
         "transformations: jit differs from eager evaluation at 'a', by # of the largest entry.",
     ),
     (OneDraw(), "keys: the noise of 'a' and of 'b' has correlation 1.00."),
-    (SplitByCount(), "keys: the draws of old parameters change with a new one."),
-    (HiddenDraw(), "keys: its deterministic chain is random."),
-    (Keyless(), "keys: it draws without a key."),
+    (SplitByCount(), "keys: the draws of the parameters change if a new parameter is added."),
+    (HiddenDraw(), "keys: `p.deterministic` gives other values with a key than without, or needs a key."),
+    (Keyless(), "keys: `apply` draws random numbers although it gets no key."),
     (SlightDrift(), MEAN),
     (DriftAlone(), MEAN),
     (RareFlips(), MEAN),
-    (InPlace(), "purity: it changes its input."),
-    (RoundedAway(), "gradients: that of 'a' is zero, so no optimizer moves it."),
-    (NaiveNorm(), "gradients: that of 'a/@naive_norm/g' is not finite at zero."),
-    (LengthOfZero(), "gradients: that of 'a/@length_of_zero/step' is not finite at its start."),
+    (InPlace(), "purity: `init`, `apply` or `update` changes the arrays that it gets."),
+    (RoundedAway(), "gradients: the gradient of 'a' is zero, so no optimizer can train it."),
+    (NaiveNorm(), "gradients: the gradient of 'a/@naive_norm/g' is not finite at zero parameters."),
+    (LengthOfZero(), "gradients: the gradient of 'a/@length_of_zero/step' is not finite at its initial values."),
     (
         HalfStopped(),
-        "gradients: the slope is #, but # by the gradient; if that is intended, set `straight_through = True`.",
+        "gradients: finite differences give the slope #, but the gradient gives #; if that is intended, set "
+        "`straight_through = True`.",
     ),
     (
         CastToSingle(),
-        "gradients: the slope is #, but # by the gradient; the formula casts float64 to float32: cast to "
-        "`jnp.promote_types(w.dtype, jnp.float32)`.",
+        "gradients: finite differences give the slope #, but the gradient gives #; the formula casts float64 to "
+        "float32; cast to `jnp.promote_types(w.dtype, jnp.float32)` instead.",
     ),
-    (MovingUpdate(), "update: it changes the free value 'a'."),
-    (WeakUpdate(), "update: it makes 'a/@weak_update/@fixed/count' weakly typed float32[], but it was float32[]."),
-    (ChangingUpdate(), "update: the same raw tree and key give different results."),
-    (Jumping(), "update base: the effective tree differs at 'a', by # of the largest entry."),
+    (MovingUpdate(), "update: update changes the free value 'a'."),
+    (
+        WeakUpdate(),
+        "update: update returns 'a/@weak_update/@fixed/count' as weakly typed float32[], but its input was float32[].",
+    ),
+    (ChangingUpdate(), "update: equal raw trees and keys give different results."),
+    (Jumping(), "update base: it changes the effective tree at 'a', by # of the largest entry."),
     (Redundant(), "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     (
         AllAux(),
-        "chains: beside another stage it fails: ValueError: Doubled().init selects nothing: its default selects none "
-        "of the 2 arrays ('a/x', 'b/x'). Select some with `where`.",
+        "chains: in a chain with another stage, it raises ValueError: Doubled().init selects nothing: its default "
+        "selects none of the 2 arrays ('a/x', 'b/x'). Select some with `where`.",
     ),
-    (Deaf(), "selection: init takes 'no such path' as where, which matches nothing."),
-    (Forgetful(0.5), "checkpoints: to_json and from_json return a different one."),
+    (Deaf(), "selection: init accepts where='no such path', which matches no array."),
+    (Forgetful(0.5), "checkpoints: from_json(p.to_json()) is not equal to p."),
     (
         OtherContainer(),
-        "plain trees: fold gives PyTreeDef(CustomNode(OrderedDict[('a', 'b')], [*, *])), not PyTreeDef({'a': *, "
-        "'b': *}).",
+        "plain trees: fold returns the structure PyTreeDef(CustomNode(OrderedDict[('a', 'b')], [*, *])), but the "
+        "parameters have PyTreeDef({'a': *, 'b': *}).",
     ),
 ]
 
@@ -398,7 +403,7 @@ def test_every_law_is_broken_by_one():
     "p", [InverseScale() >> rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> InverseScale()], ids=repr
 )
 def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherever_it_stands(p, key):
-    text = r"^InverseScale\(\) breaks the law of right inverse: .* is not w, a .* image, at 'a.*', by .* entry\.$"
+    text = r"^InverseScale\(\) breaks the law of right inverse: .* differs from w at 'a.*', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):
         check_laws(p, params(), key, laws=("right_inverse",))
 

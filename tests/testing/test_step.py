@@ -35,18 +35,18 @@ def test_a_step_with_one_update_is_right():
 def test_a_forgotten_update_is_found():
     with raises(
         AssertionError,
-        f"({P!r}).update makes other fixed values of this step:\n"
-        "  norm/@spectral_norm/@fixed/u: got what it was before the step\n"
-        "  norm/@spectral_norm/@fixed/v: got what it was before the step\n"
-        "  sparse/@magnitude_pruning/@fixed/mask: got what it was before the step\n"
-        "Let the optimizer advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.",
+        f"({P!r}).update gives other fixed values than this step:\n"
+        "  norm/@spectral_norm/@fixed/u: the step did not change it\n"
+        "  norm/@spectral_norm/@fixed/v: the step did not change it\n"
+        "  sparse/@magnitude_pruning/@fixed/mask: the step did not change it\n"
+        "Let the optimizer update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.",
     ):
         check_step(P, BEFORE, FREE)
 
 
 def test_an_update_before_the_step_or_twice_is_found():
     for after in (stepped(P.update(BEFORE)), P.update(P.update(FREE))):
-        with pytest.raises(AssertionError, match="norm/@spectral_norm/@fixed/u: got numbers that differ by"):
+        with pytest.raises(AssertionError, match="norm/@spectral_norm/@fixed/u: it differs by"):
             check_step(P, BEFORE, after)
 
 

@@ -167,8 +167,8 @@ def test_a_module_of_equinox_holds_functions_and_a_wrapped_one_the_bits_of_fixed
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     with raises(
         ValueError,
-        "optimizer got a model of the chain SpectralNorm(), but is to advance SpectralNorm(n_steps=2). Pass the same "
-        "chain.",
+        "optimizer advances the fixed values of SpectralNorm(n_steps=2), but got a model with the chain "
+        "SpectralNorm(). Pass the same chain to both.",
     ):
         rpx.optimizer(adamw(), rpx.SpectralNorm(2)).init(eqx.filter(wrapped, eqx.is_array))
 
@@ -204,8 +204,8 @@ def test_a_key_cannot_be_advanced_by_an_addition() -> None:
     raw, tx = Ticking(keyed=True).init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Ticking(keyed=True))
     with raises(
         ValueError,
-        "optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` after "
-        "each step, and say so: `rpx.optimizer(tx, updates='by hand')`.",
+        "optimizer.update cannot advance fixed values that are PRNG keys, because no update can be added to a key. "
+        "Call `raw = p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, updates='by hand')`.",
     ):
         tx.update(jax.tree.map(lambda x: x, raw), tx.init(raw), raw)
 

@@ -54,7 +54,7 @@ def test_it_asks_for_parameters_and_refuses_what_it_cannot_take_at_once():
     tx = rpx.training.projected(rpx.Orthogonal())
     with raises(
         ValueError,
-        "Orthogonal().projected needs the parameters that it projects, but got none. Pass them: "
+        "Orthogonal().projected needs the parameters that it projects, but got params=None. Call "
         "`tx.update(grads, state, params)`.",
     ):
         tx.update({"w": jnp.ones((2, 2))}, ())

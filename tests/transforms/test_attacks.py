@@ -1,5 +1,7 @@
 """What attacks found: programs that look linear and are not, or are so in an unusual way."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,7 +325,8 @@ def test_terms_that_are_none():
         def terms_leaf(self, values):
             return []
 
-    with pytest.raises(TypeError, match=r"^terms_leaf must return a list of one Term or more, but returned \[\]\."):
+    text = "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned []."
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
         Empty().init({"w": W})
 
 
@@ -334,7 +337,7 @@ def test_terms_of_another_shape():
 
     text = (
         r"^Other\(\).init at 'w': terms_leaf returns terms of shape \(6,\), but apply_leaf returns an array of "
-        r"shape \(6, 6\)\. The sum of the terms must equal the array\."
+        r"shape \(6, 6\)\. Return terms whose sum equals this array\."
     )
     with pytest.raises(ValueError, match=text):
         Other().init({"w": W})

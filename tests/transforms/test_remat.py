@@ -335,8 +335,8 @@ def test_mutable_arrays_inside_of_a_body_are_refused(name):
 
     with raises(
         TypeError,
-        "remat(total) found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
-        "function, and return its value together with the loss.",
+        "remat(total) found a mutable array (jax.new_ref) in the function, but cannot recompute its content. Return "
+        "the new content together with the loss, and write it to the array outside of the function.",
     ):
         rpx.remat(total)(normal(3, 3), normal(2, 3))
 
@@ -363,7 +363,7 @@ def test_errors_name_a_function_without_the_arrays_that_it_holds():
 
         __call__ = loss
 
-    text = "expects argnums to be the position of an argument or a tuple of positions, but got ['float32[2]']. Count"
+    text = "expects argnums to be the position of an argument or a tuple of positions, but got ['float32[2]']. Pass"
     model = Model()
     for fun, name in ((model.loss, "loss"), (model, "Model"), (functools.partial(loss, RAW), "loss")):
         rpx.remat(fun)

@@ -1,7 +1,8 @@
-"""Reads a program equation by equation, and follows the axes of its values.
+"""Reads a jaxpr equation by equation, and finds from which parameter axes the axes of each array come.
 
-``Reading`` computes a ``Value`` for each variable (``_values``). Bodies of loops, conds and calls are read like the
-program itself. All other equations are passed to ``Uses``, which records how they use weights.
+``Reading`` computes a ``Value``, which describes the axes of one array, for each variable (see ``_values``). Bodies of
+loops, conds and calls are read like the program itself. All other equations are passed to ``Uses``, which records how
+they use weights.
 """
 
 from collections.abc import Sequence
@@ -20,25 +21,25 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 class Reading:
-    """Reads a program from its inputs to its outputs, without computing anything.
+    """Reads the jaxpr of a function from its inputs to its outputs, without computing any array.
 
     Attributes:
-      uses: The uses of weights found in the program.
+      uses: The uses of weights found in the program, such as products with data.
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        """Traces the function of a call and reads its program."""
+        """Traces a function for the given arguments, and reads the resulting jaxpr."""
         traced = arguments.trace()
         self.uses = Uses()
         self._lines = lines_by_origin(traced.program)
         self._read_program(traced.program, _values_of_inputs(arguments, traced.inputs))
 
     def _read_program(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the values of a program's outputs, given the values of its inputs, and records uses of weights."""
+        """Returns a ``Value`` for each output of a program, given one for each input, and records uses of weights."""
         env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Value:
-            """Returns the value of a variable or a literal."""
+            """Returns the ``Value`` that describes a variable or a literal."""
             return _value_of(jaxprs.type_of(v), Source.CONSTANT) if isinstance(v, Literal) else env[v]
 
         for eqn in program.eqns:
@@ -46,7 +47,7 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        """Returns the values of an equation's outputs, given the values of its operands, and records uses of weights.
+        """Returns a ``Value`` for each output of an equation, given one for each operand, and records uses of weights.
 
         For loops, conds and calls, the bodies are read instead of the equation. ``Uses`` reads all other equations.
         """
@@ -68,21 +69,21 @@ class Reading:
                 return self.uses.read_equation(view, operands, describe_read(eqn, "reads it", self._lines))
 
     def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Value]) -> list[Value]:
-        """Returns the values of the outputs of an equation's body, given the values of its inputs without constants."""
+        """Returns a ``Value`` for each output of an equation's body, given one for each non-constant input."""
         program, consts = body
         return self._read_program(program, [*(_value_of(x, Source.CONSTANT) for x in consts), *operands])
 
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Value]) -> Sequence[Value]:
-        """Returns the values of the outputs of a ``shard_map``.
+        """Returns a ``Value`` for each output of a ``shard_map``, given one for each operand.
 
         Inside the body, each array is the shard on one device, so an axis that is split over devices is shorter. Such
-        an axis becomes a single part with all origins of the axis, both for inputs and for outputs of the body.
+        an axis is described by a single part, which comes from the same parameter axes as the whole axis.
         """
         eqn = view.eqn
         program, consts = jaxprs.body(eqn)
 
         def with_shape(value: Value, old: Any, new: Any) -> Value:
-            """Gives the value of ``old`` the shape of ``new``. Either variable may be a shard of the other."""
+            """Adapts a ``Value`` from the shape of ``old`` to that of ``new``, where one is a shard of the other."""
             sizes = zip(value.axes, jaxprs.type_of(old).shape, jaxprs.type_of(new).shape, strict=True)
             return replace(value, axes=tuple(axis if n == m else one_part(m, [axis]) for axis, n, m in sizes))
 
@@ -92,11 +93,11 @@ class Reading:
     def _read_loop(
         self, body: tuple[Jaxpr, list[Any]], consts: Sequence[Value], carry: Sequence[Value], steps: Sequence[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """Returns the values of a loop's final carry and of the other outputs that its body computes in each step.
+        """Returns a ``Value`` for each entry of a loop's final carry, and for each output of a single step.
 
-        ``steps`` holds the values of the slices that a step reads. Because a step may start from the initial carry or
-        from the carry of an earlier step, the body is read again with a combination of both until no fact changes. The
-        uses found in all but the last reading are deleted, so that ``uses`` lists each use once.
+        ``steps`` describes the slices that a step reads. A step may start from the initial carry or from the carry of
+        an earlier step. The body is therefore read repeatedly, with a combination of both, until the carry's ``Value``
+        no longer changes. The uses found in all but the last reading are deleted, so that ``uses`` lists each use once.
         """
         n_uses = len(self.uses)
         while True:
@@ -108,7 +109,7 @@ class Reading:
             del self.uses[n_uses:]
 
     def _read_scan(self, view: Scan, operands: Sequence[Value]) -> list[Value]:
-        """Returns the values of a scan's final carry and of its other outputs, which are stacked along a new axis 0.
+        """Returns a ``Value`` for each output of a scan: the final carry, then outputs stacked along a new axis 0.
 
         Each step reads the constants, the carry, and a slice of every other operand.
         """
@@ -120,7 +121,7 @@ class Reading:
         return [*carry, *(replace(value, axes=((Part(view.length),), *value.axes)) for value in outs)]
 
     def _read_while(self, view: While, operands: Sequence[Value]) -> list[Value]:
-        """Returns the values of a while loop's final carry. The condition is read too, because it may use weights.
+        """Returns a ``Value`` for each entry of a while loop's final carry, after reading condition and body.
 
         The operands are the constants of the condition, the constants of the body and the carry, in this order.
         """
@@ -133,7 +134,7 @@ class Reading:
 
 
 def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value]:
-    """Returns the values of a program's inputs: the constants that the function closes over, followed by the arguments.
+    """Returns a ``Value`` for each input of a program: the constants that the function closes over, then the arguments.
 
     ``inputs`` holds the arrays of all inputs, and ``arguments`` marks the arguments that hold parameters.
     """
@@ -146,13 +147,13 @@ def _values_of_inputs(arguments: Arguments, inputs: Sequence[Any]) -> list[Value
 
 
 def _value_of_argument(number: int, x: Any, *, is_parameter: bool) -> Value:
-    """Returns the value of ``x``, the argument array with this number. Each axis of a weight is its own origin.
+    """Returns the ``Value`` of ``x``, the argument array at index ``number``. Each axis of a weight is its own origin.
 
     Parameters that are not floating-point arrays, such as integers, count as constants.
     """
     if is_parameter and is_floating(x):
         return Value(tuple((Part(n, Origins([(number, k)])),) for k, n in enumerate(x.shape)), Source.WEIGHT)
-    # Keys are not data, because a weight with added noise is still a weight.
+    # PRNG keys do not count as data, because a weight with added noise is still a weight.
     return _value_of(x, Source.CONSTANT if is_parameter or is_keys(x) else Source.DATA)
 
 
@@ -162,15 +163,15 @@ def is_floating(x: Any) -> bool:
 
 
 def _value_of(x: Any, source: Source) -> Value:
-    """Returns the value of an array that is not a weight. Its axes have no origins."""
+    """Returns the ``Value`` of an array that is not a weight, whose axes come from no parameter axes."""
     return Value(tuple((Part(n),) for n in x.shape), source)
 
 
 def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CONSTANT) -> Value:
-    """Returns the value of an array that may be any of several alternatives, such as the branch outputs of a cond.
+    """Returns one ``Value`` for an array that may be any of several alternatives, such as branch outputs of a cond.
 
-    The source of the result is the largest source among the alternatives and ``selector``, the source of the value that
-    selects an alternative. All other facts are the unions of those of the alternatives.
+    The source of the result (constant < weight < data) is the largest among the alternatives and ``selector``, the
+    source of the array that selects an alternative. All other facts are the unions of those of the alternatives.
     """
     return Value(
         tuple(map(combined, zip(*(value.axes for value in values), strict=True))),
@@ -183,11 +184,11 @@ def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CON
 
 
 def _slice_of_step(value: Value) -> Value:
-    """Returns the slice that a scan reads in each step. The sliced first axis becomes a stacked axis."""
+    """Returns the ``Value`` of the slice that a scan reads in each step; axis 0 becomes a stacked axis."""
     return replace(value, axes=value.axes[1:], stacked=value.stacked | value.origins_of([0]))
 
 
 def _known_facts(value: Value) -> tuple[object, ...]:
-    """Returns the facts that decide whether a loop is read again: all except how the axes divide into parts."""
+    """Returns what to compare between two readings of a loop body: a ``Value`` without the sizes of its parts."""
     axes = [(origins([axis]), any(part.varies for part in axis)) for axis in value.axes]
     return value.source, value.stacked, value.unread_outputs, value.mixed_outputs, value.products_if_rows, axes

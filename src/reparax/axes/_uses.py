@@ -1,8 +1,8 @@
 """Finds how a program uses weights: which axes of parameters its products with data contract, and which they keep.
 
-``Uses`` reads the equations of a program one by one. It returns the values of their outputs, and records how each
-equation uses weights: a product with data (``DataProduct``), a product of two weights (``WeightProduct``), or any other
-read together with data (``OtherRead``).
+``Uses`` reads the equations of a program one by one. It returns a ``Value`` for each output, which describes the
+output's axes, and records how each equation uses weights: a product with data (``DataProduct``), a product of two
+weights (``WeightProduct``), or any other read together with data (``OtherRead``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class WeightProduct:
     def of(cls, dot: Contraction, first: Value, last: Value, line: str) -> WeightProduct:
         """Creates the product of two weights, oriented as if data were multiplied by ``first`` first.
 
-        ``dot`` describes which axes of the weights are contracted, kept or batch axes, and ``line`` is the text for
-        reports.
+        ``dot`` describes which axes of the weights are contracted, kept or batch axes, and ``line`` is the source line
+        to report.
         """
         contracted, kept, batch = (
             (first.origins_of(axes(0)), last.origins_of(axes(1))) for axes in (dot.contracted, dot.kept, dot.batch)
@@ -56,10 +56,10 @@ class WeightProduct:
 
 @dataclass(frozen=True)
 class OtherRead:
-    """An equation that reads a parameter other than in a product with data.
+    """Records that an equation reads a parameter in another way than in a product with data.
 
     Attributes:
-      parameter: The number of the parameter among the arguments.
+      parameter: The index of the parameter among the argument arrays.
       line: The equation and its source line.
     """
 
@@ -68,7 +68,7 @@ class OtherRead:
 
 
 class Uses(list[DataProduct | WeightProduct | OtherRead]):
-    """The uses of weights in all equations read so far.
+    """A list of all uses of weights in the equations read so far.
 
     This class also finds the axes that index the members of ensembles. An ensemble consists of independent networks
     that read the same data. In the first layer, the axis of members looks like an output. In later products, this axis
@@ -78,24 +78,25 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     """
 
     def __init__(self) -> None:
-        """Starts without any equations.
+        """Creates an empty list of uses, and three empty sets of parameter axes.
 
-        Three sets collect axes of parameters: axes that a product keeps apart, axes along which entries of data were
-        mixed before such a product, and axes that a product contracts.
+        The sets collect axes that a product keeps apart, axes along which entries of data were mixed before such a
+        product, and axes that a product contracts.
         """
         super().__init__()
         self._apart, self._mixed, self._contracted = Origins(), Origins(), Origins()
 
     @property
     def members(self) -> Origins:
-        """The axes of parameters that index the members of an ensemble, as far as the equations read so far show."""
+        """The parameter axes that index the members of an ensemble, as far as the equations read so far show."""
         return self._apart - self._mixed - self._contracted
 
     def read_equation(self, view: View, operands: Sequence[Value], line: str) -> list[Value]:
-        """Records how an equation uses weights, and returns the values of its outputs.
+        """Records how an equation uses weights, and returns a ``Value`` for each output, which describes its axes.
 
-        If ``x @ w`` multiplies data by a weight, the product is recorded. The output is data, and its
-        ``unread_outputs`` are the outputs of ``w``. ``line`` is the text for reports.
+        For ``x @ w``, which multiplies data by a weight, the product is recorded. The result counts as data, and its
+        ``unread_outputs`` are the output axes of ``w``, because no product has read them yet. ``line`` is the source
+        line to report.
         """
         source, axes = _source_of_outputs(view, operands), axes_of(view, operands)
         if source is Source.WEIGHT:
@@ -110,11 +111,12 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         return [self._pass_on_outputs(view, operands, data, out) for out in outs]
 
     def _pass_on_outputs(self, view: View, operands: Sequence[Value], data: Sequence[Value], out: Value) -> Value:
-        """Adds the unread outputs of an equation's data to ``out``, an output of this equation.
+        """Returns ``out``, an output of an equation, with the unread outputs that the equation's data have.
 
-        The equation is not a product with a weight. Its output gets the ``unread_outputs`` and ``mixed_outputs`` of the
-        operands ``data``. If the equation sums over an axis of the data, or changes entries along the axis as a sort
-        does, the unread outputs on this axis become mixed outputs.
+        Unread outputs are output axes of weights in earlier products. This equation does not read them, because it is
+        not a product with a weight, so ``out`` gets the ``unread_outputs`` and ``mixed_outputs`` of the operands
+        ``data``. If the equation sums over an axis of the data, or changes entries along the axis as a sort does, the
+        unread outputs on this axis become mixed outputs.
         """
         unread = union(value.unread_outputs for value in data)
         kept = out.origins - operands[0].origins_of(changed_axes(view))
@@ -125,12 +127,12 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         return replace(out, unread_outputs=out.unread_outputs | unread, mixed_outputs=mixed | mixed_before)
 
     def _read_weights(self, view: View, operands: Sequence[Value], axes: Sequence[Axes], line: str) -> list[Value]:
-        """Records an equation that computes weights from weights and possibly constants, and returns its outputs.
+        """Records an equation that computes weights from weights, and returns a ``Value`` for each output.
 
-        ``axes`` holds the axes of each output. An output keeps only origins that the weights have, and gets the stacked
-        axes of the weights.
+        Other operands may be constants. ``axes`` holds the axes of each output. An output keeps only the origins
+        (source axes of parameters) that the weights have, and gets the stacked axes of the weights.
         """
-        if type(view) is View:  # Outputs of unknown equations have no origins.
+        if type(view) is View:  # The outputs of an unknown equation come from no known axes.
             for value in operands:
                 self._add_other_read(value, line)
         weights = [value for value in operands if value.source is Source.WEIGHT]
@@ -147,15 +149,15 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         return [replace(out, stacked=stacked | (operands[0].origins - out.origins)) for out in outs]
 
     def _find_products_if_rows(self, view: View, operands: Sequence[Value], line: str) -> frozenset[DataProduct]:
-        """Returns the look-ups and products up to this equation, if entries chosen by constants are rows of a table.
+        """Returns the look-ups and products that take place if entries selected by constants are rows of a table.
 
-        ``table[jnp.arange(8)]`` may be a slice of a weight, or a look-up of eight positions. If it is a look-up,
-        ``table[jnp.arange(8)] @ w`` multiplies data by ``w``. Both the look-up and the product are returned, but they
-        are recorded only if the result is later used as data, such as positions that are added to embeddings. The
-        result is empty if constants chose no entries.
+        ``table[jnp.arange(8)]`` may be a slice of a weight, or a look-up of eight position embeddings. If it is a
+        look-up, ``table[jnp.arange(8)] @ w`` multiplies data by ``w``. Both the look-up and the product are returned,
+        but they are recorded only if the result is later used as data, such as positions that are added to embeddings.
+        The result is empty if constants selected no entries up to this equation.
         """
         earlier = union(value.products_if_rows for value in operands)
-        multiplied = list[int]()  # Operands that are weights in either case.
+        multiplied = list[int]()  # Indices of the operands that are weights in either case.
         if isinstance(view, Gather) and selects_entries(view, operands[1]):
             if len(view.partial_axes) > 1:  # It is unknown along which axis each index selects.
                 self._add_other_read(operands[0], line)
@@ -168,7 +170,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     def _add_reads(self, view: View, operands: Sequence[Value], line: str) -> list[DataProduct]:
         """Records how an equation with data reads each of its weights: in a product with the data, or otherwise.
 
-        Returns the products with data that this adds to the list; an equation such as ``x + b`` adds none.
+        Returns the products with data that were added to the list of uses; an equation such as ``x + b`` adds none.
         """
         n_before = len(self)
         for i, value in enumerate(operands):
@@ -177,14 +179,14 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             product = _product_with_data(view, value, i, line)
             if product is not None:
                 self._add_product(product, view, operands, i)
-                # Entries that constants selected are rows, and thus data, if another weight has multiplied them. If the
-                # entries were only looked up, this operand is a slice of a weight.
+                # Entries that constants selected from a table are rows, and thus data, if another weight has multiplied
+                # them. If the entries were only looked up, this operand is a slice of a weight.
                 are_rows = any(use.how != LOOKUP for use in value.products_if_rows)
             else:
                 self._add_other_read(value, line)
                 long_axes = origins(axis for axis in value.axes if size_of(axis) != 1)
-                # This equation combines whole rows with data, so the rows were looked up. A penalty would read a sum of
-                # squares.
+                # If the equation combines whole rows of a table with data, the rows were looked up. A penalty would
+                # read a sum of squares instead.
                 are_rows = any(use.outputs & long_axes for use in value.products_if_rows)
             if are_rows:
                 self.extend(value.products_if_rows)
@@ -201,15 +203,15 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._read_convolution(view, *operands)
         elif isinstance(view, Dot | RaggedDot):
             data, contraction = operands[1 - i], contraction_of(view)
-            assert contraction is not None  # Both kinds have one.
+            assert contraction is not None  # Both kinds of products have a contraction.
             batch = contraction.batch(1 - i)
             other_axes = [k for k in range(len(data.axes)) if k not in batch]
             self._contracted |= data.origins_of(contraction.contracted(1 - i))
-            # An output of an earlier layer is kept apart only if it is on no axis except batch axes.
+            # A product keeps an output axis of an earlier layer apart only if the data have it on batch axes alone.
             self._add_apart(data, data.origins_of(batch) - data.origins_of(other_axes))
 
     def _read_convolution(self, view: Conv, data: Value, kernel: Value) -> None:
-        """Records the features that a convolution contracts, and the blocks of features that it keeps apart.
+        """Records which features of the data a convolution contracts, and which blocks of features it keeps apart.
 
         Blocks of features are the groups of a grouped convolution, such as one for each member of an ensemble. If each
         block has a single feature or a single output, as in a depthwise convolution, no blocks are recorded.
@@ -224,7 +226,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
             self._apart |= origins([blocks]) - origins([inside])
 
     def _add_apart(self, data: Value, axes: Origins) -> None:
-        """Records axes of data that a product keeps apart, or as mixed if their entries were mixed before.
+        """Records the axes of data that a product keeps apart; axes along which entries were mixed count as mixed.
 
         Only axes that are ``unread_outputs`` of the data count, because no earlier product has read these outputs.
         """
@@ -260,7 +262,7 @@ def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:
 def _takes_whole_array(view: DynamicSlice) -> bool:
     """Returns whether a slice is one whole array of a stack, as (1, 8, 3) is of (5, 8, 3).
 
-    The slice must have size 1 or be whole along each axis, and have at least two axes of a larger size.
+    Along each axis, the slice must have size 1 or the size of the stack. At least two axes must be larger than 1.
     """
     are_whole = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
     return len(are_whole) > 1 and all(are_whole)
@@ -280,7 +282,7 @@ def _takes_vectors(view: Gather) -> bool:
     experts.
     """
     kept = [i for i in range(len(view.slice_sizes)) if i not in view.removed_axes]
-    # Under vmap, slices keep an axis that they cut, with size 1.
+    # Under ``vmap``, an axis that a slice cuts is kept with size 1.
     long = {i for i in kept if i not in view.partial_axes or view.slice_sizes[i] != 1}
     return len(long) < 2 or bool(long.intersection(view.partial_axes))
 
@@ -302,7 +304,7 @@ def _product_with_data(view: View, value: Value, i: int, line: str) -> DataProdu
 
 
 def _how_multiplied(view: View) -> str:
-    """Returns the word for how a contraction multiplies a weight, as in :class:`reparax.core.roles.Use`."""
+    """Returns the kind of product, such as ``PRODUCT`` or ``LOOKUP``, in which an equation multiplies a weight."""
     if isinstance(view, Conv):  # Transposed convolutions dilate their data.
         return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
     return PRODUCT if isinstance(view, Dot | RaggedDot) else LOOKUP
@@ -318,7 +320,7 @@ def _is_multiplied(view: View, contraction: Contraction, i: int) -> bool:
             return i == 1
         case Gather():
             return i == 0 and bool(view.partial_axes)
-        case DynamicSlice():  # The only axis that it cuts holds the rows.
+        case DynamicSlice():  # The only axis that the slice cuts holds the rows of the table.
             return i == 0 and len(contraction.contracted(0)) == 1
         case _:
             return True

@@ -1,9 +1,9 @@
-"""Describes each value of a program: which axes of parameters its axes come from.
+"""Describes each array of a program by the parameter axes from which its own axes come.
 
 A :class:`Value` describes one array. Because reshapes may merge axes and divide them again, each axis is a tuple of
 :class:`Part`: reshaping (2, 3) to (6,) gives an axis with parts of sizes 2 and 3. Each part has :data:`Origins`, which
-are the axes of parameters that the part comes from. The result of the analysis is a list of :class:`DataProduct`
-objects. Each object describes a product of a weight with data by the axes of parameters that take part in the product.
+are the axes of parameters that the part comes from. The analysis returns a list of :class:`DataProduct` objects, each
+of which describes a product of a weight with data by the parameter axes that take part in it.
 """
 
 import enum
@@ -18,7 +18,7 @@ from reparax.core.roles import PRODUCT
 T = TypeVar("T")
 
 Origins = frozenset[tuple[int, int]]
-"""Axes of parameters, as pairs of the number of a parameter and the number of an axis."""
+"""A set of parameter axes, each as a pair: the parameter's index among the arguments, and the axis index."""
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
       size: The number of indices along the part.
       origins: In a weight, the axes of parameters that the part comes from. In data, the axes of parameters along which
         the data were computed, such as the outputs of a product.
-      varies: Whether entries may differ along the part. False after a broadcast.
+      varies: Whether entries may differ along the part. False for an axis along which a broadcast repeats entries.
     """
 
     size: Any
@@ -44,7 +44,7 @@ Axis = tuple[Part, ...]
 """The parts of one axis, the outermost first. A merged axis has several parts."""
 
 Axes = tuple[Axis, ...]
-"""All axes of an array."""
+"""The axes of an array, each described by a tuple of parts."""
 
 
 def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
@@ -53,12 +53,12 @@ def union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
-    """Returns all axes of parameters that the given axes of an array come from."""
+    """Returns all parameter axes that the given axes of an array come from."""
     return union(part.origins for axis in axes for part in axis)
 
 
 def size_of(axis: Axis) -> Any:
-    """Returns the number of indices of an axis."""
+    """Returns the size of an axis, which is the product of the sizes of its parts."""
     return prod(part.size for part in axis)
 
 
@@ -70,9 +70,9 @@ def one_part(size: Any, axes: Iterable[Axis]) -> Axis:
 def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
     """Divides a sequence of parts into axes of the given sizes, as a reshape does.
 
-    The number of entries must be the same. For example, parts of sizes 2, 3 and 4 become the axes (2, 3) and (4,) for
-    the sizes 6 and 4. For the sizes 3 and 8, the first two parts are merged into one part of size 6, and the axes are
-    (3,) and (2, 4).
+    The product of ``sizes`` must equal the product of the sizes of ``parts``. For example, parts of sizes 2, 3 and 4
+    become the axes (2, 3) and (4,) for the sizes 6 and 4. For the sizes 3 and 8, the first two parts are merged into
+    one part of size 6, and the axes are (3,) and (2, 4).
     """
     remaining: Sequence[Part] = tuple(parts)
     if any(n == 0 for n in sizes):  # Sizes of empty arrays need not divide each other.
@@ -87,9 +87,9 @@ def split(parts: Iterable[Part], sizes: Sequence[Any]) -> list[Axis]:
 def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
     """Takes an axis of the given size from the front of a sequence of parts; returns the axis and the remaining parts.
 
-    Parts of the sizes 2, 3 and 4 and the size 6 give the axis (2, 3) and leave (4,). A part that is too large is
-    divided: the size 4 gives (2, 2) from the parts (2, 6) and leaves (3,). Where sizes do not divide each other,
-    neighboring parts are merged: (6, 4) become (24,), from which the size 8 leaves (3,). The size 1 takes the first
+    From parts of sizes (2, 3, 4), the size 6 takes the axis (2, 3) and leaves (4,). A part that is too large is
+    divided: from (2, 6), the size 4 takes (2, 2) and leaves (3,). Where sizes do not divide each other, neighboring
+    parts are merged: (6, 4) become (24,), from which the size 8 takes (8,) and leaves (3,). The size 1 takes the first
     part if this part has size 1; otherwise, it gives a new axis, as in ``x[None]``.
     """
     if size == 1:
@@ -111,14 +111,14 @@ def _split_off(parts: Sequence[Part], size: Any) -> tuple[Axis, Sequence[Part]]:
 def combined(axes: Iterable[Axis]) -> Axis:
     """Returns the axis of an elementwise result, given the matching axes of the operands.
 
-    The result is divided into parts wherever any of ``axes`` is, and has the origins of all of them. Axes of size 1 are
-    broadcast.
+    The result is divided into parts wherever any of ``axes`` is, and comes from the parameter axes of all of them. Axes
+    of size 1 are broadcast.
     """
     return reduce(_combined_pair, sorted(axes, key=lambda axis: size_of(axis) == 1))  # Axes of size 1 come last.
 
 
 def _combined_pair(a: Axis, b: Axis) -> Axis:
-    """Combines two axes as an elementwise equation does: (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
+    """Combines two axes elementwise: parts of sizes (6,) and (2, 3) give (2, 3). Only ``b`` may be broadcast."""
     if size_of(b) == 1:
         return tuple(part.combined_with(b[0]) for part in a)
     pairs = zip(split(a, [part.size for part in b]), b, strict=True)
@@ -126,12 +126,12 @@ def _combined_pair(a: Axis, b: Axis) -> Axis:
 
 
 def restrict_origins(axes: Axes, allowed: Origins) -> Axes:
-    """Removes all origins from the axes except those that are ``allowed``."""
+    """Returns axes that keep only those of their origins (source axes of parameters) that are ``allowed``."""
     return tuple(tuple(part._replace(origins=part.origins & allowed) for part in axis) for axis in axes)
 
 
 class Source(enum.IntEnum):
-    """What a value is computed from. A value computed from several sources usually counts as the largest source."""
+    """Says what an array is computed from. If there are several sources, the largest usually counts."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -144,7 +144,7 @@ class DataProduct:
 
     Attributes:
       inputs: The axes of parameters that are contracted with data.
-      outputs: The axes of parameters that the result has.
+      outputs: The axes of parameters that the result of the product keeps.
       stacked: The axes of parameters that index independent weights, each of which is multiplied with separate data.
       line: The equation and its source line.
       how: How the weight is multiplied, as in :class:`reparax.core.roles.Use`.
@@ -165,7 +165,7 @@ class DataProduct:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known about one array of a program.
+    """Describes one array of a program, mainly by the parameter axes from which its axes come.
 
     Attributes:
       axes: The axes of the array.
@@ -197,5 +197,5 @@ class Value:
         return origins(self.axes)
 
     def origins_of(self, axes: Iterable[int]) -> Origins:
-        """Returns the axes of parameters that the axes with these numbers come from."""
+        """Returns all parameter axes from which the array's axes at the indices ``axes`` come."""
         return origins(self.axes[k] for k in axes)

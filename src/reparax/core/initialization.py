@@ -1,12 +1,14 @@
-"""Implements ``init``: each stage, from the last to the first, replaces arrays by their initial raw values.
+"""Implements ``init``: each stage, from the last to the first, replaces arrays with their initial raw values.
 
-For ``WeightNorm() >> VarNoise(0.1)``, the noise has no raw values and leaves the array ``w``; then ``WeightNorm``
-replaces ``{"w": w}`` by ``{"w": {"@weight_norm": {"g": ..., "v": ...}}}``. A :data:`Swap` is such a replacement.
+In ``WeightNorm() >> VarNoise(0.1)``, the noise stage has no raw values, so it leaves the array ``w`` as it is.
+``WeightNorm`` then replaces ``{"w": w}`` with ``{"w": {"@weight_norm": {"g": ..., "v": ...}}}``. A :data:`Swap`
+describes such a replacement.
 
-:func:`initialize` makes the replacements of all stages, and :func:`initialize_sites` those of one stage.
-:func:`follow_axes` makes them with types alone, and finds which axis of a parameter each axis of a raw value follows:
-in ``g`` of shape (1, 4) under a kernel of shape (8, 4), the last axis follows the last axis of the kernel. Shardings,
-axis names in flax boxes and the roles of axes are passed on to raw values in this way.
+:func:`initialize` initializes all stages of a chain, and :func:`initialize_sites` initializes one stage.
+:func:`follow_axes` initializes them with shapes and dtypes only, to find the parameter axis that each axis of a raw
+value follows. For example, the last axis of a raw value ``g`` of shape (1, 4) follows the last axis of a kernel of
+shape (8, 4). Shardings, axis names in flax boxes (such as nnx variables) and the roles of axes are passed on to raw
+values in this way.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from reparax.numerics.arithmetic import is_inexact
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
-    """Computes the raw tree of a model's parameters. Stages with random initial values draw from ``key``.
+    """Returns the raw tree of a model's parameters. Stages with random initial values draw from ``key``.
 
-    The last stage computes the model's own arrays, so it is initialized first. Each earlier stage then acts on the raw
-    values that the later stages created.
+    The last stage of a chain computes the model's own arrays, so it is initialized first. Each earlier stage then acts
+    on the raw values that the later stages created.
     """
     tree = params
     for i, stage in reversed(list(enumerate(stages))):
@@ -48,22 +50,25 @@ def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
 
 
 def initialize_sites(sites: Sequence[Site], tree: Flat, key: Array | None) -> Flat:
-    """Returns the tree in which one stage's raw values, such as ``{"g", "v"}``, replace the arrays at its sites.
+    """Returns the tree in which the raw values of one stage, such as ``{"g": ..., "v": ...}``, replace its arrays.
 
-    The result of ``init`` is checked once for each group of sites with equal stages and types. For a stage that a user
-    has written, a warning is issued if ``init`` does not invert ``apply``.
+    The result of ``init`` is checked only once for all arrays that have equal stage settings and types. If the ``init``
+    of a user-defined stage does not invert its ``apply``, a warning is issued.
 
     Raises:
-      TypeError: If the tree holds types instead of arrays.
-      ValueError: If ``init`` returns wrong values, or raises a ValueError; the error names the stage and the array.
+      TypeError: If the tree holds ``jax.ShapeDtypeStruct`` objects instead of arrays.
+      ValueError: If ``init`` raises one, or if its raw values do not give arrays of the original shapes and dtypes. The
+        error names the stage and the array.
     """
-    with_markers = [site for site in sites if site.nodes]  # A stage without markers has no raw values.
+    with_markers = [site for site in sites if site.nodes]  # Only marker dicts hold raw values.
     init_keys, checked, swaps = _init_keys(with_markers, key), set[Any](), list[Swap]()
     for i, site in enumerate(with_markers):
-        if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in site.arrays.values()):
-            raise TypeError(
-                f"{site.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
-            )
+        for w in (tree.arrays[place] for place in site.arrays.values()):
+            if isinstance(w, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{site.who}: expected an array, got {w}. For shapes and dtypes only, call "
+                    f"`jax.eval_shape(p.init, params)`."
+                )
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in site.arrays.items()}
         with locate_errors(site.who):
             values = site.stage._init_at(site, arrays, init_keys.get(i))
@@ -80,10 +85,10 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
     """Warns if ``init`` followed by ``apply`` changes an array that the stage itself has computed.
 
     Args:
-      site: The site of a stage that a user has written.
-      values: The initial raw values that ``init`` of the stage returned for ``arrays``.
-      arrays: The arrays that ``init`` received. If they are traced, nothing is checked, because traced arrays have no
-        numbers to compare.
+      site: A user-defined stage and its arrays.
+      values: The initial raw values that the stage's ``init`` returned for ``arrays``.
+      arrays: The arrays that ``init`` received. If any of them is traced, nothing is checked, because it has no
+        concrete values to compare.
       key: The key that was passed to ``init``; None if ``init`` takes no key.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
@@ -96,17 +101,18 @@ def _warn_if_no_inverse(site: Site, values: RawValues, arrays: Mapping[str, Arra
         method = "mean_leaf" if stage.stochastic else init.replace("init", "apply")
         warnings.warn(
             f"{site.who}: {init} does not invert {method}: for an array w that {method} has computed, "
-            f"{method}({init}(w)) differs by {error:.2g} of the largest entry, so training may not start at your "
-            f"weights. Correct one of the two, or set `starts_elsewhere = True` in the class if this is intended.",
+            f"{method}({init}(w)) differs from w by {error:.2g} times its largest entry, so training may not start at "
+            f"your weights. Correct {init} or {method}, or set `starts_elsewhere = True` in the class if this is "
+            f"intended.",
             stacklevel=2,
         )
 
 
 def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
-    """Returns the largest relative error of ``apply(init(w))`` for arrays ``w`` that ``apply`` computes; 0 if exact.
+    """Returns the largest relative error of ``apply(init(w))`` over arrays ``w`` from ``apply``; 0 if within rounding.
 
-    The arrays ``w`` are computed from the initial ``values``. Unless ``init`` takes a key, arrays computed from
-    slightly perturbed values are tried too.
+    One ``w`` is computed from the initial raw ``values`` of the site. Unless ``init`` takes a key, a second one is
+    computed from slightly perturbed values.
     """
     stage, rng = site.stage, np.random.default_rng(0)
 
@@ -117,7 +123,7 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
         return apply(stage._init_at(site, arrays, key))
 
     def perturb(value_name: str, x: Array) -> Array:
-        """Adds noise of about 10 % to each entry of a free value, and of about 0.1 to zeros; keeps a fixed value."""
+        """Adds noise of about 10 % to each entry of a trained raw value, or about 0.1 to zeros; keeps fixed values."""
         is_free = is_inexact(x) and not value_of(stage.raw_values, value_name).fixed
         tenth = jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype)
         return x + tenth * jnp.where(x == 0, jnp.ones_like(x), x) if is_free else x
@@ -126,7 +132,7 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
     if key is None:
         perturbed = {name: {value: perturb(value, x) for value, x in values[name].items()} for name in values}
         candidates.append(apply(perturbed))
-        # A fixed value, such as a mask, fits only the initial free values, so `init` computes it again.
+        # A fixed value, such as a mask, fits only the initial free values, so `init` recomputes it for the new arrays.
         if any(declared.fixed for declared in stage.raw_values.values()):
             candidates[1] = apply_after_init(candidates[1])
     pairs = [(w, apply_after_init(candidate)[name]) for candidate in candidates for name, w in candidate.items()]
@@ -134,11 +140,10 @@ def _inverse_error(site: Site, values: RawValues, key: Array | None) -> float:
 
 
 def _relative_error(x: Array, w: Array) -> float:
-    """Returns the largest difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
+    """Returns the largest absolute difference between ``x`` and ``w``, divided by the largest magnitude in ``w``.
 
-    The result is 0 if the difference may be due to rounding, that is, if it is at most 1 % or eight steps of the dtype.
-    It is also 0 if ``w`` is not finite, because no formula can invert such values. If only ``x`` has a NaN, the result
-    is infinite.
+    A ratio that may be due to rounding, at most 1 % or eight times the dtype's machine epsilon, gives 0. So does an
+    infinite or NaN entry of ``w``, because no formula can invert it. If only ``x`` has a NaN, the result is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
     x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
@@ -148,10 +153,9 @@ def _relative_error(x: Array, w: Array) -> float:
 
 
 def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | None]:
-    """Returns the key of each site of one stage whose ``init`` is random, by the index of the site.
+    """Returns a dict of random keys for the sites of a stage whose ``init`` is random, by index in ``sites``.
 
-    Sites whose ``init`` is not random have no entry. If ``key`` is None, as when only types are needed, all its values
-    are None.
+    If ``key`` is None, as when only types are needed, all values of the dict are None.
     """
     drawing = {i: site for i, site in enumerate(sites) if site.stage._init_takes_key}
     if not drawing:
@@ -161,27 +165,27 @@ def _init_keys(sites: Sequence[Site], key: Array | None) -> dict[int, Array | No
 
 
 def _types_of(arrays: RawValues) -> list[Any]:
-    """Lists the names and types of raw values as hashable tuples: ``("w", "g", (1, 4), float32)``."""
+    """Returns the names, shape and dtype of each raw value as a hashable tuple: ``("w", "g", (1, 4), float32)``."""
     return [(array, value, x.shape, x.dtype) for array, of_one in arrays.items() for value, x in of_one.items()]
 
 
 def _swaps(site: Site, values: RawValues) -> list[Swap]:
-    """Returns one swap for each array of a site; the swap replaces the array by its initial raw values."""
+    """Returns a swap for each array of a site: the key path of the array, and the raw values that replace it there."""
     return [([place], site.place_values(name, values[name])) for name, place in site.arrays.items()]
 
 
 def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) -> tuple[Flat, Origins]:
-    """Returns the raw tree with types in place of arrays, and the parameter axis that each of its axes follows.
+    """Returns the raw tree with types instead of arrays, and the parameter axis that each axis of a raw value follows.
 
-    For ``WeightNorm`` on a kernel of shape (8, 4) at ``("w",)``, ``g`` of shape (1, 4) has the entry
-    ``(("w",), (None, 1))``, because its last axis follows the last axis of the kernel. Arrays that a stage replaced
-    keep their entries. If the axes of ``params`` themselves follow axes of other arrays, ``origins`` says which
-    axes these are.
+    For ``WeightNorm`` on a kernel of shape (8, 4) at the key path ``("w",)``, the second result maps the key path of
+    the raw value ``g``, whose shape is (1, 4), to ``(("w",), (None, 1))``: its last axis follows axis 1 of the kernel.
+    Arrays that a stage replaced keep their entries. If the axes of ``params`` themselves follow those of other arrays,
+    ``origins`` maps each parameter to these axes.
     """
     tree = params.types()
     followed = keep_origins(tree.arrays) if origins is None else dict(origins)
     for i, stage in reversed(list(enumerate(stages))):
-        # Sites with equal stages, formulas and types are traced only once.
+        # Arrays for which the stage has equal settings, formulas and types are traced only once.
         swaps, traced = list[Swap](), dict[Any, tuple[RawValues, Origins]]()
         for site in stage.sites("init", tree.before(stages[i + 1 :])):
             if not site.nodes:  # The stage changes the array in place, so the array keeps its axes.
@@ -198,16 +202,17 @@ def follow_axes(stages: Stages, params: Flat, origins: Origins | None = None) ->
 
 
 def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Origins]:
-    """Returns the types of a site's raw values, and the axes of the site's arrays that the axes of the values follow.
+    """Returns the types of the raw values at one site, and the array axis that each axis of a raw value follows.
 
-    For ``WeightNorm`` on ``w`` of shape (8, 4), the second result is ``{("w", "g"): (("w",), (None, 1)), ...}``.
+    For ``WeightNorm`` on ``w`` of shape (8, 4), the second result is ``{("w", "g"): (("w",), (None, 1)), ...}``: axis 1
+    of ``g`` follows axis 1 of ``w``.
     """
 
     def init(arrays: Mapping[str, Any]) -> RawValues:
         """Computes the initial raw values without a key, because only their types matter."""
         values = site.stage._init_at(site, arrays, None)
-        # `probe_origins` doubles the lengths of axes. If a stage joins arrays, two lengths may have to be equal; this
-        # check then raises an error when only one of them is doubled.
+        # `probe_origins` doubles the lengths of axes. If a stage combines several arrays, some of their lengths may
+        # have to be equal. This check then raises an error if only one of these lengths is doubled.
         if len(arrays) > 1:
             site.stage._check_init(values, arrays)
         return values
@@ -217,13 +222,13 @@ def _follow_axes_at(site: Site, types: Mapping[str, Any]) -> tuple[RawValues, Or
 
 
 def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origins) -> Origins:
-    """Returns the parameter axes that the axes of a site's raw values follow, by the key paths of the values.
+    """Maps the key path of each raw value of a site to a parameter and the parameter axes that its own axes follow.
 
     Args:
-      site: The site.
-      values: The types of its raw values.
-      origins: Maps the names of an array and a value, such as ``("w", "g")``, to the name of an array of the site and
-        its axes. An array without values, whose marker dict is empty, has no entry.
+      site: A stage and the arrays on which it acts together.
+      values: The types of the site's raw values, by the name of the array and the name of the value.
+      origins: Maps the names of an array and of its raw value, such as ``("w", "g")``, to the name of the array that it
+        follows and the axes of that array. An array without raw values has no entry.
       earlier: Maps the key path of each array of the site to the key path of a parameter and its axes.
     """
     found = Origins()
@@ -236,10 +241,10 @@ def _origins_at(site: Site, values: RawValues, origins: Origins, earlier: Origin
 
 
 def with_boxes(stages: Stages, params: Flat, raw: Flat) -> Flat:
-    """Returns the raw tree with a flax box around each raw value of a boxed parameter; ``raw`` if none is boxed.
+    """Returns the raw tree with a flax box (such as an nnx variable) around each raw value of a boxed parameter.
 
-    The parameter axes that raw values follow are computed only if some box has axis names to pass on, and only for
-    stages that left a marker in the raw tree.
+    If no parameter is boxed, the result is ``raw`` itself. The parameter axes that raw values follow are computed only
+    if some box has axis names to pass on, and only for stages whose markers occur in the raw tree.
     """
     boxes = params.frame.boxes
     if not boxes:

@@ -1,8 +1,8 @@
-"""Stages whose formula takes several arrays at once, such as the kernel and the bias of a layer.
+"""Defines the base class of stages whose formula takes several arrays at once, such as the kernel and bias of a layer.
 
-The arrays that one call of the formula takes form a group. With ``Joint.arrays``, each text that the expressions
-capture determines a group, such as one group per layer. Otherwise, all arrays that the stage selects form one group.
-Each group is one :class:`Site`, in which the formula knows the arrays by the names in ``arrays``, or by their paths.
+The arrays that one call of the formula takes form a group. If ``Joint.arrays`` holds regular expressions, arrays whose
+paths capture the same text form a group, such as one group per layer. Otherwise, all selected arrays form one group.
+Each group is one :class:`Site`, where the formula knows the arrays by their names in ``arrays`` or by path.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from reparax.core.where import check_where, why_none_selected
 
 
 class Joint(Leafwise):
-    """A stage whose formula takes several arrays and returns several.
+    """Base class for stages whose formula takes several arrays at once and returns several.
 
-    A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
-    the names in ``arrays``, and optionally ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
-    stored at the path of that array, under the marker ``@kind``, where other stages, labels and weight decay find them.
-    An array without raw values leaves an empty marker dict. Declare ``raw_values`` as for :class:`Reparametrization`.
+    A subclass defines ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
+    for the names in ``arrays``, and optionally ``update_leaves`` and ``penalty_leaves``. Raw values are stored at the
+    path of their array, under a key such as ``"@output_gain"``, where other stages, labels and weight decay find them.
+    An array without raw values leaves an empty dict there. Declare ``raw_values`` as for :class:`Reparametrization`.
     The stage cannot draw noise.
 
     Args:
-      arrays: For each name in the formula, a regular expression that the whole path of the array must match. Arrays
+      arrays: Maps each name in the formula to a regular expression that the whole path of the array must match. Arrays
         whose expressions capture the same text in parentheses form a group, and the formula is applied to each group,
         for example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where``
         selects form one group, and their names are their paths in the raw tree. A formula that ranks all weights
         together, for example, needs such a group.
-      where: As for :class:`Perturbation`. Do not pass both ``where`` and ``arrays``.
-      stacked: As for :class:`Perturbation`. The axes are the same in all arrays of a group, and the formula is applied
-        to each index separately. Set ``stacked`` if layers are stacked in one array, as under a scan. Otherwise, the
-        formula treats all layers as one array, so a gain, for example, would be one number for all layers.
+      where: Which arrays to act on, as for :class:`Perturbation`. Do not pass both ``where`` and ``arrays``.
+      stacked: Axes along which layers are stacked in one array, as under a scan; see :class:`Perturbation`. All arrays
+        of a group must have the same stacked axes. The formula is applied to each index separately. Without
+        ``stacked``, it takes all layers together, so a gain would be one number for all of them.
 
     Raises:
-      TypeError: If ``arrays`` is not such a dict, or if a subclass sets ``stochastic``.
+      TypeError: If ``arrays`` is not a dict from names to regular expressions, or if a subclass sets ``stochastic``.
       ValueError: If both ``arrays`` and ``where`` are given, or ``stacked`` without ``arrays``.
 
     Example:
@@ -83,11 +83,11 @@ class Joint(Leafwise):
     arrays: Any = field(default=None, metadata={"positional": True})
 
     elementwise: ClassVar[Any] = True
-    """Joint stages count as elementwise, so that they need not name a network's stacked axes: a formula may take all
-    layers together."""
+    """Joint stages count as elementwise, because a formula may take all layers together. So they need not name a
+    network's stacked axes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises an error if the class defines formulas on one array, or is random."""
+        """Raises a TypeError if the class is random or defines a formula for one array, such as ``apply_leaf``."""
         super().__init_subclass__(**kwargs)
         # `refuse_leaf` checks each selected array separately, so a Joint may define it.
         wrong_names = [name for name in vars(cls) if name.endswith("_leaf") and name != "refuse_leaf"]
@@ -101,12 +101,12 @@ class Joint(Leafwise):
             )
 
     def __post_init__(self) -> None:
-        """Checks ``arrays`` and its combination with other arguments, and stores it as a tuple, which is hashable."""
+        """Checks that ``arrays`` is valid and fits the other arguments, and stores it as a tuple, which is hashable."""
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
-                f"{type(self).__name__} got stacked={self.stacked!r}, but its formula takes all arrays together. Leave "
-                f"`stacked` out."
+                f"{type(self).__name__} got stacked={self.stacked!r} without `arrays`, so its formula takes all arrays "
+                f"together. Leave `stacked` out."
             )
         if self.arrays is not None and self.where is not None:
             raise ValueError(
@@ -118,17 +118,17 @@ class Joint(Leafwise):
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> RawValues:
-        """Returns the raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
+        """Returns the initial raw values for each name: ``{"w": {"v": ..., "log_gain": ...}, "b": {"v": ...}}``.
 
         From these values, ``apply_leaves`` must compute ``arrays``, or the nearest arrays that the formula can return.
         """
 
     @abstractmethod
     def apply_leaves(self, values: RawValues) -> dict[str, Array]:
-        """Computes the effective array for each name from the raw values of all names, including fixed values."""
+        """Returns the effective array for each name, given the raw values of all arrays, including fixed values."""
 
     def update_leaves(self, values: RawValues) -> RawValues:
-        """Returns the fixed values that change in one training step, by the names of the array and the value.
+        """Returns the fixed values that change in one training step, by array and value name: ``{"w": {"mask": ...}}``.
 
         The result must contain the name of every array, with an empty dict if no value of that array changes. The
         values must keep their shapes and dtypes.
@@ -136,80 +136,81 @@ class Joint(Leafwise):
         return {}
 
     def penalty_leaves(self, values: RawValues) -> Array:
-        """Returns the penalty for one group, a single number to add to the loss."""
+        """Returns the scalar penalty for one group of arrays, which is added to the loss."""
         return jnp.zeros(())
 
     def _defines(self, verb: str) -> bool:
-        """Returns whether the class defines the formula for ``verb``; False for every verb other than ``"update"``."""
+        """Returns whether ``verb`` is ``"update"`` and the class overrides ``update_leaves``."""
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each group of ``arrays``, or else one site for all arrays that ``where`` selects.
+        """Returns one :class:`Site` per group of arrays; without ``arrays``, all selected arrays form a single group.
 
-        In ``init``, the leaves of ``tree`` are the arrays themselves. In later calls, the leaves are marker dicts.
+        In ``init``, the leaves of ``tree`` are arrays. Later, they are the marker dicts that hold the raw values of
+        arrays.
         """
         who = CallName(self, method)
-        if self.arrays:  # The expressions determine the groups, so marker dicts are not read to select them.
+        if self.arrays:  # The expressions match paths, so the selection does not read marker dicts.
             leaves = tree.leaves() if method == "init" else self._marker_dicts(who, self._leaves_with_nodes(who, tree))
             return [self._site_of_group(who, group) for group in self._groups(who, leaves)]
         if method == "init":
             leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         else:
             leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), reader(self, who))
-            for leaf in leaves:  # Check each array separately, so that an error names only the array with the fault.
+            for leaf in leaves:  # Check each array separately, so that an error names only the faulty array.
                 with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(leaf.content.arrays())
         return [site_of(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
     def _marker_dicts(self, who: CallName, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the leaves that ``init`` of this stage has replaced by marker dicts; plain arrays are left out.
+        """Returns the leaves whose arrays ``init`` of this stage has replaced with marker dicts, which hold raw values.
 
-        Raises an error if such a dict, as ``{"@pack": {"x": array}}``, holds anything but arrays.
+        Plain arrays are left out. An error is raised if a dict such as ``{"@pack": {"x": array}}`` holds anything else.
         """
         marker_dicts = [leaf for leaf in leaves if isinstance(leaf.content, Node)]
         for leaf in marker_dicts:
             with checks.locate_errors(who.at(leaf.path)):
-                leaf.content.arrays()  # called only because it raises an error for a damaged marker dict
+                leaf.content.arrays()  # called only to raise an error for a damaged marker dict
         return marker_dicts
 
     def _site_of_group(self, who: CallName, group: Mapping[str, Leaf]) -> Site:
-        """Returns the site of one group, with the stage for these arrays, whose stacked axes are numbers."""
+        """Returns the :class:`Site` of one group of arrays, with a stage whose ``stacked`` holds axis indices."""
         who = who.at(*(leaf.path for leaf in group.values()))
         with checks.locate_errors(who):
             axes = {name: find_axes(self.stacked, leaf) for name, leaf in group.items()}
             stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
-            if who.method == "init":  # In later calls, `_check_values` compares the shapes of raw values.
+            if who.method == "init":  # Later calls compare the shapes of raw values in `_check_values`.
                 _require_equal_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
         return site_of(replace(self, stacked=stacked), who, group)
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Checks the marker dict at ``path``, unless its values have a meaning only together with its whole group."""
+        """Checks the raw values at ``path`` unless ``arrays`` is set: those of a group make sense only together."""
         if not self.arrays:
             super()._check_values_at(who, tree, path)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Returns the aligned value, or without such a value, the effective array of a group of only this array."""
+        """Returns the raw value aligned with the array, or else the effective array, computed as a group of one."""
         aligned = self._aligned_value(values)
         return self.apply_leaves({"w": dict(values)})["w"] if aligned is None else aligned
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """Returns the initial raw values of one group by name; ``key`` is unused, because the values are not random."""
+        """Returns the initial raw values of one group of arrays; ``key`` is unused, because they are not random."""
         return map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        """Raises an error unless ``apply_leaves`` turns the initial values into arrays of the types of ``arrays``."""
+        """Raises an error unless ``apply_leaves`` turns initial raw values into arrays with the types of ``arrays``."""
         formulas = ("init_leaves", "apply_leaves")
         apply = map_stacked(self.stacked_axes, self.apply_leaves)
         checks.require_valid_init(self, apply, formulas, _as_dicts(values), arrays, is_shared=self.arrays is not None)
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> Mapping[str, Any]:
-        """Returns the effective arrays of one group by name; ``key`` is unused, because they are not random."""
+        """Returns the effective arrays of one group by name; ``key`` is unused, because the arrays are not random."""
         return map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Raises an error unless the raw values have the names and shapes that ``init_leaves`` gives for these arrays.
+        """Raises an error unless the raw values have the names and shapes that ``init_leaves(effective)`` returns.
 
-        Nothing is checked if ``init_leaves`` cannot be traced, or if the stage may change the type of the arrays.
+        Nothing is checked if ``init_leaves`` cannot be traced, or if the stage may change the shape or dtype of arrays.
         """
         if self.changes_type:
             return
@@ -219,10 +220,10 @@ class Joint(Leafwise):
                 checks.require_fit(values_of_one, expected[name])
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """Returns the new values that ``update_leaves`` computes at one site.
+        """Returns the new fixed values that ``update_leaves`` computes for one group of arrays.
 
-        ``update_leaves`` takes neither gradients nor a key, so ``grads`` and ``key`` are unused. A stage on one array
-        overrides the same method to pass them to its formula.
+        ``update_leaves`` takes neither gradients nor a key, so ``grads`` and ``key`` are unused. A stage on one array,
+        in contrast, passes them to its ``update_leaf``.
         """
 
         def checked_update(values: RawValues) -> RawValues:
@@ -235,13 +236,13 @@ class Joint(Leafwise):
         return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
-        """Returns the result of ``penalty_leaves`` for one group; ``formula`` is ``"penalty"``."""
+        """Returns the scalar result of ``penalty_leaves`` for one group of arrays; ``formula`` is ``"penalty"``."""
         return self._checked_number(f"{formula}_leaves", _as_dicts(values))
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns this stage with ``"stacked"`` replaced by the numbers of the stacked axes, which all groups share.
+        """Returns a list of this stage, where indices from the roles in ``tree`` replace the word ``"stacked"``.
 
-        The formula itself handles all other axes, so no other field is replaced.
+        All groups must have the same stacked axes. The formula itself handles all other axes, so other fields are kept.
         """
         if self.arrays is None or not has_words(self.stacked):
             return [self]
@@ -252,28 +253,28 @@ class Joint(Leafwise):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat) -> Sequence[Misfit]:
-        """Returns no misfits, because the fields do not say which axes a joint formula treats as inputs or outputs."""
+        """Returns no misfits, because no field says which axes a joint formula treats as inputs or outputs."""
         return ()
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
-        """Groups the leaves whose paths capture the same text, and returns each group as a dict by name.
+        """Groups the leaves whose paths capture the same text, and returns each group as a dict from name to leaf.
 
         ``{"w": "(.*)/kernel", "b": "(.*)/bias"}`` gives ``[{"w": <0/kernel>, "b": <0/bias>}, {"w": <1/kernel>, ...}]``.
 
         Raises:
           ValueError: If an expression matches no array, an array matches two expressions, two arrays of one group have
-            the same name, or a group lacks an array.
+            the same name, or a group has no array for one of the names.
         """
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
-        groups = dict[Any, dict[str, Leaf]]()  # The keys are the captured texts.
+        groups = dict[Any, dict[str, Leaf]]()  # The keys are the texts that the expressions capture.
         name_of_place = dict[Names, str]()  # Each array may have only one name, in one group.
         for name, expression in self.arrays:
             for leaf, captured in _matches(who, name, expression, leaves):
                 group = groups.setdefault(captured, {})
                 if name in group:
-                    raise _second_array_error(who, leaf, name, f"{name!r} at {group[name].path!r}")
+                    raise _second_array_error(who, leaf, name, f"{group[name].path!r} already has this name")
                 if leaf.place in name_of_place:
-                    raise _second_array_error(who, leaf, name, f"it for {name_of_place[leaf.place]!r}")
+                    raise _second_array_error(who, leaf, name, f"this array is already {name_of_place[leaf.place]!r}")
                 group[name], name_of_place[leaf.place] = leaf, name
         for group in groups.values():
             _require_complete(who, group, [name for name, _ in self.arrays])
@@ -281,15 +282,15 @@ class Joint(Leafwise):
 
 
 def _as_dicts(values: RawValues) -> RawValues:
-    """Copies the dicts of raw values, because a user's formula may modify its arguments."""
+    """Returns a copy of each dict of raw values, because a user-defined formula may modify its arguments."""
     return {name: dict(values_of_one) for name, values_of_one in values.items()}
 
 
 def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
-    """Returns the leaves whose paths match an expression, each with the texts that the expression captures there.
+    """Returns each leaf whose path matches a regular expression, with the texts that the expression captures.
 
     ``"(.*)/kernel"`` captures ``("0",)`` in ``0/kernel``. An expression without parentheses captures ``()``, so all
-    arrays are in one group. ``name`` is the name of the expression in ``arrays``, for the error.
+    arrays are in one group. ``name`` is the key of the expression in ``arrays``, which errors show.
 
     Raises:
       ValueError: If the expression matches no path.
@@ -302,69 +303,72 @@ def _matches(who: object, name: str, expression: str, leaves: Sequence[Leaf]) ->
     return captures
 
 
-def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
+def _second_array_error(who: object, leaf: Leaf, name: str, conflict: str) -> ValueError:
     """Returns the error for an array whose name is already taken in its group, or that already has another name.
 
-    ``occupant`` completes the sentence "... but already has".
+    ``conflict`` is the clause of the error that names the other array or the other name.
     """
     return ValueError(
-        f"{who} found {leaf.path!r} for {name!r}, but already has {occupant}. Capture in parentheses "
-        f"what differs between layers, and put the stage after those that split an array."
+        f"{who} found {leaf.path!r} for {name!r}, but {conflict}. Capture in parentheses the part of the path that "
+        f"differs between layers, as in '(.*)/kernel', and put this stage after stages that split an array."
     )
 
 
 def _require_complete(who: object, group: Mapping[str, Leaf], names: Sequence[str]) -> None:
-    """Raises an error unless a group has an array for each name."""
+    """Raises a ValueError unless a group has an array for each of the ``names`` that the formula uses."""
     if lacking := [name for name in names if name not in group]:
         name, leaf = next(iter(group.items()))
         raise ValueError(
-            f"{who} found {leaf.path!r} for {name!r}, but no array for {lacking[0]!r} that captures the same "
-            f"text. Narrow the expressions to the layers that have all of {names}."
+            f"{who} found {leaf.path!r} for {name!r}, but no array for {lacking[0]!r} whose path captures the "
+            f"same text. Narrow the expressions to layers that have an array for each of {names}."
         )
 
 
 def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """Returns the stacked axes that all arrays share, and raises an error if the arrays differ in them.
+    """Returns the stacked axes that all arrays share; raises a ValueError if the arrays differ in them.
 
     ``source`` ends the first sentence of the error, such as " for stacked='layers'", or is empty.
     """
     if len(set(stacked_by_name.values())) > 1:
         raise ValueError(
-            f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack them along the same "
-            f"axes, or leave some layers out with the expressions."
+            f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack the arrays along "
+            f"the same axes, or narrow the expressions to layers with equal stacked axes."
         )
     return next(iter(stacked_by_name.values()))
 
 
 def _require_equal_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
-    """Raises an error unless all arrays have the stacked axes, with the same sizes."""
+    """Raises a ValueError unless each array has the axes ``stacked``, with the same sizes in all arrays."""
     sizes = {name: None if stacked_axes_error(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
     if None in sizes.values() or len(set(sizes.values())) > 1:
         shapes = {name: w.shape for name, w in arrays.items()}
         raise ValueError(
-            f"expected the same number of layers along stacked={stacked} in each array, got shapes {shapes}. Give the "
-            f"axes along which all of them are stacked."
+            f"expected the same number of layers along stacked={stacked} in each array, got shapes {shapes}. Set "
+            f"`stacked` to axes that have the same size in all of these arrays."
         )
 
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """Converts a dict of names and regular expressions to a tuple of its items, which is hashable.
+    """Returns a dict from names to regular expressions as a hashable tuple of its items.
 
-    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. Such a tuple is accepted too, so that a stage can be
-    rebuilt from its own fields. ``who`` is the class of the stage, for errors.
+    ``{"w": "(.*)/kernel"}`` becomes ``(("w", "(.*)/kernel"),)``. Such a tuple is returned unchanged, so that a stage
+    can be rebuilt from its own fields. Errors show ``who``, the class of the stage.
 
     Raises:
-      TypeError: If ``arrays`` is neither a dict nor a tuple of this form, or is empty.
+      TypeError: If ``arrays`` is neither such a dict nor such a tuple, or is empty.
       ValueError: If an expression is not a valid regular expression.
     """
     items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
     if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):
-        raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
+        raise TypeError(
+            f"{who} takes a dict from names to regular expressions as `arrays`, such as {{'w': '(.*)/kernel'}}, but "
+            f"got {arrays!r}."
+        )
     for _, expression in items:
         check_where(expression, who)
     return items
 
 
 def _is_named_expression(item: Any) -> bool:
-    """Returns whether an item is a pair of strings."""
+    """Returns whether ``item`` is a tuple of two strings: a name and an expression."""
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(part, str) for part in item)

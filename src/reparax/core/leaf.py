@@ -1,9 +1,9 @@
-"""The base classes of stages with a formula on one array: ``Perturbation`` and ``Reparametrization``.
+"""Defines the base classes of stages with a formula on one array: ``Perturbation`` and ``Reparametrization``.
 
-A subclass writes formulas such as ``apply_leaf``, which see neither the rest of the tree nor stacked axes. The methods
-here whose names end in ``_at`` call the formulas at a :class:`Site`, the place of one array in the raw tree, map them
-over stacked arrays, and check what the formulas return. ``call_once_per_type`` traces a formula once for all arrays of
-the same shape and dtype, so that a model with a hundred equal layers does not trace the formula a hundred times.
+A subclass defines formulas such as ``apply_leaf``, which see neither the rest of the tree nor stacked axes. Methods
+whose names end in ``_at`` call the formulas for one array of the raw tree (a :class:`Site`), map them over stacked
+arrays, and check what they return. ``call_once_per_type`` traces a formula once for all arrays of the same shape and
+dtype, so that a model with a hundred equal layers does not trace the formula a hundred times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
 class Perturbation(Leafwise):
-    """A stage that returns changed copies of arrays and has no raw values.
+    """Base class for stages that return modified copies of arrays and have no raw values.
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
     itself. A subclass may also set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2``
@@ -45,16 +45,17 @@ class Perturbation(Leafwise):
     tree, so optimizer states and checkpoints still fit.
 
     Args:
-      where: Which arrays to act on: a regular expression that the whole path must match, or a predicate ``(path, array)
-        -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with an ``@``, such
-        as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every floating or complex
-        array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the stage sets another
-        number. If it is two or more, arrays with the usual names of biases and scales are excluded: ``bias`` (alone or
-        as a part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``, ``gain``.
+      where: Which arrays to act on: a regular expression that must match the whole path, a predicate
+        ``(path, array) -> bool`` that may use the array's shape and dtype, or :func:`all_but`. An expression with an
+        ``@``, such as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every floating
+        or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the stage sets
+        another number. If ``min_ndim`` is two or more, arrays with the usual names of biases and scales are excluded:
+        ``bias`` (alone or as a part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``,
+        ``gain``.
       stacked: Axes along which independent arrays are stacked, such as the layers under a scan. The stage acts on each
-        index separately, with separate noise. Give an axis by number, counted from the front, or by name. Give several
-        axes as a tuple. Other arguments do not count the stacked axes: with ``stacked=0``, kernels of shape
-        ``(layers, in, out)`` count as matrices whose ``axis=0`` is ``in``. Default: none.
+        index separately, with separate noise. Give an axis by its index, counted from the front, or by name, and
+        several axes as a tuple. Other arguments do not count the stacked axes: with ``stacked=0``, kernels of shape
+        ``(layers, in, out)`` are treated as matrices whose ``axis=0`` is ``in``. Default: no stacked axes.
 
     A strength, such as a std, a rate, a factor, an alpha or a sparsity, can differ between arrays. One way is a dict of
     regular expressions, ``VarNoise({"out/.*": 0.05, ".*": 0.1})``. The first expression that matches the whole path
@@ -79,27 +80,28 @@ class Perturbation(Leafwise):
     stochastic: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises an error if ``apply_leaf`` cannot take a key."""
+        """Raises a TypeError if the ``apply_leaf`` of a subclass cannot take a key."""
         super().__init_subclass__(**kwargs)
         formula: Any = cls.__dict__.get("apply_leaf")
         if inspect.isfunction(formula) and not can_take(formula, 3, if_unknown=True):
             raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(formula))}, but is called with (self, "
-                f"w, key). Take a key, even if the stage is not random."
+                f"{cls.__name__}.apply_leaf takes ({', '.join(_required_arguments(formula))}), but is called with "
+                f"(self, w, key). Add the argument `key`, even if the stage is not random."
             )
 
     @abstractmethod
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """Returns the effective array for ``w``, which must have the same shape and dtype as ``w``."""
+        """Returns the effective array for ``w``, with the same shape and dtype as ``w``."""
 
     def mean_leaf(self, w: Array) -> Array:
-        """Returns the mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
+        """Returns the mean of ``apply_leaf(w, key)`` over all keys. ``p.deterministic`` uses it in place of draws."""
         return w
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each selected array, whose effective array takes the place of the array itself.
+        """Returns a :class:`Site` for each selected array; the effective array replaces the array at the same path.
 
-        Arrays are selected from ``tree`` in the same way before and after ``init``, because the stage adds no markers.
+        Arrays are selected from ``tree`` in the same way before and after ``init``, because the stage has no raw
+        values.
         """
         pairs = self._arrays_and_stages(method, tree)
         return [_site_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
@@ -107,7 +109,7 @@ class Perturbation(Leafwise):
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
         """Returns the effective array for ``w``, or its mean over all keys if the stage is random and no key is given.
 
-        Both the only array of the site and its only value are called ``"w"``.
+        ``values`` is ``{"w": {"w": w}}``: the array is called ``"w"``, and its only value is the array itself.
         """
         w, is_mean = values["w"]["w"], self.stochastic and key is None
         if is_mean:
@@ -119,24 +121,24 @@ class Perturbation(Leafwise):
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
-        """Adds to ``w`` the noise that ``draw`` has drawn for the type of ``w``; for a stage with ``draws_by_type``.
+        """Returns ``w`` with noise that the ``draw`` of the stage has drawn for the shape and dtype of ``w``.
 
-        The plan of a chain draws the noise for many arrays at once, and adds it to each array only where the array is
-        read.
+        This method is for stages with ``draws_by_type``. A chain draws their noise for many arrays at once, and adds it
+        to each array only where the array is read.
         """
         stage_class: Any = type(self)
         return call_once_per_type(stage_class.perturb, self, w, drawn, inline=True)
 
     @property
     def deterministic(self) -> Parametrization:
-        """The stage itself if it is not random, or the empty chain if its mean leaves arrays unchanged."""
+        """The stage itself if it is not random, an empty chain if its mean changes nothing, and otherwise its mean."""
         if not self.stochastic:
             return self
         return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
 
 
 class Reparametrization(Leafwise):
-    """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
+    """Base class for stages that replace selected arrays with named raw values, under a key such as ``"@lora"``.
 
     PyTorch calls such a stage a parametrization: ``parametrize.register_parametrization`` takes a module whose
     ``right_inverse`` corresponds to ``init_leaf``, and whose ``forward`` corresponds to ``apply_leaf``.
@@ -145,20 +147,20 @@ class Reparametrization(Leafwise):
     ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the set of arrays that ``apply_leaf`` can return. If
     the initial values are random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf``, a subclass may
     define ``terms_leaf(values)``, which returns a list of :class:`Term` whose sum is the array. A subclass may also set
-    ``raw_values``, which declares what each raw value is:
-    ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on main
-    values, under the parameter's own path. Main and auxiliary values are trainable; fixed values are not. Default: all
-    values are main.
+    ``raw_values``, which declares each raw value:
+    ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages of a chain
+    act on main values, under the path of the parameter. Main and auxiliary values are trainable; fixed values are not.
+    Default: all values are main.
 
     With ``stochastic = True``, the effective array is random: the formula is ``apply_leaf(values, key)``, and
-    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` inverts the mean.
-    The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``. If the formula is a bijection, the stage also adds
-    ``log_det_leaf(values)`` to ``p.log_det(raw)``.
+    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead. ``init`` then inverts the
+    mean. A subclass may define ``penalty_leaf(values)``, which is added to ``p.penalty(raw)``, and if the formula is a
+    bijection, ``log_det_leaf(values)``, which is added to ``p.log_det(raw)``.
 
     Args:
-      where: As for :class:`Perturbation`, with the same default.
-      stacked: As for :class:`Perturbation`. The stacked axes of each raw value are at the same positions as in the
-        array, or as close as possible if the raw value has too few axes.
+      where: Which arrays to act on, as for :class:`Perturbation`, with the same default.
+      stacked: Axes along which independent arrays are stacked, as for :class:`Perturbation`. The stacked axes of each
+        raw value are at the same positions as in the array, or as close as possible if it has too few axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -186,20 +188,20 @@ class Reparametrization(Leafwise):
         _require_signatures(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Returns raw values whose effective array is ``w``, or the array of the image nearest to ``w``.
+        """Returns raw values from which ``apply_leaf`` computes ``w``, or else the nearest array that it can compute.
 
         If the initial values are random, this method takes a ``key`` after ``w``, and ``init`` then requires a key.
 
         Raises:
-          TypeError: If the class does not define it.
+          TypeError: If the class does not define ``init_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it.")
+        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it to return a dict of raw values.")
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """Returns the effective array, given the raw values, including fixed ones, and for a random array a key.
+        """Returns the effective array for a dict of all raw values and, if the stage is stochastic, a random key.
 
-        If a stage defines only ``terms_leaf``, this method returns the sum of the terms.
+        If a class defines only ``terms_leaf``, this method returns the sum of its terms.
         """
 
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
@@ -210,28 +212,34 @@ class Reparametrization(Leafwise):
         finds the terms itself.
 
         Raises:
-          TypeError: If the class does not define it.
+          TypeError: If the class does not define ``terms_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
+        raise TypeError(
+            f"{type(self).__name__} defines no terms_leaf(values). Define it to return a list of `rpx.stage.Term`, or "
+            f"call apply_leaf."
+        )
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         """Returns the mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic.
 
         Raises:
-          TypeError: If a stochastic class does not define it.
+          TypeError: If a stochastic class does not define ``mean_leaf``.
         """
-        raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
+        raise TypeError(
+            f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it to return the mean of "
+            f"apply_leaf(values, key) over all keys."
+        )
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """Returns the penalty for the raw values of one array as a number, such as a KL divergence from a prior."""
+        """Returns a scalar penalty for the raw values of one array, such as a KL divergence from a prior."""
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        r"""Returns the logarithm of the absolute determinant of the derivative of a bijective ``apply_leaf``.
+        r"""Returns the logarithm of the absolute determinant of the Jacobian of a bijective ``apply_leaf``.
 
-        The result is one number. A stage that defines this method supports :meth:`Parametrization.log_det`, which
-        samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave the entries
-        that follow out of the derivative. In that case, no later stage of the chain can have a log-determinant.
+        The result is a scalar. A stage that defines this method supports :meth:`Parametrization.log_det`, which
+        samplers need. If some entries of an array follow from the others, as in a symmetric matrix, leave these
+        dependent entries out of the Jacobian. In that case, no later stage of the chain can have a log-determinant.
 
         Example:
           This stage represents the Cholesky factor L of a correlation matrix. The rows of L have length 1, so only the
@@ -269,22 +277,22 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Returns the fixed values that change in a training step, given the values that earlier stages compute.
+        """Returns the fixed values that change in a training step, given the raw values as earlier stages compute them.
 
         A value that does not change may be left out or returned as the same object. The new values must keep their
         shapes and dtypes. The result may include free values only if the class sets ``moves_weights = True``.
 
-        The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
-        effective array, and ``key``: ``update_leaf(values, grad, key)``. Such a formula is called only if the caller
-        passes the gradients or the key that it takes to ``update``.
+        The signature is ``update_leaf(values)``. It may also have the arguments ``grad``, the gradient of the loss with
+        respect to the effective array, and ``key``: ``update_leaf(values, grad, key)``. ``update`` calls such a formula
+        only if its own caller passes the gradients or the key that the formula takes.
         """
         return {}
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Returns raw values that give the same effective array, but whose base is the current point.
+        """Returns raw values that give the same effective array, with that array as their new base.
 
-        The base is the point relative to which the free values are measured, as in :class:`Orthogonal`. The new values
-        must keep their shapes and dtypes. Values that do not change may be left out.
+        The base is the fixed value relative to which the free values are measured, as in :class:`Orthogonal`. The new
+        values must keep their shapes and dtypes. Values that do not change may be left out.
         """
         return values
 
@@ -295,7 +303,7 @@ class Reparametrization(Leafwise):
 
     @property
     def _in_place(self) -> bool:
-        """Whether the only raw value is the array itself, stored at its own path without a marker.
+        """Whether the only raw value is the array itself, stored at its own path instead of in a marker dict.
 
         If so, the structure of the tree is the same with and without the stage.
         """
@@ -308,17 +316,17 @@ class Reparametrization(Leafwise):
 
     @property
     def _init_takes_key(self) -> bool:
-        """Whether ``init_leaf`` has an argument ``key``. If so and ``random_init`` is false, the key is optional."""
+        """Whether ``init_leaf`` has an argument ``key``. If so and ``random_init`` is False, the key is optional."""
         return _init_leaf_takes_key(type(self))
 
     def _defines(self, verb: str) -> bool:
-        """Returns whether the class defines the formula for ``verb``, such as ``update_leaf`` for ``"update"``."""
+        """Returns whether the class overrides the formula for ``verb``, such as ``update_leaf`` for ``"update"``."""
         return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each selected array.
+        """Returns a :class:`Site` for each selected array, with the numbers and axes of the stage for that array.
 
-        In ``init``, the site holds the place of the array itself. In later calls, it holds the places of raw values.
+        In ``init``, the site holds the key path of the array itself. In later calls, it holds those of the raw values.
         """
         who, call = CallName(self, method), _formula_caller(self)
         if method == "init" or self._in_place:  # The leaves are arrays, not marker dicts.
@@ -333,7 +341,8 @@ class Reparametrization(Leafwise):
         """Raises an error if later calls, which see only the raw values, could not infer the stacked axes from them.
 
         In ``init``, the stacked axes come from the layer of the array, and ``stage``, the stage for that array, holds
-        them as numbers. Reading the types of the initial values back must lead to the shape of the array.
+        their indices. The shape that is inferred from the types of the initial values must equal the shape of the
+        array.
 
         Nothing is checked if the raw value is the array itself, if the user gave the stacked axes, or if the axes of
         the array do not come from a layer.
@@ -346,25 +355,26 @@ class Reparametrization(Leafwise):
                 found = read_values(self, leaf, jax.eval_shape(lambda w: _initial_values(stage, w, None), w)).effective
                 if found.shape != w.shape and not self.changes_type:
                     raise ValueError(
-                        f"expected raw values that determine the stacked axes, but those of shape {w.shape} would be "
-                        f"read as {found.shape}. Write {replace(self, stacked=stage.stacked)!r}."
+                        f"expected raw values that determine the stacked axes, but those of an array of "
+                        f"shape {w.shape} would be read as those of shape {found.shape}. Write "
+                        f"{replace(self, stacked=stage.stacked)!r} to set the stacked axes."
                     )
 
     def _site_at(self, stage: Self, who: CallName, leaf: Leaf, call: Any) -> Site:
-        """Returns the site of one array. ``stage`` is the stage for that array, and ``call`` calls its formulas."""
+        """Returns the :class:`Site` of one array. ``stage`` is the stage for it, and ``call`` calls its formulas."""
         if self._in_place:
             return _site_in_place(stage, who, leaf, self.raw_values)
         types = None if leaf.reading is None or self.changes_type else {"w": leaf.array}
         return site_of(stage, who, {"w": leaf}, draw_path=leaf.draw_path, call=call, types=types)
 
     def _array_for_type(self, values: Mapping[str, Array]) -> Array:
-        """Computes the effective array from its raw values, or the mean if the stage is random."""
+        """Returns the effective array for its raw values, or its mean over all keys if the stage is random."""
         return call_once_per_type(_array_or_mean, self, values)
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Raises an error unless ``types`` are the types of raw values that ``init`` would give for such an array.
+        """Raises an error unless ``types`` have the names and shapes of raw values that ``init(effective)`` gives.
 
-        Types are not compared if ``init_leaf`` cannot be traced, or if the stage may change the type of the array.
+        Shapes are not compared if ``init_leaf`` cannot be traced, or if the stage may change the type of the array.
         """
         super()._require_initial_types(types, effective)
         if not self.changes_type and not has_symbols(types.values()):
@@ -373,18 +383,18 @@ class Reparametrization(Leafwise):
                 checks.require_fit(types, expected)
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        """Returns the initial raw values of the array, called ``"w"``: ``{"w": {"g": ..., "v": ...}}``."""
+        """Returns the initial raw values of the array ``arrays["w"]``, as in ``{"w": {"g": ..., "v": ...}}``."""
         w = arrays["w"]
-        # The stages of this package are pure, so all arrays of a type share one program. A stage of another package may
-        # depend on the numbers in the array.
+        # The stages of this package are pure, so all arrays of a type share one compiled program. A stage of another
+        # package may depend on the entries of the array.
         is_of_package = config.is_of_package(type(self))
         call = partial(_call_jitted, _jitted) if is_of_package else site.call
         return {"w": call(_initial_values, self, w, key)}
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, Array]) -> None:
-        """Raises an error unless the formula turns the initial values into an array of the type of ``arrays["w"]``.
+        """Raises an error unless the formula turns initial raw values into an array of the type of ``arrays["w"]``.
 
-        Only types are computed, so a random stage is checked by its mean.
+        The formula is only traced. For a random stage, this formula is ``mean_leaf``.
         """
         types = {name: type_of(x) for name, x in values["w"].items()}
         effective = jax.eval_shape(lambda values: self._array_for_type(values), types)
@@ -392,7 +402,7 @@ class Reparametrization(Leafwise):
             checks.require_type("mean_leaf" if self.stochastic else "apply_leaf", effective, arrays["w"])
 
     def _apply_at(self, site: Site, values: RawValues, key: Array | None) -> dict[str, Array]:
-        """Returns the effective array for the raw values: a random one if a key is given, and otherwise the mean."""
+        """Returns the effective array for the raw values: a random draw if a key is given, and otherwise the mean."""
         if self._in_place:
             return {"w": _array_or_mean(self, values["w"])}
         if key is None:
@@ -400,10 +410,10 @@ class Reparametrization(Leafwise):
         return {"w": site.call(_random_array, self, values["w"], key)}
 
     def _update_at(self, site: Site, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        """Returns the new values from ``update_leaf``: ``{"w": {"mask": ...}}``.
+        """Returns the new raw values from ``update_leaf``, as in ``{"w": {"mask": ...}}``.
 
-        The formula gets the gradient or the key only if it has an argument for it, and the caller makes sure that such
-        an argument is given. The formula gets a copy of the dict of values, because a formula may modify its argument.
+        ``update_leaf`` gets the gradient or the key only if it has an argument for it, and callers make sure to pass
+        it. It also gets a copy of the dict of values, because a user-defined formula may modify its argument.
         """
         all_arguments = {"grad": grads.get("w"), "key": key}
         arguments = {name: all_arguments[name] for name in self.update_reads}
@@ -416,7 +426,7 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(update_one)(values["w"], arguments)}
 
     def _update_base_at(self, site: Site, values: RawValues) -> RawValues:
-        """Returns the new values from ``update_base_leaf``, which moves the base to the current point."""
+        """Returns the new raw values from ``update_base_leaf``, which makes the current array their base."""
 
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
@@ -431,7 +441,7 @@ class Reparametrization(Leafwise):
 
 
 def _site_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Site:
-    """Returns the site of a stage without markers, in which each of the named values is the array itself."""
+    """Returns the :class:`Site` of a stage whose named raw values are all the array itself, at its own path."""
     values = {"w": dict.fromkeys(value_names, leaf.place)}
     return Site(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
@@ -463,32 +473,34 @@ def _init_leaf_takes_key(cls: type[Any]) -> bool:
 
 
 def _require_signatures(cls: type[Any]) -> None:
-    """Raises an error if a formula of a class requires an argument that it would never get.
+    """Raises a TypeError if a formula of a class requires an argument that it would never get.
 
     The check runs when the class is defined, so that a mistake is reported there and not during tracing.
     """
     if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
-            f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but can have `grad` and `key`. "
-            f"Rename the arguments."
+            f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but only `grad` and `key` are "
+            f"possible. Rename or remove the other arguments."
         )
     if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
         raise TypeError(
-            f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
-            f"`stochastic = True` in the class, and define mean_leaf(values)."
+            f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values, but the class is not "
+            f"stochastic. Remove these arguments, or for a random array, set `stochastic = True` in the class and "
+            f"define mean_leaf(values)."
         )
     init_leaf: Any = cls.__dict__.get("init_leaf")  # An inherited method was checked when its own class was defined.
     if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + _init_leaf_takes_key(cls):  # self, w
         raise TypeError(
-            f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
-            f"w), or with (self, w, key) if it takes a `key` for random initial values."
+            f"{cls.__name__}.init_leaf takes ({', '.join(_required_arguments(init_leaf))}), but is called with (self, "
+            f"w), or with (self, w, key) if it takes a `key` for random initial values. Remove all other arguments."
         )
 
 
 def _declares_terms(cls: type[Any]) -> bool:
     """Returns whether a class has both a handwritten ``apply_leaf`` and a ``terms_leaf`` that belongs to it.
 
-    If so, the terms have to be recorded together with the result of ``apply_leaf``. The result is False in two cases:
+    If so, the terms have to be recorded together with the result of ``apply_leaf``. Besides classes without
+    ``terms_leaf``, the result is False in two cases:
 
     - A subclass overrides only ``apply_leaf``, so the inherited terms no longer add up to the array.
     - ``apply_leaf`` is the sum of ``terms_leaf``, so the terms can be read off its program without a record.
@@ -527,10 +539,10 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
 
 
 def _formula_caller(stage: Any) -> Callable[..., Any]:
-    """Returns the function through which a call of a chain calls the formulas of a stage.
+    """Returns the function that calls the formulas of a stage within one call of a chain, tracing each once per type.
 
-    A formula of this package is traced once per type. A formula of another package is traced again in each call of the
-    chain, because something that the formula reads may have changed in the meantime, such as a redefined function. The
+    A formula of this package is traced once per type of array. A formula of another package is traced again in each
+    call of the chain, because something that it reads, such as a global function, may have changed in the meantime. The
     operations of such a formula are inlined, because a jitted function would be compiled again in each eager call.
     """
     if config.is_of_package(type(stage)):
@@ -545,7 +557,7 @@ def _formula_caller(stage: Any) -> Callable[..., Any]:
 
 
 def _is_traced(arrays: Any) -> bool:
-    """Returns whether any of these arrays is traced."""
+    """Returns whether any array in a pytree of arrays is a tracer."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
 
 
@@ -555,7 +567,7 @@ def _call_jitted(jitted: Any, function: Callable[..., Any], stage: Any, *arrays:
     ``jitted`` is a transformed :func:`_call_marked`. An array that the function returns unchanged stays the same
     object.
     """
-    if stage._exact_text is None:  # Without this text, equal stages may have different formulas.
+    if stage._exact_text is None:  # Without an exact text of the fields, no two stages are known to be equal.
         return function(stage, *arrays)
     return restore_same(jitted(function, stage, stage._exact_text, *arrays), *arrays)
 
@@ -574,13 +586,13 @@ _inlined = inlined(_call_marked, static_argnums=(0, 1, 2))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
-    """Calls ``apply_leaf``, and records the terms of its result if the class declares them."""
+    """Returns ``apply_leaf(*args)``, and records the terms of this sum if the class declares them."""
     has_terms = _declares_terms(type(stage))
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if has_terms else stage.apply_leaf(*args)
 
 
 def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
-    """Returns the initial raw values of an array by name; ``stage`` must be resolved for the array.
+    """Returns the initial raw values of an array by name; ``stage`` must hold the numbers and axes for that array.
 
     If only the types of the values matter, ``key`` may be None even if the values are random.
     """
@@ -594,13 +606,13 @@ def _initial_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]
 
 
 def _array_or_mean(stage: Any, values: Mapping[str, Array]) -> Array:
-    """Computes the effective array from raw values by name, or the mean if the stage is random."""
+    """Returns the effective array for a dict of raw values, or its mean over all keys if the stage is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
     return stage._map_stacked(formula)(dict(values))
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
-    """Draws an effective array from raw values and a key, and raises an error unless it has the type of the mean.
+    """Returns a random effective array for raw values and a key; raises an error unless it has the type of the mean.
 
     Each of the stacked arrays gets its own key. The number of stacked arrays follows from the type of the mean.
     """

@@ -1,13 +1,14 @@
-"""The base class of stages that act on arrays: which arrays a stage selects, and its numbers and axes for each array.
+"""Defines the base class of stages that select arrays, and finds the numbers and axes of a stage for each array.
 
 A user writes one stage for a whole model, but the fields of the stage may vary between arrays. Numbers can be given by
 path or by a function of the array. Axes can be given by path or by name, or they follow from the role of the array in
-the network. ``Leafwise._for_leaf`` resolves all fields, and returns a stage for one array with plain numbers.
+the network. ``Leafwise._for_leaf`` resolves all fields: it returns a stage for one array, with plain numbers and axis
+indices.
 
 ``init`` and stages that act in place see the arrays themselves. Other calls see a raw tree, in which each parametrized
-array is replaced by a marker dict that holds its raw values. :func:`reader` infers the array that the raw values
-represent from their types, and returns a :class:`Reading`. A :class:`Leaf` describes an array or a marker dict. The
-content of a leaf for a marker dict is a :class:`Node`.
+array is replaced by a marker dict that holds its raw values. The function from :func:`reader` infers the shape and
+dtype of that array from the types of the raw values, and returns a :class:`Reading`. A :class:`Leaf` describes an array
+or a marker dict. The content of a leaf for a marker dict is a :class:`Node`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ T = TypeVar("T")
 
 
 class Leafwise(Parametrization):
-    """A stage that selects arrays by path, shape and dtype, and by default treats each array on its own."""
+    """Base class for stages that select arrays by path, shape and dtype, and by default treat each array on its own."""
 
     where: Where = field(check_where, default=None, kw_only=True)
     stacked: Axes = field(AxesByPath(check_front_axes), default=(), kw_only=True)
@@ -77,39 +78,39 @@ class Leafwise(Parametrization):
     """The smallest number of dimensions that an array needs to be selected by default. If ``min_ndim`` is two or more,
     the default also excludes biases and scales of any shape, which are recognized by their layer or name."""
     acts_on_embeddings: ClassVar[Any] = True
-    """Whether the default includes embedding tables, which are recognized by their layer or name."""
+    """Whether the stage selects embedding tables (recognized by their layer or name) by default."""
     dtypes: ClassVar[Any] = jnp.inexact
-    """The dtypes that the stage accepts."""
+    """The abstract dtype of all arrays that the stage accepts, such as ``jnp.inexact``."""
     _takes_base: ClassVar[bool] = False
-    """Whether the stage acts on the base of an adapter instead of on the adapter."""
+    """Whether the stage acts on the base of an adapter, the model's own array, instead of on the adapter."""
     _may_select_nothing: ClassVar[bool] = False
-    """Whether the default may select none of the arrays of a tree, which is otherwise an error."""
+    """Whether the default selection may be empty. For all other stages, an empty selection is an error."""
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes, other than ``stacked``. Users may give these axes by name or by path. When a formula
-    runs, the fields hold numbers."""
+    """The names of the fields that hold axes, other than ``stacked``. Users may give these axes by name or by path.
+    When a formula runs, the fields hold axis indices."""
     by_roles: ClassVar[Any] = {}
     """Maps the name of a field to what its axes mean in a network: ``{"axis": "outputs"}``. If the user does not set
     such a field, its axes come from the role of the array."""
     needs_axes: ClassVar[bool] = True
     """Whether the stage refuses an array if the axes of a field in ``by_roles`` are neither set nor known from the
-    array's role."""
+    array's role in the network."""
     outside_networks: ClassVar[str] = ""
-    """What the last axis holds in an array outside of a network, if the stage is often used there too. The axes of such
-    an array cannot follow from its name, because names determine axes only for matrix products."""
+    """What the last axis holds in an array outside of a network, if the stage is often used on such arrays; otherwise
+    empty. A name cannot determine the axes of such an array, because names determine axes only for matrix products."""
     any_matrix: ClassVar[bool] = False
     """Whether the stage accepts a matrix without knowing which axis holds the inputs, because the formula does not
     distinguish inputs from outputs."""
     transposes: ClassVar[bool] = False
-    """Whether the stage treats a matrix and its transpose alike."""
+    """Whether the stage treats a matrix and its transpose in the same way."""
     elementwise: ClassVar[Any] = False
     """Whether each entry of an array depends only on its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lets every field that holds axes also take axes by path, and records the field names in ``_axis_fields``.
+        """Lets each field that holds axes also take a dict from paths to axes, and lists these in ``_axis_fields``.
 
-        ``_checks`` maps the name of each field to the check of its value. The check of an inherited axes field is
-        already an ``AxesByPath``.
+        ``_checks`` maps the name of each field to the function that checks its value. The check of an inherited field
+        with axes is already an ``AxesByPath``.
         """
         super().__init_subclass__(**kwargs)
         checks = cls._checks.items()
@@ -141,7 +142,7 @@ class Leafwise(Parametrization):
         return self._axes_error(w) or self._call_on(w, self.refuse_leaf)
 
     def _call_on(self, w: Any, method: Callable[[Any], T]) -> T:
-        """Returns ``method(w)``, where ``method`` is ``default`` or ``refuse_leaf``, and ``w`` an array or its type.
+        """Returns ``method(w)``, where ``method`` is ``default`` or ``refuse_leaf``, and ``w`` is an array or its type.
 
         A third-party method may compute with the array. If ``w`` is a type, such a method therefore gets a traced
         array. The methods of this package read only the shape and dtype, so they get ``w`` itself.
@@ -179,22 +180,22 @@ class Leafwise(Parametrization):
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a version of ``formula`` for arrays of any shape.
 
-        The default returns ``formula`` itself. A stage on matrices merges the axes of the arguments into two axes, and
-        splits the axes of the results again.
+        By default, this is ``formula`` itself. A stage on matrices overrides this method: it merges the axes of the
+        arguments into two axes, and splits the axes of the results again.
         """
         return formula
 
     def _map_stacked(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a version of ``formula`` that is applied separately to each of the arrays along the stacked axes.
 
-        The fields of ``self`` must be resolved for the array. The formula gets arrays without stacked axes. If the
+        ``self`` must hold the numbers and axes for that array. The formula gets arrays without stacked axes. If the
         stage acts on matrices, these arrays are merged into matrices.
         """
         return map_stacked(self.stacked_axes, self._on_merged(formula))
 
     @property
     def _for_merged(self) -> Self:
-        """The stage for the merged array that ``_on_merged`` passes to the formula, with axes of the merged array."""
+        """The stage for the array whose axes ``_on_merged`` has merged, with axes of the merged array in its fields."""
         return self
 
     @cached_property
@@ -205,39 +206,39 @@ class Leafwise(Parametrization):
 
     @cached_property
     def _given_axes(self) -> dict[str, Any]:
-        """The value of each field that holds axes, including ``stacked``, as the user gave it, or its default."""
+        """Maps each field that holds axes, including ``stacked``, to the value from the user, or to its default."""
         return {name: getattr(self, name) for name in (*self._axis_fields, "stacked")}
 
     @cached_property
     def _axes_by_path(self) -> dict[str, ByPath]:
-        """The fields whose axes are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
+        """Maps each field whose axes are given by path, such as ``axis`` in ``WeightNorm(axis={"a": 0, "b": 1})``."""
         return {name: axes for name, axes in self._given_axes.items() if isinstance(axes, ByPath)}
 
     @cached_property
     def _uses_axis_names(self) -> bool:
-        """Whether at least one axis, in any field and for any path, is given by name or by a word for its role."""
+        """Whether any axis, in any field and for any path, is given by name or by a word such as ``"outputs"``."""
         axes_of_fields = [x.numbers if isinstance(x, ByPath) else (x,) for x in self._given_axes.values()]
         return any(has_names(axes) for axes_of_field in axes_of_fields for axes in axes_of_field)
 
     @cached_property
     def unset_axes(self) -> dict[str, str]:
-        """The fields in ``by_roles`` that are at their default, each with its meaning: ``{"axis": "outputs"}``."""
+        """Maps each field in ``by_roles`` that is at its default to the role of its axes: ``{"axis": "outputs"}``."""
         defaults = {field.name: field.default for field in fields(self)}
         return {name: word for name, word in self.by_roles.items() if getattr(self, name) == defaults[name]}
 
     @cached_property
     def axes_from_role(self) -> dict[str, Any]:
-        """The fields whose axes follow from the array's role, each with words for these axes, such as ``"outputs"``.
+        """Maps each field whose axes follow from the array's role to words for these axes, such as ``"outputs"``.
 
-        The result has the fields in ``by_roles`` that are unset, and the fields for which the user gave words. The
-        field ``stacked`` is left out, because it has its own rules; see :meth:`takes_stacked_from_role`.
+        These are the fields in ``by_roles`` that are unset, and the fields for which the user gave words. ``stacked``
+        is left out, because it has rules of its own; see :meth:`takes_stacked_from_role`.
         """
         given = {name: axes for name, axes in self._given_axes.items() if has_words(axes) and name != "stacked"}
         return self.unset_axes | given
 
     @cached_property
     def takes_stacked_from_role(self) -> bool:
-        """Whether the stacked axes come from the array's role, if the role is known.
+        """Whether the stacked axes come from the array's role in the network, if the role is known.
 
         The value is True, for example, in these cases:
 
@@ -255,7 +256,7 @@ class Leafwise(Parametrization):
             return has_words(self.stacked)
         if self.elementwise and not self.axes_from_role:
             return False
-        # While `stacked` is unset, axes that are given by number or as "stacked" count all axes of the array.
+        # While `stacked` is unset, axes that are given by index or as "stacked" refer to all axes of the array.
         other_axes = [axes for name, axes in self._given_axes.items() if name not in self.axes_from_role]
         counts_all = any(has_words(axes, (STACKED,)) for axes in self.axes_from_role.values())
         return not counts_all and all(axes in (None, EACH, LAST, ()) for axes in other_axes)
@@ -267,7 +268,7 @@ class Leafwise(Parametrization):
 
     @cached_property
     def stacked_axes(self) -> Numbers:
-        """The numbers of the stacked axes, in a stage that is resolved for one array. Raises an error for names."""
+        """The indices of the stacked axes, in a stage for one array. Raises an error if an axis is still a name."""
         return find_axes(self.stacked, None)
 
     @cached_property
@@ -285,7 +286,7 @@ class Leafwise(Parametrization):
 
         ``VarNoise({"out/.*": 0.05, ".*": 0.1})`` becomes ``VarNoise(0.05)`` at ``out/kernel``. Axes that are given by
         name stay names. A function that returns a number for each array gets only the shape and dtype of ``w``. If no
-        field is a function, ``w`` may be None.
+        field holds a function, ``w`` may be None.
         """
         if not self._varying_fields:
             return self
@@ -309,9 +310,9 @@ class Leafwise(Parametrization):
     def _axes_key(self, leaf: Leaf) -> tuple[Any, ...]:
         """Returns a hashable key for everything besides the array's type that determines the axes of this stage.
 
-        Arrays with equal keys and types share one :class:`Reading`. The key holds the path and the known axes of the
-        array. Either is replaced by None if the axes of the stage do not depend on it, so that more arrays share a
-        reading.
+        Arrays with equal keys and types share one :class:`Reading`. The key consists of the path and the known axes of
+        the array. If the axes of the stage do not depend on one of them, it is replaced by None, so that more arrays
+        share a reading.
         """
         path = leaf.path if self._axes_by_path else None
         return path, leaf.axes if self.lacks_axes or self._uses_axis_names else None
@@ -320,35 +321,35 @@ class Leafwise(Parametrization):
 
     @abstractmethod
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns a site for each call of the formulas that ``method`` of the chain (such as ``"apply"``) needs.
+        """Returns one :class:`Site`, a stage at its arrays, for each formula call in ``method``, such as ``"apply"``.
 
-        In ``init``, ``tree`` holds the arrays themselves; in later calls, it holds their marker dicts.
+        In ``init``, ``tree`` holds the arrays themselves. In later calls, it holds the marker dicts that replace them.
         """
 
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """Returns the arrays that the stage selects, each with its stage, for ``init`` and for stages in place."""
+        """Returns each selected array with the stage for it. Used in ``init`` and for stages without marker dicts."""
         leaves = self._selected(method, tree.leaves(bases=self._takes_base))
         return [(leaf, self._checked_for(method, leaf)) for leaf in leaves]
 
     def _nodes_and_stages(self, who: CallName, tree: Flat) -> list[tuple[Leaf, Self]]:
-        """Returns the marker dicts that the stage selects, each with the stage for the array that it represents.
+        """Returns each selected marker dict, which holds raw values, with the stage for the array that it represents.
 
-        Calls after ``init`` use this method. In each returned leaf, ``array`` is the type of the represented array.
+        Methods other than ``init`` use this. In each returned leaf, ``array`` is the type of the represented array.
         """
         read = reader(self, who)
         leaves = self._selected_nodes(who, self._leaves_with_nodes(who, tree), read)
         return [(leaf, self._stage_for_node(who, leaf, leaf.reading or read(leaf))) for leaf in leaves]
 
     def _leaves_with_nodes(self, who: CallName, tree: Flat) -> list[Leaf]:
-        """Returns the leaves of a tree, where each marker dict of the stage's kind counts as one leaf."""
+        """Returns the leaves of a tree, where each dict of this stage's raw values counts as one leaf."""
         return tree.with_nodes(tree.own_nodes(who, self.kind)).leaves(bases=self._takes_base)
 
     def _selected_nodes(self, who: CallName, leaves: Sequence[Leaf], read: Read) -> list[Leaf]:
-        """Returns the leaves that the stage selects, and raises an error if such a leaf is not a marker dict.
+        """Returns the leaves that the stage selects; raises an error if the array of such a leaf has no raw values.
 
-        Some of the marker dicts may belong to another stage of the same kind, and to arrays that this stage does not
-        select. If the selection depends on more than the paths of arrays, all marker dicts are read first. A leaf whose
-        marker dict cannot be read loses its content, so it is not selected.
+        Some marker dicts may come from another stage of the same class, whose arrays this stage does not select. If the
+        selection depends on more than paths, the type of each represented array is inferred first. A leaf for which
+        this fails loses its content, so it is not selected.
         """
         if not reads_paths_only(self.where):
             _read_nodes(leaves, read)
@@ -362,24 +363,24 @@ class Leafwise(Parametrization):
         return chosen
 
     def _stage_for_node(self, who: CallName, leaf: Leaf, reading: Reading) -> Self:
-        """Returns the stage for the array that a marker dict represents, or raises the error of the reading, if any."""
+        """Returns the stage for the array that a marker dict represents. Raises the error in ``reading``, if any."""
         with locate_errors(who.at(leaf.path)):
             if reading.error is not None:
                 raise reading.error
-            # Several arrays may share a reading, so its stage has placeholders for numbers that vary between arrays.
+            # Several arrays may share `reading`, so its stage has placeholders for numbers that vary between arrays.
             return self._for_leaf(leaf, reading.effective) if self._varying_fields else reading.stage
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Raises an error if the marker dict at ``path`` does not hold what ``init`` would give for its array."""
+        """Raises an error if the raw values at ``path`` do not have the names and shapes that ``init`` would give."""
         read = reader(self, who)
         for leaf in self._leaves_with_nodes(who, tree):
             if leaf.path == path and isinstance(leaf.content, Node):
                 self._stage_for_node(who, leaf, read(leaf))
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """Returns this stage for the array in ``leaf``, and raises an error if the stage cannot take the array.
+        """Returns this stage with its numbers and axes for an array; raises an error if it cannot take the array.
 
-        Errors name ``method``, the method of the chain.
+        The array is the content of ``leaf``. Errors name ``method``, the method of the chain.
         """
         w = leaf.content
         with locate_errors(CallName(self, method, (leaf.path,))):
@@ -392,10 +393,10 @@ class Leafwise(Parametrization):
         return stage
 
     def _require_taken(self, w: Any) -> None:
-        """Raises an error unless this stage, which is resolved for ``w``, can take ``w``.
+        """Raises a ValueError unless this stage, which holds the numbers and axes for ``w``, can take ``w``.
 
-        If ``w`` has stacked axes, the stage must be able to take each of the stacked arrays. If their numbers are
-        known, the stacked arrays are checked one by one, because a stage may refuse certain numbers.
+        If ``w`` has stacked axes, the stage must be able to take each of the stacked arrays. If their entries are
+        known, the stacked arrays are checked one by one, because a stage may refuse certain entries.
         """
         stacked = self.stacked_axes
         if why := stacked_axes_error(w, stacked):
@@ -403,20 +404,21 @@ class Leafwise(Parametrization):
         stage_for_one = replace(self, stacked=()) if stacked else self
         for one_array in each_stacked(w, stacked):
             if why := stage_for_one._why_refused(one_array):
-                where = f" This is about one of the arrays along stacked={self.stacked}." if stacked else ""
+                where = f" This applies to one of the arrays stacked along stacked={self.stacked}." if stacked else ""
                 raise ValueError(f"{why}{where}")
 
     def _aligned_value(self, values: Mapping[str, Any]) -> Any:
-        """Returns the main value that has the axes of the array itself, or None if ``values`` holds no such value.
+        """Returns the raw value declared as main and aligned, or None if ``values`` holds no such value.
 
-        Such a value, for example ``v`` of :class:`WeightNorm`, has the shape of the array, so the shape is known
-        without tracing. The dtypes of the value and the array may differ. ``values`` may hold types instead of arrays.
+        Such a value, for example ``v`` of :class:`WeightNorm`, has the axes and the shape of the array itself, so the
+        shape is known without tracing. The dtypes of the value and the array may differ. ``values`` may hold types
+        instead of arrays.
         """
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((values[name] for name in names if name in values), None)
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
-        """Raises an error unless the raw values of one array include every value that the class declares as required.
+        """Raises an error if the raw values of one array lack a value that the class declares and that is not optional.
 
         Raises:
           KeyError: If a value is missing. The error names the first missing value, as if a formula had looked it up.
@@ -426,10 +428,9 @@ class Leafwise(Parametrization):
             raise KeyError(missing[0])
 
     def _require_initial_types(self, types: Mapping[str, Any], effective: Any) -> None:
-        """Raises an error unless raw values have the types that ``init`` would give for the type ``effective``.
+        """Raises an error unless ``init`` of an array of the type ``effective`` may return raw values of these types.
 
-        The default checks only the names of the values. ``Reparametrization`` overrides this method to compare shapes
-        too.
+        This method checks only the names of the values. ``Reparametrization`` overrides it to compare shapes too.
         """
         self._require_all(types)
 
@@ -438,15 +439,15 @@ class Leafwise(Parametrization):
         raise NotImplementedError
 
     def _selected(self, method: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the leaves that the stage acts on.
+        """Returns the leaves, arrays or marker dicts, that the stage acts on.
 
-        ``where`` selects these leaves. Without ``where``, the default selection applies. A field that is given by path
+        ``where`` selects these leaves; without ``where``, the default selection applies. A field that is given by path
         also limits the selection to paths for which it has a value: ``VarNoise({"out/.*": 0.1})`` acts only on arrays
         below ``out``. ``method`` is the method of the chain, such as ``"init"``.
 
         Raises:
-          ValueError: If no leaf is selected. A class with ``_may_select_nothing`` allows this for its default
-            selection, but not in a tree without any array.
+          ValueError: If no leaf is selected. If the class sets ``_may_select_nothing``, an empty default selection is
+            allowed, but not in a tree without any array.
         """
         who = CallName(self, method)
         chosen = select_leaves(who, self.where, leaves, partial(self._acts_by_default, who))
@@ -462,7 +463,7 @@ class Leafwise(Parametrization):
         return chosen
 
     def _acts_by_default(self, who: CallName, leaf: Leaf) -> bool:
-        """Returns whether the stage selects a leaf, which is a main value, if the user gives no ``where``.
+        """Returns whether the stage acts on a plain array or main value, ``leaf``, if the user gives no ``where``.
 
         The default selection excludes:
 
@@ -475,7 +476,7 @@ class Leafwise(Parametrization):
         if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
-            return True  # The default applies to the model's array, and the effective array may have another type.
+            return True  # Only the type of the effective array is known, and `default` needs that of the model's array.
         if not all(axes.matches(leaf.path) for axes in self._axes_by_path.values()):
             return False
         w = leaf.array  # A marker dict has been read by now, so `w` is the type of the array that it represents.
@@ -484,10 +485,10 @@ class Leafwise(Parametrization):
         return stacked_axes_error(w, stacked) is None and self._call_on(one_stacked(w, stacked), self.default)
 
     def _checked_number(self, method: str, values: Mapping[str, Any]) -> Array:
-        """Returns the number that a formula such as ``penalty_leaf`` computes from raw values in float32 or wider.
+        """Returns the scalar that a formula such as ``penalty_leaf`` computes from raw values, in float32 or wider.
 
-        ``method`` is the name of the formula. An error is raised unless the formula returns a single real number. If
-        arrays are stacked, the formula is called for each stacked array, and the result has the shape of the stack.
+        ``method`` is the name of the formula. An error is raised unless the formula returns a real scalar. If arrays
+        are stacked, the formula is called for each of them, and the result has one number for each.
         """
         wide_values = jax.tree.map(lambda x: widened(x) if is_inexact(x) else x, dict(values))
 
@@ -499,20 +500,20 @@ class Leafwise(Parametrization):
         return self._map_stacked(number_of_one)(wide_values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
-        """Returns the stages, usually one, that replace this stage, with axes by number from the roles in ``tree``."""
+        """Returns the stages, usually one, that replace this stage, with axis indices from the roles in ``tree``."""
         return with_axes(self, tree)
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Returns the axes of this stage that contradict the roles in ``tree``."""
+        """Returns a :class:`Misfit` for each axis of this stage that contradicts the roles of arrays in ``tree``."""
         return misfits(self, tree)
 
 
 class Reading(NamedTuple):
-    """What the types of raw values tell about the array that they represent.
+    """The properties of the represented array, such as shape and dtype, inferred from the types of its raw values.
 
     Attributes:
-      stage: The stage with the axes for that array. Numbers that vary between arrays are placeholders.
-      effective: The type of the effective array.
+      stage: The stage with the axes for that array. Numbers that vary between arrays are replaced by placeholders.
+      effective: The shape and dtype of the effective array.
       error: The error to raise if ``init`` would not give such raw values for such an array, and otherwise None.
     """
 
@@ -522,11 +523,11 @@ class Reading(NamedTuple):
 
 
 Read = Callable[[Leaf], Reading]
-"""A function that reads the marker dict of a leaf. If the formula rejects the values, any kind of error is raised."""
+"""A function that infers the array that a leaf's marker dict represents. Any error of the formula is raised."""
 
 
 def reader(stage: Any, who: CallName) -> Read:
-    """Returns a function that reads a marker dict of the stage's kind, and stores the reading in its leaf.
+    """Returns a function that infers the array that a marker dict represents, and stores this reading in its leaf.
 
     Marker dicts share one reading if their raw values have the same types and the stage has the same axes for them. So
     a model with a hundred equal layers traces the formula only once.
@@ -534,7 +535,7 @@ def reader(stage: Any, who: CallName) -> Read:
     readings = dict[Any, Reading]()
 
     def read(leaf: Leaf) -> Reading:
-        """Reads the marker dict of one leaf, or raises an error that names the path of the leaf."""
+        """Returns the :class:`Reading` of the marker dict of one leaf. Errors name the path of the leaf."""
         with locate_errors(who.at(leaf.path)):
             types = leaf.content.arrays()
             key = (*stage._axes_key(leaf), *types.items())
@@ -547,16 +548,16 @@ def reader(stage: Any, who: CallName) -> Read:
 
 
 def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
-    """Reads all marker dicts among the leaves, and stores each reading in its leaf.
+    """Infers the array that each marker dict (dict of raw values) represents, and stores the result in its leaf.
 
-    A marker dict that cannot be read belongs to another stage of the same kind. The ``content`` of its leaf is set to
-    None, so that the leaf is never selected. If no marker dict can be read, the first error is raised.
+    If this fails, the marker dict belongs to another stage of the same class. The ``content`` of its leaf is then set
+    to None, so that the leaf is never selected. If it fails for every marker dict, the first error is raised.
     """
     leaves_with_nodes, errors = [leaf for leaf in leaves if isinstance(leaf.content, Node)], list[Exception]()
     for leaf in leaves_with_nodes:
         try:
             read(leaf)
-        except Exception as error:  # A formula may fail in any way on another stage's values.
+        except Exception as error:  # A formula may raise any error on another stage's values.
             leaf.content = None
             errors.append(error)
     if len(errors) == len(leaves_with_nodes):
@@ -564,12 +565,12 @@ def _read_nodes(leaves: Sequence[Leaf], read: Read) -> None:
 
 
 def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
-    """Infers the type of the array that raw values of these types represent, and the stage for it.
+    """Returns the type of the array that raw values of these types represent, and the stage for it, as a Reading.
 
     If the stage declares an aligned main value, this value has the shape of the array. Otherwise, the formula is traced
-    on the raw values, and the stage needs its axes for that. If the axes come from the layer of the array, and the
-    stacked axes are unknown, each of :func:`candidate_types` is tried. The right candidate leads to an effective array
-    whose only possible stacked axes are those of the candidate.
+    on the raw values, for which the stage needs its axes. If the axes come from the layer of the array, and the stacked
+    axes are unknown, each of :func:`candidate_types` is tried. The right candidate leads to an effective array whose
+    only possible stacked axes are those of the candidate.
 
     Raises:
       ValueError: If raw values of these types fit several arrays that are stacked along different axes.
@@ -585,22 +586,22 @@ def read_values(stage: Any, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
         # candidate fits, only candidates with the same number of stacked axes are tried.
         if found and len(stacked) > len(next(iter(found.values())).stage.stacked_axes):
             break
-        with suppress(Exception):  # A formula may fail in any way with wrong stacked axes.
+        with suppress(Exception):  # A formula may raise any error with wrong stacked axes.
             reading = _read_as(stage, leaf, w, stacked, types)
             if leaf.axes.possible_stacks(reading.effective.shape) == [stacked]:
                 found.setdefault(reading.effective.shape, reading)
     if len(found) > 1:
         codes = " or ".join(repr(replace(stage, stacked=reading.stage.stacked)) for reading in found.values())
         raise ValueError(
-            f"expected raw values that determine the stacked axes, but they fit arrays of shapes "
-            f"{' and '.join(map(str, found))}. Write {codes}."
+            f"expected raw values that determine the stacked axes, but these fit arrays of shapes "
+            f"{' and '.join(map(str, found))}. Write {codes} to set the stacked axes."
         )
     # A single candidate needs no comparison. If no candidate fits, the candidate without stacked axes raises the error.
     return next(iter(found.values()), None) or _read_as(stage, leaf, *candidates[0], types)
 
 
 def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
-    """Returns the types to try for an array if only its raw values are known, each with its stacked axes.
+    """Returns the types that an array may have if only its raw values are known, each with its stacked axes.
 
     The types are used only to find the axes of the stage, so each unknown size is set to 2. For a layer of shape
     ``(3, 4)``, the first type has the shape ``(3, 4)``. The types with one stacked axis follow, ``(2, 3, 4)``,
@@ -625,8 +626,8 @@ def candidate_types(stage: Any, leaf: Leaf) -> list[tuple[Any, Numbers]]:
 def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
     """Returns the reading with an ``error`` if raw values of these types are wrong, and otherwise with the right dtype.
 
-    An aligned value has the shape of the effective array, but may have another dtype. The formula is traced to find the
-    dtype of the effective array.
+    A raw value that is aligned with the array has its shape, but may have another dtype. In this case, the formula is
+    traced to find the dtype of the array.
     """
     stage, effective = reading.stage, reading.effective
     try:
@@ -639,7 +640,7 @@ def _check_reading(reading: Reading, types: Mapping[str, Any]) -> Reading:
 
 
 def _read_as(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, types: Mapping[str, Any]) -> Reading:
-    """Reads raw values of these types under the assumption that the array has the axes of ``w``."""
+    """Returns the :class:`Reading` of raw values of these types for an array that has the axes of ``w``."""
     stage_here = stage._with_placeholders._for_leaf(leaf, w, stacked)
     return Reading(stage_here, _effective_type(stage_here, types))
 

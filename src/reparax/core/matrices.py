@@ -1,9 +1,9 @@
-"""Stages that treat arrays as matrices: some axes are rows, all others are columns.
+"""Defines the base classes of stages that treat an array as a matrix: some axes are rows, all others are columns.
 
 Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
-attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. The axes are merged before a formula
+attention kernel of shape ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. Its axes are merged before a formula
 runs, ``(8, 3, 4) -> (8, 12)``, and split again afterwards. Raw values are treated in the same way: their rows and
-columns have the same sizes as in the array. A :class:`Layout` holds these axes and sizes for one array.
+columns have the same sizes as those of the array. A :class:`Layout` holds these axes and sizes for one array.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ARRAY = ""
 
 @dataclass(frozen=True)
 class Layout:
-    """A description of how the axes of an array and of its raw values are merged into matrix axes, and split again.
+    """Describes how the axes of an array and of its raw values are merged into matrix axes, and split again.
 
     Attributes:
       rows: The row axes of the array, in the order in which they are merged.
-      columns: The column axes.
-      sizes: Maps each axis of the merged matrices to the sizes of the axes that were merged into this axis. The keys
-        are ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
+      columns: The column axes of the array, also in the order in which they are merged.
+      sizes: Maps each axis of the merged matrices to the sizes of the axes that were merged into it. The keys are
+        ``"rows"``, ``"columns"``, and the names of other axes that raw values declare, such as ``"rank"``.
     """
 
     rows: Numbers
@@ -59,7 +59,7 @@ class Layout:
     def split_value(self, axes: tuple[str, ...], x: Array) -> Array:
         """Undoes :meth:`merge` for a raw value with these declared axes, such as ``(2, 12) -> (2, 3, 4)``.
 
-        A number or a raw value without declared axes is returned unchanged.
+        A scalar or a raw value without declared axes is returned unchanged.
         """
         merged = {axis: self.sizes[axis] for axis in ("rows", "columns") if axis in self.sizes}
         # `zip` is not strict, because a formula may return a wrong number of axes. Callers report that as an error.
@@ -81,11 +81,11 @@ class Layout:
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
     def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
-        """Returns whether values with these declared axes are the same array if they merge into the same matrix.
+        """Returns whether two values with these declared axes must be equal if they merge into the same matrix.
 
-        If the result is True, and a formula returns one operand unchanged as another value, that value can be the
-        unmerged operand itself. The array (None) and a raw value with ``("rows", "columns")`` merge alike only if
-        merging does not transpose the array, because a raw value always has its rows first.
+        If so, and a formula returns one of its arguments unchanged as another value, that value can be the unmerged
+        argument itself. The array (None) and a raw value with ``("rows", "columns")`` merge alike only if merging does
+        not transpose the array, because the rows of a raw value always come first.
         """
         if axes == other_axes:
             return True
@@ -94,22 +94,24 @@ class Layout:
         return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
-        """Returns how many axes are merged into this axis of a matrix; the result is 1 except for rows and columns."""
+        """Returns how many axes are merged into this axis of a matrix. The result is 1 except for rows and columns."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
     def with_sizes_of(self, value_name: str, axes: tuple[str, ...], x: Array) -> Layout:
-        """Returns a copy of this layout to which the sizes of the declared axes of a raw value ``x`` are added.
+        """Returns a copy of this layout that also holds the sizes of the declared axes of a raw value ``x``.
 
         Raises:
           ValueError: If the sizes contradict known sizes, or ``x`` does not have the expected number of axes.
         """
         ndim = sum(map(self.count, axes))
         if x.ndim != ndim:
-            raise ValueError(f"expected {value_name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected the value {value_name} with {ndim} axes, got shape {x.shape}: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         for axis, size in zip(axes, self.sizes_of(axes, x), strict=True):
             if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"expected {value_name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"expected the value {value_name} with {axis} of sizes {sizes[axis]}, got {size}: {OTHER_CHAIN}"
+                )
         return replace(self, sizes=sizes)
 
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
@@ -123,7 +125,7 @@ class Layout:
 
 
 class MatrixAxes(Reparametrization):
-    """A stage that treats an array as a matrix.
+    """Base class for stages that treat an array as a matrix.
 
     If the array has more than two axes, the user gives ``rows``, ``columns`` or both.
     """
@@ -134,8 +136,8 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
-    """If the user sets neither field, the columns are the outputs of the array. If the user sets ``rows``, the columns
-    are all other axes."""
+    """If the user sets neither field, the columns are the output axes of the array in its network. If the user sets
+    only ``rows``, the columns are all other axes."""
 
     def _axes_error(self, w: Array) -> str | None:
         """Returns an error text if axes do not fit ``w``, or if rows and columns do not turn ``w`` into a matrix."""
@@ -172,7 +174,7 @@ class MatrixAxes(Reparametrization):
         return len(axes) == ndim if len(groups) == 2 else len(axes) < ndim
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[Numbers, str]]:
-        """Returns the columns, even if the user gave only ``rows``, because they should be the network's outputs."""
+        """Maps ``"columns"`` to the column axes and their role, ``"outputs"``, even if the user gave only ``rows``."""
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
@@ -190,12 +192,12 @@ class MatrixAxes(Reparametrization):
 
 
 class RowsAndColumns(MatrixAxes):
-    """A stage whose formulas take matrices, whatever the shape of the array.
+    """Base class for stages whose formulas take matrices, whatever the shape of the array.
 
-    A subclass writes its formulas for arrays of two axes. ``raw_values`` declares the axes of each raw value that has
-    rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``. A base has the axes of
-    the array itself. If an array has several row or column axes, their sizes come from its raw values. So at least one
-    raw value must have rows, and at least one must have columns.
+    A subclass defines its formulas for arrays of two axes. ``raw_values`` declares the axes of each raw value that has
+    rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``. A raw value declared
+    with ``base=True`` has the axes of the array itself. If an array has several row or column axes, their sizes come
+    from its raw values. So at least one raw value must have rows, and at least one must have columns.
     """
 
     square: ClassVar[bool] = False
@@ -208,7 +210,7 @@ class RowsAndColumns(MatrixAxes):
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
-        """Checks the axes of ``w``, and then checks everything else on the merged matrix that formulas get."""
+        """Returns why the stage cannot take ``w`` or the matrix that merging its axes gives, or None if it can."""
         if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
@@ -216,9 +218,9 @@ class RowsAndColumns(MatrixAxes):
     def _matrix_error(self, w: Array) -> str | None:
         """Returns why ``w`` is not a matrix, or why raw values would not determine its shape, or None if both are fine.
 
-        If several axes are merged, later calls take their sizes from the raw values. So the stage must declare a base,
-        which has the axes of the array, or declare raw values with rows and with columns. If the stage is ``square``,
-        rows suffice.
+        If several axes are merged, later calls take their sizes from the raw values. So the stage must declare a value
+        with ``base=True``, which has the axes of the array, or values with rows and with columns. If the stage is
+        ``square``, rows suffice.
         """
         if why := super()._matrix_error(w):
             return why
@@ -253,7 +255,7 @@ class RowsAndColumns(MatrixAxes):
             if not shape:
                 return result  # The result is a single number, such as a penalty.
             if is_raw and len(shape) != 2:
-                raise ValueError(f"expected raw values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
+                raise ValueError(f"expected raw values of a matrix, got an array of shape {shape}: {OTHER_CHAIN}")
             return self._split(layout, ARRAY, result, arrays, matrices)
 
         return on_arrays
@@ -263,9 +265,9 @@ class RowsAndColumns(MatrixAxes):
     ) -> Array:
         """Splits the axes of ``matrix``, which a formula returned as the raw value ``value_name`` or as the array.
 
-        ``matrices`` holds the operands of the formula, and ``arrays`` holds the same operands before they were merged.
-        If the formula returned an operand unchanged, the result is the unmerged operand from ``arrays``, so that
-        callers can tell with ``is`` that the array has not changed.
+        ``matrices`` holds the arguments of the formula, and ``arrays`` holds the same arguments before they were
+        merged. If the formula returned an argument unchanged, the result is the unmerged argument from ``arrays``, so
+        that callers can tell with ``is`` that the array has not changed.
         """
         axes = self._axes_of_value(value_name)
         for operand, merged_operand in matrices.items():
@@ -274,15 +276,16 @@ class RowsAndColumns(MatrixAxes):
         return layout.split_array(matrix) if axes is None else layout.split_value(axes, matrix)
 
     def _axes_of_value(self, value_name: str) -> ValueAxes:
-        """Returns a raw value's declared axes (``()`` for a number), or None for a base and for the array itself."""
+        """Returns the declared axes of a raw value (``()`` for a scalar), or None for the axes of the array itself."""
         value = value_of(self.raw_values, value_name)
         return None if value_name == ARRAY or value.base else value.axes
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
-        """Returns the layout of an array, given either the array itself under the name ``ARRAY``, or its raw values.
+        """Returns the :class:`Layout` of an array, given either ``{ARRAY: array}`` or a dict of its raw values.
 
-        A base determines rows and columns like the array itself, because it has the same shape. Without a base, the
-        numbers of row and column axes, and their sizes, come from the other raw values.
+        A value declared with ``base=True`` determines rows and columns like the array itself, because it has the same
+        shape. Without such a value, the other raw values determine how many row and column axes there are, and their
+        sizes.
         """
         aligned: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
         rows, columns = self.axes_of(self._count_axes(arrays) if aligned is None else aligned.ndim)
@@ -296,7 +299,7 @@ class RowsAndColumns(MatrixAxes):
         return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
-        """Counts the axes of an array, which has as many row axes and as many column axes as its raw values.
+        """Returns the number of axes of an array, which has as many row and column axes as its raw values.
 
         For example, take ``rows=0`` and a raw value of shape ``(2, 3, 4)`` with the axes ``("rank", "columns")``. This
         value has two column axes, so the array has three axes.

@@ -1,8 +1,8 @@
-"""Static tables of the public names, so that a module is imported only when it is used, and advice for wrong names.
+"""Holds static tables of the public names, so that modules are imported only when used, and advises on wrong names.
 
 Each public name belongs to a family, a public module such as ``rpx.norms``. Some names are also available at the top
-level, such as ``rpx.WeightNorm``. A test compares these tables with what the families define. The tables are also used
-to find the stage class for a kind that occurs in a raw tree or in JSON.
+level, such as ``rpx.WeightNorm``. A test compares these tables with what the families define. The tables also lead from
+a kind in a raw tree or in JSON, such as ``weight_norm``, to its stage class.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
-"""The oldest and the newest version of JAX that this package was tested with."""
+"""The oldest and the newest version of JAX with which this package was tested."""
 
 
 class Family(NamedTuple):
@@ -53,7 +53,7 @@ _NAMES = {
     "models.haiku": "parametrized",
 }
 FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split())) for path, names in _NAMES.items()}
-"""Maps the name of each family to its module and public names."""
+"""Maps the name of each family (a public module) to its full module name and its public names."""
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
@@ -62,14 +62,14 @@ _TOP = (
 TOP = tuple(_TOP.split())
 """The names that are also available at the top level."""
 LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
-"""Maps each family that needs a library to this library. ``dir(rpx)`` omits a family if its library is missing."""
+"""Maps each public module that needs a library to that library. ``dir(rpx)`` omits modules whose library is missing."""
 LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
-"""Maps each library whose models are trees of modules to the module with a table of the axes in its layers."""
+"""Maps each library whose models are trees of modules to our module with a table of the axes in its layers."""
 NOT_FAMILIES = ("testing", "demo")
-"""The public modules that are not families, so ``rpx.testing`` exists only after ``import reparax.testing``."""
+"""The public modules that are not families: ``rpx.testing`` exists only after ``import reparax.testing``."""
 
 FORMULA_METHODS = ("init", "apply", "update", "update_base", "penalty", "log_det")
-"""The methods of a chain for which a stage defines formulas, such as ``init_leaf`` or ``init_leaves``."""
+"""The methods of a chain for which a stage defines formulas, such as ``init_leaf`` for ``"init"``."""
 METHODS = (
     *(*FORMULA_METHODS, "fold", "original", "set", "with_axes"),
     *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json"),
@@ -95,11 +95,11 @@ NAMES_OF_OTHERS = {
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }
-"""Maps names from torch, optax, flax, paramax and PEFT to what to write in reparax instead."""
+"""Maps names in torch, optax, flax, paramax and PEFT to what users should write in reparax instead."""
 
 
 def family_by_name() -> dict[str, str]:
-    """Maps each public name to its family: ``{"Sphere": "norms", ...}``.
+    """Returns a dict from each public name to its family, a public module: ``{"Sphere": "norms", ...}``.
 
     Families that need a library are left out, because several of these families define the same name, such as
     ``Parametrized``.
@@ -108,7 +108,7 @@ def family_by_name() -> dict[str, str]:
 
 
 def load(name: str) -> Any:
-    """Returns ``rpx.name``, a family or an object at the top level, and imports its module if necessary.
+    """Returns ``rpx.name``, a public module or an object at the top level, and imports its module if necessary.
 
     This function is the ``__getattr__`` of the package.
 
@@ -123,20 +123,20 @@ def load(name: str) -> Any:
 
 
 def shown_names() -> list[str]:
-    """Returns ``dir(rpx)``: the names at the top level, and the families whose libraries are installed."""
+    """Returns ``dir(rpx)``: the names at the top level, and the public modules whose libraries are installed."""
     missing = {family for family, library in LIBRARIES.items() if importlib.util.find_spec(library) is None}
     return sorted({*TOP, *FAMILIES} - missing)
 
 
 def dir_of(family: str) -> Callable[[], list[str]]:
-    """Returns the ``__dir__`` function of a family such as ``"norms"``, which lists only its public names."""
+    """Returns the ``__dir__`` function of a module such as ``"norms"``, which lists only its public names."""
     return lambda: sorted(FAMILIES[family].names)
 
 
 def import_stage(name: str) -> None:
-    """Imports the family that defines a stage, given its class name or kind: ``WeightNorm`` or ``weight_norm``.
+    """Imports the module that defines a stage, given its class name or its kind: ``WeightNorm`` or ``weight_norm``.
 
-    The class is registered when the family is imported. If the name is not a stage of this package, nothing happens.
+    Importing the module registers the class. If the name is not a stage of this package, nothing happens.
     """
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
@@ -144,9 +144,9 @@ def import_stage(name: str) -> None:
 
 
 def _import_module(module: str) -> Any:
-    """Imports a module of this package.
+    """Imports a module of this package, given its full name, and returns it.
 
-    If JAX lacks something that the module needs, the error names the versions of JAX that were tested.
+    If the installed JAX lacks something that the module needs, the error names the versions of JAX that were tested.
     """
     try:
         return importlib.import_module(module)
@@ -172,7 +172,7 @@ def layers_of_library(module: str) -> Any:
 
 
 def how_to_write() -> dict[str, str]:
-    """Maps each public name to its code, at the top level if possible: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
+    """Returns a dict from each public name to the shortest code for it: ``rpx.WeightNorm``, ``rpx.norms.Sphere``."""
     return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_by_name().items()}
 
 
@@ -182,7 +182,7 @@ def _suggest(name: str) -> str:
     An exact match in a family, in another library or among the methods takes precedence over a similar name.
     """
     codes = how_to_write()
-    if name in codes:  # The name is in a family. Names at the top level never get here.
+    if name in codes:  # The name is in a public module. Names at the top level never get here.
         return f" at the top: it is `{codes[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
@@ -198,7 +198,7 @@ def _suggest(name: str) -> str:
 
 
 def _squash(name: str) -> str:
-    """Converts a name to lower case without underscores, so that ``weight_norm`` and ``WeightNorm`` agree."""
+    """Returns a name in lower case without underscores, so that ``weight_norm`` and ``WeightNorm`` agree."""
     return name.replace("_", "").lower()
 
 
@@ -223,7 +223,7 @@ WORDS_OF_OTHERS = {
     "stddev": ("std",),
     "target_modules": ("where",),
 }
-"""Maps an argument name of other libraries to the possible names in reparax. A stage takes at most one of these."""
+"""Maps argument names of other libraries to the possible names in reparax. A stage has at most one of the latter."""
 NOTES = {
     "dim": " torch's weights are (out, in), so its dim=0 is axis -1 of a kernel (in, out).",
     "target_modules": " It matches whole paths: `where='.*(query|value)/kernel'`.",
@@ -234,7 +234,7 @@ NOTES = {
 def instead_of(name: str, argument_names: Sequence[str]) -> str:
     """Returns the advice for an argument ``name`` that a stage with the arguments ``argument_names`` does not take.
 
-    For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by a note on how torch numbers axes. A known
+    For ``WeightNorm(dim=0)``, the advice is "Write `axis=`.", followed by a note on how torch counts axes. A known
     argument name of another library takes precedence over a similar name.
     """
     if not argument_names:

@@ -1,15 +1,15 @@
-"""Implements ``original`` and ``fold(without=...)``, ``set``, and the comparison with ``since`` in ``check``.
+"""Implements ``original``, ``fold(without=...)`` and ``set`` of a chain, and the argument ``since`` of ``check``.
 
-``original`` undoes stages without inverse formulas. ``MagnitudePruning``, for example, stores the array that ``init``
-received as the raw value ``w``, and computes a pruned copy. The plan from :func:`undo_stages` uses ``w`` in place of
-that copy, which is correct as long as training has changed only ``w``. ``WeightNorm(detach=True)`` also stores the
-array that ``init`` received, as ``v``, but training may change its lengths ``g`` too, so there is no original. Without
-``detach``, ``v`` is a scaled copy, which is not an original either.
+``original`` returns the arrays that ``init`` received, without inverting formulas. ``MagnitudePruning``, for example,
+stores the array that ``init`` received as the raw value ``w``, and computes a pruned copy. The plan from
+:func:`undo_stages` uses ``w`` in place of that copy, which is correct as long as training has changed only ``w``.
+``WeightNorm(detach=True)`` also stores the array that ``init`` received, as ``v``, but there is no original, because
+training may change the lengths ``g`` too. Without ``detach``, ``v`` is a scaled copy, which is not an original either.
 
 In DoRA, ``LoRA(4) >> WeightNorm(detach=True)``, ``LoRA`` computes the array ``v`` from two trained factors, ``a`` and
-``b``, and a fixed value ``w``, which ``init`` set to ``v`` itself. Undoing ``LoRA`` gives that ``w`` at the place of
-``v``. Since nothing changes this ``w``, ``v`` is then the array that ``init`` received, so undoing ``WeightNorm`` gives
-``v``, for any ``g``.
+``b``, and a fixed value ``w``, the initial ``v``. Undoing ``LoRA`` puts this ``w`` in the place of ``v``. Since
+training does not change ``w``, this ``v`` is the array that ``init`` received, so undoing ``WeightNorm`` gives ``v``,
+for any ``g``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from reparax.numerics.arithmetic import is_array, is_inexact
 
 
 def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
-    """Returns the plan in which each stage for which ``is_undone`` is true returns the arrays that ``init`` received.
+    """Returns a plan in which stages for which ``is_undone`` is true return the arrays that their ``init`` received.
 
-    If a stage keeps no such array, an error is raised only if the effective tree depends on that array. The effective
-    tree does not depend on an array that only another undone stage would read.
+    If the raw values of a stage do not hold such an array, an error is raised only if the effective tree depends on it.
+    The effective tree does not depend on an array that only another undone stage would read.
     """
-    untrained = {place for place in plan.raw.arrays if FIXED in place}  # The places that still hold what `init` stored.
-    lost = dict[Names, ValueError]()  # Maps the place of each array that cannot be restored to its error.
+    untrained = {place for place in plan.raw.arrays if FIXED in place}  # Training does not change these values.
+    lost = dict[Names, ValueError]()  # Maps the key path of each array that cannot be restored to its error.
     steps = list[Step]()
     for step in plan.steps:
         sites = list[Site]()
@@ -54,7 +54,7 @@ def undo_stages(plan: Plan, is_undone: Callable[[Any], bool]) -> Plan:
                 if site.nodes and (missing := [place for place in site.arrays.values() if place not in found]):
                     lost |= dict.fromkeys(missing, _lost_error(site, steps))
             for part in parts:
-                # An array computed from a lost array is lost too, for the same reason.
+                # An array computed from an array that cannot be restored cannot be restored either.
                 if errors := [lost[place] for place in part.places_read if place in lost]:
                     lost |= dict.fromkeys(part.arrays.values(), errors[0])
                     continue
@@ -77,19 +77,19 @@ class _Stored:
 
 
 def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Site]:
-    """Returns sites that compute the arrays that ``init`` of the stage received; a lost array has no site.
+    """Returns the sites that compute the arrays ``init`` received. An array that cannot be restored has no site.
 
     There are four cases:
-      - A stage without markers changes arrays in place, so it is left out.
-      - A layout, such as ``Split``, only moves numbers, so its own formula gives the arrays.
+      - A stage without marker dicts changes arrays in place, so it is left out.
+      - A stage such as ``Split`` only rearranges numbers, so its own formula gives the arrays.
       - If no array has an original, but all values are fixed, like the codes of ``Quantized``, the stage's own formula
         decodes them.
-      - Otherwise a new site gives each array from the raw value that holds it: for ``LoRA``, from the fixed ``w``.
+      - Otherwise, a new site takes each array from the raw value that holds it. For ``LoRA``, this is the fixed ``w``.
 
     Args:
-      site: The site.
-      step: Its step, which has the types of the arrays.
-      untrained: The places that still hold what ``init`` stored there.
+      site: The stage to undo, and its arrays.
+      step: The step of the plan that contains the site. It has the types of the arrays.
+      untrained: The key paths of values that are still those that ``init`` stored.
     """
     if site.stage._is_layout or not site.nodes:
         return [site] if site.nodes else []
@@ -105,7 +105,7 @@ def _undo_site(site: Site, step: Step, untrained: AbstractSet[Names]) -> list[Si
 
 
 def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[str]]:
-    """Maps each array of a site to the names of the raw values that ``init`` sets to that very array object.
+    """Maps each array of a site to the names of the raw values that are, after ``init``, that very array object.
 
     For ``LoRA`` the result is ``{"w": ["w"]}``, where the second ``"w"`` is the name of the fixed value. For
     ``WeightNorm()`` it is ``{"w": []}``, because ``v`` is a scaled copy. ``types`` are the types of the effective
@@ -126,20 +126,20 @@ def _names_of_copies(site: Site, types: Mapping[str, Any]) -> Mapping[str, list[
 
 
 def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: AbstractSet[Names]) -> str | None:
-    """Returns the name of the raw value that holds the array that ``init`` received, or its trained version; or None.
+    """Returns the name of the raw value that holds the array from ``init``, possibly trained, or None if there is none.
 
-    The value must be one of the ``copies`` of that array, and either nothing changes it, or it is the only raw value
-    that is trained. Examples:
+    The value must be one of the ``copies`` of that array, and either nothing changes it, or it is the only raw value of
+    the array that is trained. Examples:
       - ``LoRA``: the fixed value ``w``.
       - ``MagnitudePruning``: ``w``, the only trained value, because the mask changes only in ``update``.
-      - ``WeightNorm(detach=True)``: ``v`` if a ``LoRA`` before it is undone. Otherwise None, because both ``v`` and
-        ``g`` are trained.
+      - ``WeightNorm(detach=True)``: ``v`` if a ``LoRA`` before it is undone. Otherwise, the result is None, because
+        both ``v`` and ``g`` are trained.
 
     Args:
-      site: The site.
-      array: The name of the array.
+      site: A stage and its arrays.
+      array: The name of one of these arrays, such as ``"w"``.
       copies: The result of :func:`_names_of_copies` for the array.
-      untrained: The places that still hold what ``init`` stored there.
+      untrained: The key paths of values that are still those that ``init`` stored.
     """
     changing = [
         name
@@ -152,26 +152,27 @@ def _name_of_original(site: Site, array: str, copies: Sequence[str], untrained: 
 
 
 def _lost_error(site: Site, earlier: Sequence[Step]) -> ValueError:
-    """Returns the error for an array of ``site`` that no raw value holds.
+    """Returns the error for an array of ``site`` that no raw value alone holds, so that it cannot be restored.
 
-    If one of the ``earlier`` steps computes a raw value of the site, the error explains how to undo only that stage.
+    If one of the ``earlier`` steps of the plan computes a raw value of the site, the error says how to undo only that
+    stage.
     """
     before = [step.stage for step in earlier if not step.output_types.keys().isdisjoint(site.places_read)]
-    undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes the stage before it. {UPTO}" if before else ""
+    undone_before = f" `p.fold(raw, without={before[-1]!r})` undoes only the stage before it. {UPTO}" if before else ""
     return ValueError(
-        f"{site.who}: expected a raw value that alone holds the array that `init` got, but the raw tree has "
-        f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. `p.fold(raw)` gives "
-        f"the weights without their parametrization.{undone_before}"
+        f"{site.who}: expected one raw value that alone holds the array that `init` received, got "
+        f"{', '.join(repr(name) for names in site.values.values() for name in names) or 'none'}. Call `p.fold(raw)` "
+        f"for the weights without their parametrization.{undone_before}"
     )
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
     """Returns ``raw`` with new raw values for one array, so that ``apply`` gives ``w`` at ``path``.
 
-    The plan is followed from its last step to its first. At each step, the sites that compute the array replace it by
-    new raw values, as ``init`` does. For ``LoRA(4) >> WeightNorm()``, the array is replaced by ``g`` and ``v``, and
-    then ``v`` by ``a``, ``b`` and ``w``. All raw values of the array are initialized anew. Stages whose ``init`` is
-    random draw from ``key``.
+    The steps of the plan are followed from the last to the first. In each step, the array is replaced with new raw
+    values, as in ``init``. For ``LoRA(4) >> WeightNorm()``, the array is replaced with ``g`` and ``v``, and then ``v``
+    with ``a``, ``b`` and ``w``. All raw values of the array are initialized anew. Stages whose ``init`` is random draw
+    from ``key``.
     """
     who = CallName(p, "set")
     plan = plan_for(p, raw, "set")
@@ -194,7 +195,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
 
 
 def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat) -> None:
-    """Requires that a site computes and reads only arrays that are in ``changed``, which holds the new arrays.
+    """Raises a ValueError if a stage computes or reads arrays other than those in ``changed``, which ``set`` replaces.
 
     A stage that computes several arrays together, such as ``Pack``, would change the others too.
     """
@@ -207,9 +208,9 @@ def _require_alone(who: object, path: str, stage: Any, site: Site, changed: Flat
 
 
 def _checked_array(who: object, p: Any, path: str, expected: Any, w: Any) -> Any:
-    """Converts ``w`` to an array, which must have the shape and dtype of ``expected``, the effective array.
+    """Returns ``w`` as an array; raises a ValueError unless it has the shape and dtype of ``expected``.
 
-    If the chain may change dtypes, as a cast does, ``w`` may have another precision, that of the model's own array.
+    If the chain may change dtypes, as a cast does, ``w`` may have another floating dtype, such as that of the model.
     """
     try:
         array = jnp.asarray(w)
@@ -229,9 +230,9 @@ def _wrong_array_error(who: object, path: str, expected: Any, found: str) -> Val
 
 
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
-    """Requires that each fixed value is equal in ``raw`` and ``since``, unless ``update`` of its stage advances it.
+    """Raises a ValueError if a fixed value differs between ``raw`` and ``since``, unless an ``update`` may change it.
 
-    In a stage with an ``update``, any fixed value may differ. The error has one line for each value that changed.
+    Any fixed value of a stage that defines an ``update`` may differ. The error has one line for each changed value.
     """
     advanced = {stage.kind for stage in stages if stage.has_update}
     now = flatten(raw).arrays
@@ -246,13 +247,13 @@ def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> 
         raise ValueError(
             f"{who} found fixed values that differ from those of `since`:\n  "
             + "\n  ".join(lines)
-            + "\nAn optimizer changed them, for example by weight decay. Wrap it, `rpx.optimizer(tx, p)`, or pass it "
-            "only the first half of `rpx.partition(raw)`."
+            + "\nAn optimizer changed them, for example by weight decay. Wrap it with `rpx.optimizer(tx, p)`, or pass "
+            "it only the first half of `rpx.partition(raw)`."
         )
 
 
 def _describe_change(old: Any, new: Any) -> str:
-    """Describes how a value differs from an old one, bit by bit; returns an empty text if both are equal.
+    """Returns a text on how ``new`` differs from ``old`` in type or bits, or an empty text if both are equal.
 
     ``new`` is None if the value is missing. Bits are compared because NaN does not equal itself, and -0.0 equals 0.0.
     """

@@ -1,7 +1,7 @@
 """Reads and writes torch state dicts and PEFT adapters, without needing torch or PEFT.
 
 Begin with ``_parameters.py``, because all readers and writers rely on the torch names and layouts that it finds for a
-model's parameters. ``_torch_stages.py`` lists the stages that torch also has. ``_peft_adapters.py`` converts the
+model's parameters. ``_torch_stages.py`` lists the stages that torch also has, ``_peft_adapters.py`` converts the
 adapter of one array, and ``_peft_config.py`` interprets PEFT's settings. The package imports core, stages and numerics.
 """
 

@@ -10,11 +10,11 @@ import numpy as np
 from reparax.numerics.arithmetic import is_array
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest magnitude that a setting may have, because weights are computed in float32."""
+"""The largest magnitude allowed for a number in an adapter's configuration, because weights are computed in float32."""
 
 
 def is_number(x: object) -> bool:
-    """Returns whether a setting is a number that is finite in float32."""
+    """Returns whether a value is an int or a float, but not a bool, and is finite in float32."""
     return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
 
 
@@ -24,13 +24,13 @@ def is_positive_integer(x: Any) -> TypeGuard[int]:
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Returns whether all numbers of an array are finite in float32."""
+    """Returns whether all entries of an array are finite in float32."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(x.astype(np.float32)).all())
 
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
-    """Converts a dict of tensors or arrays to a dict of NumPy arrays.
+    """Converts a dict of torch tensors or arrays to a dict of NumPy arrays under the same names.
 
     Args:
       who: The name of the public function that was called, for errors.
@@ -39,28 +39,28 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
       advice: A sentence that says how to obtain this input, for errors.
     """
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
+        raise TypeError(f"{who} takes a {what}, but got a value of type {type(tensors).__name__}. {advice}")
     return {name: _read_tensor(who, what, name, x) for name, x in tensors.items()}
 
 
 def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
-    """Converts a tensor or array to NumPy. Raises an error if the tensor is on the meta device, quantized or sparse."""
+    """Converts a tensor or array to NumPy. Raises an error for quantized, sparse and meta tensors."""
     if not isinstance(name, str):
-        raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
+        raise TypeError(f"{who} takes a {what} with strings as keys, but got the key {name!r}. Convert it to a string.")
     if not is_array(x):
         raise TypeError(
-            f"{who} takes a {what} of names and tensors, but got {type(x).__name__} as {name!r}. Pass the {what} "
-            f"itself, such as `checkpoint['model']`."
+            f"{who} takes a {what} of tensors, but the value of {name!r} has type {type(x).__name__}. If the tensors "
+            f"are nested in a checkpoint, pass only them, such as `checkpoint['model']`."
         )
     if not hasattr(x, "detach"):
         return np.asarray(x)
     for kind, applies, advice in (
-        ("on the meta device, without numbers", x.is_meta, "Load the numbers first."),
+        ("on the meta device, without values", x.is_meta, "Load its values first."),
         ("quantized", x.is_quantized, "Pass `x.dequantize()`."),
         ("sparse", str(x.layout) != "torch.strided", "Pass `x.to_dense()`."),
     ):
         if applies:
-            raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {advice}")
+            raise ValueError(f"{who} takes dense tensors with plain values, but {name!r} is {kind}. {advice}")
     return _to_numpy(x)
 
 
@@ -88,5 +88,5 @@ class _ShortRepr(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """Returns a short ``repr`` of a value, because ``repr`` may be very long, or fail for deeply nested lists."""
+    """Returns a shortened ``repr`` of a value. The built-in ``repr`` may be very long or fail for nested lists."""
     return _ShortRepr().repr(value)

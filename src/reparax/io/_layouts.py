@@ -1,9 +1,9 @@
 """Layouts: how the axes of a weight in JAX relate to its axes in torch, and how the layout of an array is found.
 
-A layout is a word such as ``"kernel"``, which means ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` in torch.
-The layout of an array is determined by a rule of the user, by the class of the array's module, by the array's name or
-by the roles of its axes. The shape is not enough, because a square matrix loads into torch even if it should have been
-transposed. Arrays of unknown layout are neither read nor written.
+A layout is a word such as ``"kernel"``, which means ``(*spatial, in, out)`` in JAX and ``(out, in, *spatial)`` in
+torch. The layout of an array is determined by the user's rule, by the class of the array's module, by the array's name
+or by the roles of its axes. The shape is not enough, because a square matrix loads into torch even if it should have
+been transposed. Arrays of unknown layout are neither read nor written.
 """
 
 import math
@@ -18,7 +18,7 @@ from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.core.raw import flatten
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
-# Maps each layout to the two of our axes that come first in torch (None if all axes are in the same order), and to
+# Maps each layout to the two axes of the JAX array that come first in torch (None if the order is the same), and to
 # whether the kernel is flipped along its spatial axes. Transposed convolutions are flipped, because torch defines them
 # as gradients of convolutions.
 _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
@@ -33,17 +33,17 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
 HEADS = {"to_heads": 1, "from_heads": 2}
 """The number of input axes of each attention layout: one for ``(in, heads, dim)``, two for ``(heads, dim, out)``."""
 EXPERTS = "experts:"
-"""The prefix of layouts of expert stacks, each of which is also one tensor in torch. Each matrix's layout follows."""
+"""The prefix of the layouts of expert stacks that are one tensor in torch too, such as ``"experts:kernel"``."""
 LAYOUTS = (*_CHANNELS, *HEADS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
 def layout_of_matrix(layout: str) -> str:
-    """Returns the layout of each matrix in a stack of experts. Returns any other layout unchanged."""
+    """Returns the layout of each matrix in a stack of experts: ``experts:kernel -> kernel``. Keeps other layouts."""
     return layout.removeprefix(EXPERTS)
 
 
 def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
-    """Returns the numbers of our axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
+    """Returns the indices of the JAX axes in torch's order: ``(3, 2, 0, 1)`` for a ``kernel`` with two spatial axes."""
     if layout.startswith(EXPERTS):
         return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
@@ -54,7 +54,7 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
 
 
 def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """Returns the shape that one of our arrays has in torch, where vectors have one axis and heads are merged."""
+    """Returns the shape of a JAX array in torch, where vectors have one axis and attention heads are merged."""
     if layout == "vector":
         return (math.prod(shape),)
     if layout in HEADS:
@@ -63,13 +63,13 @@ def torch_shape(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def merged_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs of an attention kernel: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
+    """Returns an attention kernel's shape ``(in, out)`` with merged heads: ``(8, 2, 3) -> (8, 6)`` for ``to_heads``."""
     return math.prod(shape[: HEADS[layout]]), math.prod(shape[HEADS[layout] :])
 
 
 def to_layout(x: Array, layout: str) -> Array:
-    """Converts one of our arrays to its form in torch by transposing, flipping or reshaping the array."""
-    if layout == "vector":  # The shape here is (out, 1, ..., 1) or (heads, dim).
+    """Converts a JAX array to its form in torch by transposing, flipping or reshaping it."""
+    if layout == "vector":  # The JAX shape is (out, 1, ..., 1) or (heads, dim).
         return x.reshape(-1)
     if layout in HEADS:
         return x.reshape(merged_shape(x.shape, layout)).T
@@ -77,19 +77,19 @@ def to_layout(x: Array, layout: str) -> Array:
 
 
 def from_layout(x: Array, layout: str) -> Array:
-    """Converts an array from torch to our axis order. Axes that are merged in torch remain merged."""
+    """Converts an array from torch's axis order to the order in JAX. Axes that are merged in torch remain merged."""
     if layout in HEADS:
         return x.T
     return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
 
 
 def _flip_kernel(x: Array, layout: str) -> Array:
-    """Flips an array, whose axes are in torch's order, along its spatial axes if the layout requires a flip."""
+    """Flips a kernel in torch's axis order along its spatial axes if its layout requires this; keeps other arrays."""
     return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout_of_matrix(layout)][1] else x
 
 
 Layout = tuple[str | None, int]
-"""A layout (None if unknown), and the largest number of axes that an array may have for the layout to be certain."""
+"""A layout (None if unknown), and the largest number of axes with which an array certainly has this layout."""
 
 _LAYOUTS_BY_NAME: Mapping[str, Layout] = {
     "kernel": ("kernel", 2),
@@ -100,7 +100,7 @@ _LAYOUTS_BY_NAME: Mapping[str, Layout] = {
 
 
 def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_module: Layout | None) -> tuple[str, bool]:
-    """Finds the layout of an array from a rule, from its module or from its name.
+    """Finds the layout of an array from the user's rule, or else from the array's module, or else from its name.
 
     Returns:
       The layout, and whether it is certain.
@@ -110,15 +110,19 @@ def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_modul
     """
     if by_rule in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
-        raise ValueError(f"the layout {by_rule!r} is for matrices {axes}, but {name!r} has shape {shape}.")
+        raise ValueError(
+            f"the layout {by_rule!r} requires a matrix {axes}, but {name!r} has shape {shape}. Pass another layout."
+        )
     if by_rule == "vector" and max(shape[1:], default=1) > 1 and not (len(shape) == 2 and name.endswith("bias")):
         raise ValueError(
-            f"the layout 'vector' is for arrays (out, 1, ..., 1) and biases (heads, dim), but {name!r} has shape "
-            f"{shape}."
+            f"the layout 'vector' requires an array (out, 1, ..., 1) or a bias (heads, dim), but {name!r} has shape "
+            f"{shape}. Pass another layout."
         )
     if by_rule is not None and (by_rule in HEADS or by_rule.startswith(EXPERTS)) and len(shape) != 3:
-        what = "attention kernels" if by_rule in HEADS else "stacks of matrices"
-        raise ValueError(f"the layout {by_rule!r} is for {what} with three axes, but {name!r} has shape {shape}.")
+        what = "attention kernel" if by_rule in HEADS else "stack of matrices"
+        raise ValueError(
+            f"the layout {by_rule!r} requires a 3-D {what}, but {name!r} has shape {shape}. Pass another layout."
+        )
     if by_rule is not None:  # With 'same', a matrix named `kernel` has its inputs first in torch too, as in Conv1D.
         return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
     layout, axes = of_module or _LAYOUTS_BY_NAME.get(name, (None, 0))
@@ -132,12 +136,12 @@ _LayoutsOfModule = Callable[[Any], dict[str, Layout]]
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _LayoutsOfModule:
-    """Returns a function that finds the layout of a flax convolution's kernel."""
+    """Returns a function that maps a flax convolution to the layout of its kernel, as computed by ``layout``."""
     return lambda module: {"kernel": (layout(module), np.size(module.kernel_size) + 2)}
 
 
 def _equinox_convolution(layout: str) -> _LayoutsOfModule:
-    """Returns a function that finds the layouts of an equinox convolution's weight and bias."""
+    """Returns a function that maps an equinox convolution to the layouts of its weight and its bias."""
     return lambda module: {
         "weight": (layout, module.num_spatial_dims + 2),
         "bias": ("vector", module.num_spatial_dims + 1),
@@ -148,7 +152,7 @@ def _equinox_convolution(layout: str) -> _LayoutsOfModule:
 _LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
     ("flax", "Conv"): _flax_convolution(lambda module: "kernel"),
     ("flax", "ConvTranspose"): _flax_convolution(lambda m: "kernel" if m.transpose_kernel else "conv_transpose"),
-    ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # An argument of the module sets the order of the axes.
+    ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # The einsum equation sets the order of the axes.
     ("equinox", "Conv"): _equinox_convolution("same"),
     ("equinox", "ConvTranspose"): _equinox_convolution("swapped"),
     ("equinox", "Linear"): lambda module: {"weight": ("same", 2)},
@@ -157,9 +161,9 @@ _LAYOUTS_BY_CLASS: dict[tuple[str, str], _LayoutsOfModule] = {
 
 
 def module_layouts(tree: PyTree) -> dict[str, Layout]:
-    """Maps paths of arrays to the layouts implied by the classes of their modules, or else by Haiku's names.
+    """Maps paths of arrays to the layouts implied by the classes of their modules, or else by Haiku's parameter names.
 
-    If the computation of a module is unknown, all of its arrays have the layout None, whatever their names.
+    If it is unknown what a module computes, all of its arrays have the layout None, whatever their names.
     """
     layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
@@ -176,7 +180,7 @@ def _known_class(node: object) -> tuple[str, str] | None:
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
-    """Maps paths to the layouts implied by Haiku's names. Returns an empty dict for trees of other libraries.
+    """Maps paths to the layouts implied by Haiku's parameter names. Returns an empty dict for other libraries' trees.
 
     Haiku's trees have two levels, and the names of nested modules contain a slash. In any other tree, a matrix ``w``
     may be ``(in, out)`` or ``(out, in)``. The layout of a ``w`` with more than two axes is uncertain, because the array
@@ -199,10 +203,11 @@ _LAYOUTS_BY_USE: dict[tuple[str, Numbers, Numbers], str] = {
 
 
 def layout_by_role(role: Role, count: int) -> str | None:
-    """Returns the layout that a role implies for each layer of an array whose first ``count`` axes stack the layers.
+    """Returns the layout implied by the role of each axis, for one layer of an array that stacks layers.
 
-    Returns None if the role does not imply a layout. For example, further stacked axes may hold layers without names or
-    experts in one tensor. A table that is also used as the output layer has the layout of an embedding.
+    The first ``count`` axes stack the layers. Returns None if the roles do not imply a layout. For example, it is
+    unclear whether further stacked axes hold layers or experts. An embedding table that is also used as the output
+    layer has the layout ``"embedding"``.
     """
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):

@@ -1,12 +1,12 @@
-"""The tensors in torch that correspond to the parameters of a model.
+"""Finds the torch tensors that correspond to the parameters of a model.
 
 An :class:`Entry` describes one torch tensor, and most parameters have one entry. If a parameter stacks layers that are
-separate tensors in torch, its name has a counter, as in ``layers.{i}.weight``, and each index has an entry.
+separate tensors in torch, its torch name has a counter, as in ``layers.{i}.weight``, and each index has an entry.
 
 The shape of an array does not show whether it is a stack, an attention kernel or a convolution, or whether a matrix is
 transposed. Therefore, an array with two or more axes is rejected unless its layout (``_layouts.py``) is known. The
-tensors of a state dict may also show the layout. Apart from stacks of experts, an array with three or more axes has as
-many axes in torch only if it is a convolution, because torch stores layers separately and merges heads.
+tensors of a state dict may also show the layout. Apart from stacks of experts, an array with three or more axes has the
+same number of axes in torch only if it is a convolution, because torch stores layers separately and merges heads.
 """
 
 import re
@@ -33,19 +33,19 @@ Rules = Mapping[str, str] | None
 
 _TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 ORTHOGONAL_MAPS = {"matrix_exp": "expm", "cayley": "cayley", "householder": "householder"}
-"""Our names for the maps of torch's ``orthogonal``."""
+"""Maps each ``orthogonal_map`` of torch's ``orthogonal`` to the equivalent ``map`` of :class:`Orthogonal`."""
 _COUNTERS = ("i", "j")
-"""The counters that a name may contain: ``i`` for the first axis of a stack, and ``j`` for the second."""
+"""The counters that a torch name may contain: ``{i}`` for the first axis of a stack, ``{j}`` for the second."""
 
 
 def default_name(path: str) -> str:
-    """Returns the torch name of a parameter that no rule matches: ``dense/kernel -> dense.weight``."""
+    """Returns the torch name of a parameter that no rule of ``names`` matches: ``dense/kernel -> dense.weight``."""
     *modules, name = path.split("/")
     return ".".join([*modules, _TORCH_NAMES.get(name, name)])
 
 
 def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: str) -> tuple[str, int]:
-    """Returns the torch name that a rule gives a parameter, and the number of counters in this name.
+    """Returns the torch name that a rule gives a parameter, and how many counters, such as ``{i}``, the name contains.
 
     Raises:
       ValueError: If the name has unknown counters, more counters than the array has axes, or a reference to a group
@@ -54,15 +54,18 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
     counters = sorted(set(re.findall(r"\{(.*?)\}", name)))
     if tuple(counters) != _COUNTERS[: len(counters)]:
         raise ValueError(
-            f"`names` gives {path!r} the name {name!r}, but expected the counter {{i}} for a stack along the "
-            f"first axis, or {{i}} and {{j}} for a stack along the first two."
+            f"`names` gives {path!r} the torch name {name!r}, but a name must contain {{i}} for a stack along the "
+            f"first axis, {{i}} and {{j}} for a stack along the first two, or no braces. Rename the counters."
         )
     if len(counters) > len(shape):
-        raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has too few axes.")
+        raise ValueError(
+            f"`names` gives {path!r} the torch name {name!r} with {len(counters)} counters, but its shape is {shape}. "
+            f"Write a counter only for each axis along which layers are stacked."
+        )
     try:
         return match.expand(name).replace("/", "."), len(counters)  # A matched group may contain slashes.
     except (re.error, IndexError) as error:
-        raise ValueError(f"`names` cannot expand {name!r} for {path!r}: {error}.") from error
+        raise ValueError(f"`names` cannot expand the torch name {name!r} for {path!r}: {error}.") from error
 
 
 def choices_by_path(
@@ -70,8 +73,8 @@ def choices_by_path(
 ) -> dict[str, str]:
     """Maps the path of each parameter to its choice for an argument such as ``style``.
 
-    ``choices`` is one choice for all parameters, or a dict of rules. The first rule that matches a path determines its
-    choice. Paths that no rule matches are left out.
+    ``choices`` is one choice for all parameters, or a dict of rules, from regular expressions for paths to choices. The
+    first rule that matches a path determines its choice. Paths that no rule matches are left out.
     """
     if isinstance(choices, str):
         choice_of = dict.fromkeys(paths, choices)
@@ -84,14 +87,14 @@ def choices_by_path(
 def _require_choices(choices: Iterable[str], what: str, known: Sequence[str]) -> None:
     """Raises an error if a choice is not in ``known``."""
     if wrong := [choice for choice in choices if choice not in known]:
-        raise ValueError(f"got {wrong[0]!r} as a {what}, but expected one of {', '.join(map(repr, known))}.")
+        raise ValueError(f"a {what} must be one of {', '.join(map(repr, known))}, but got {wrong[0]!r}.")
 
 
 def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
-    """Maps each path that a rule matches to the value, match object and number of the first such rule."""
+    """Maps each path that a rule matches to the value, the match object and the index of the first such rule."""
     rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
-        raise ValueError(f"`{what}` takes a dict from regular expressions to strings, but got {rules!r}.")
+        raise ValueError(f"`{what}` must be a dict from regular expressions to strings, but got {rules!r}.")
     for pattern in set(rules) - set(paths):
         try:
             re.compile(pattern)
@@ -101,7 +104,7 @@ def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple
     for number, (pattern, value) in enumerate(rules.items()):
         new_matches = match_paths(pattern, paths)
         if not new_matches:
-            raise ValueError(f"`{what}` matches nothing: {why_none_selected(pattern, paths)}")
+            raise ValueError(f"a rule of `{what}` matches no parameter: {why_none_selected(pattern, paths)}")
         for match in new_matches:
             match_of_path.setdefault(match[0], (value, match, number))
     return match_of_path
@@ -120,15 +123,14 @@ class Entry:
     Attributes:
       path: The path of the parameter.
       tensor: The name of the tensor in torch.
-      shape: The shape of our array, without the axes along which layers are stacked.
-      dtype: The dtype of our array.
-      layout: The layout of our array, which relates its axes to torch's. If ``is_known`` is False, the layout is only a
-        guess.
+      shape: The shape of the JAX array, without the axes along which layers are stacked.
+      dtype: The dtype of the JAX array.
+      layout: The layout, which relates JAX axes to torch axes. It is only a guess if ``is_known`` is False.
       is_known: Whether the layout is certain.
       by_class: Whether the class of the array's module determines the layout.
       in_unknown_module: Whether the array belongs to a module whose computation is unknown.
       index: The index of the layer if the parameter is a stack, and empty otherwise.
-      rule: The number of the rule in ``names`` that determines the tensor's name; None for a default name.
+      rule: The index of the rule in ``names`` that determines the tensor's name; None for a default name.
       orthogonal_map: The map that torch's ``orthogonal`` was called with, or None if the user does not specify it.
       style: How torch names the values of stages: one of the styles of ``to_torch``.
     """
@@ -148,11 +150,11 @@ class Entry:
 
     @property
     def has_other_order(self) -> bool:
-        """Whether the axes are in another order in torch, as for a transposed matrix."""
+        """Whether the axes are in another order in torch than in JAX, as for a transposed matrix."""
         return axis_order(self.layout, len(self.shape)) != tuple(range(len(self.shape)))
 
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with its layout marked as known if ``tensors`` show that the array is a convolution.
+        """Returns the entry, with its layout marked as known if ``tensors`` show that the JAX array is a convolution.
 
         The number of axes of a tensor identifies a convolution, unless a transposed convolution or a stack of experts
         would have a tensor of the same shape. A transposed convolution has the same shape if the numbers of inputs and
@@ -163,25 +165,26 @@ class Entry:
         return self if torch_shape(self.shape, "kernel") in other_shapes else self.confirm_kernel(tensors)
 
     def confirm_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has as many axes as our array.
+        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has as many axes as the JAX array.
 
-        Call this only if our array cannot be the kernel of a transposed convolution.
+        Call this only if the array cannot be the kernel of a transposed convolution.
         """
         is_convolution = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
         return replace(self, is_known=self.is_known or is_convolution)
 
     def transposed(self) -> Self:
-        """Returns an entry for the transpose of our matrix, held by the same tensor."""
+        """Returns an entry for the transpose of the JAX matrix, held by the same torch tensor."""
         layout = "same" if self.has_other_order else "kernel"
         return replace(self, shape=self.shape[::-1], layout=layout)
 
     def slice_of(self, x: Any) -> Any:
-        """Returns the layer that this tensor holds of a stacked array, or of a stacked ``ShapeDtypeStruct``."""
+        """Returns the layer of a stacked array or ``ShapeDtypeStruct`` that this entry's torch tensor holds."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape[len(self.index) :], x.dtype)
         if any(place >= size for place, size in zip(self.index, x.shape, strict=False)):
             raise ValueError(
-                f"expected a value for each layer, got one value of shape {x.shape}. Pass `stacked` to its stage."
+                f"a stage on a stack must have values for each layer, but a value has shape {x.shape}. Pass `stacked` "
+                f"to the stage, such as `stacked=0`."
             )
         if not self.index or isinstance(x, Tracer):
             return x[self.index] if self.index else jnp.asarray(x)
@@ -189,7 +192,7 @@ class Entry:
 
 
 def stack_parts(parts: Mapping[Index, Array]) -> Array:
-    """Stacks layers into one array, ordered by index. Returns an array with the empty index unchanged."""
+    """Stacks layers, keyed by index, into one array. Returns an array with the empty index ``()`` unchanged."""
     if () in parts:
         return parts[()]
     in_order = [parts[index] for index in sorted(parts)]
@@ -198,14 +201,14 @@ def stack_parts(parts: Mapping[Index, Array]) -> Array:
 
 
 def unstack_stage(stage: Stage, count: int) -> Stage:
-    """Converts a stage on arrays stacked along the first ``count`` axes to the equivalent stage on a single array."""
+    """Converts a stage on layers stacked along the first ``count`` axes to the equivalent stage on a single layer."""
     if count == 0:
         return stage
     axes = tuple(sorted(list_axes(getattr(stage, "stacked", ()))))
     if axes[:count] != tuple(range(count)):
         raise ValueError(
-            f"`names` gives each layer a name, but {stage!r} does not act on each layer separately. Pass "
-            f"`stacked={0 if count == 1 else tuple(range(count))}` to it."
+            f"`names` gives each layer a torch name, but {stage!r} does not act on each layer separately. Pass "
+            f"`stacked={0 if count == 1 else tuple(range(count))}` to the stage."
         )
     unstacked: Any = stage
     return replace(unstacked, stacked=tuple(axis - count for axis in axes[count:]))
@@ -214,7 +217,7 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
 def list_entries(
     tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None, by_stage: Mapping[str, str] | None = None
 ) -> list[Entry]:
-    """Lists the entries of the parameters in ``tree``. If a parameter's name has counters, each index has an entry.
+    """Lists an :class:`Entry` for each torch tensor that holds a parameter of ``tree``, or one layer of a stack.
 
     The layout of a parameter is determined by the first of these that applies:
 
@@ -251,7 +254,7 @@ def list_entries(
 
 
 def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries, with the layout ``"vector"`` for biases of attention kernels, because torch merges heads."""
+    """Sets the layout of attention biases ``(heads, dim)`` to ``"vector"``, because torch merges their two axes."""
     heads = {x.path.rpartition("/")[0]: x.shape[1:] for x in entries if x.layout == "to_heads"}
     return [
         replace(x, layout="vector", is_known=True)
@@ -262,7 +265,7 @@ def _with_merged_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _names_of_tensors(arrays: Mapping[str, Any], names: Rules) -> dict[str, tuple[str, int, int | None]]:
-    """Maps each path to its torch name, the number of counters in the name, and the number of its rule, or None."""
+    """Maps each path to its torch name, the number of counters in this name, and the index of its rule, or None."""
     tensors: dict[str, tuple[str, int, int | None]] = {path: (default_name(path), 0, None) for path in arrays}
     for path, (name, match, rule) in _match_rules([*arrays], names, "names").items():
         tensors[path] = *_expand_name(path, tuple(arrays[path].shape), match, name), rule
@@ -289,7 +292,7 @@ def require_unique_names(paths_by_name: Iterable[tuple[str, str]]) -> None:
 
 
 def require_layouts(entries: Iterable[Entry]) -> None:
-    """Raises an error if the layout of an entry is unknown."""
+    """Raises an error that lists the possible layouts if the layout of an array is unknown."""
     doubtful = {entry.path: entry for entry in entries if not entry.is_known}
     if not doubtful:
         return
@@ -299,23 +302,23 @@ def require_layouts(entries: Iterable[Entry]) -> None:
     if len(shape) == 2:
         raise ValueError(
             f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Pass its "
-            f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for "
-            f"one that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a "
-            f"name: {per_layer_names(path)}. For a bias of attention heads, layouts={{{path!r}: 'vector'}}."
+            f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for a matrix (out, in), 'conv1d' "
+            f"for a matrix that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give "
+            f"each a name: {per_layer_names(path)}. For a bias of attention heads, layouts={{{path!r}: 'vector'}}."
         )
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' if torch has the same axes"
     experts = f"For experts in one tensor, {layouts}. " if len(shape) == 3 else ""
     heads = " For attention, 'to_heads' for (in, heads, dim), or 'from_heads' for (heads, dim, out)."
     heads = heads if len(shape) == 3 else ""
     raise ValueError(
-        f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a kernel of "
-        f"attention{more}. For a stack, give each layer a name: {per_layer_names(path)}. {experts}For a convolution, "
+        f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or an attention "
+        f"kernel{more}. For a stack, give each layer a name: {per_layer_names(path)}. {experts}For a convolution, "
         f"layouts={{{path!r}: 'kernel'}}, or 'conv_transpose', or 'same' if torch has the same axes.{heads}"
     )
 
 
 def per_layer_names(path: str) -> str:
-    """Returns text for an error: a ``names`` argument that names each layer of a stack."""
+    """Returns the code of a ``names`` argument that names each layer of a stack, for error messages."""
     head, *tail = default_name(path).split(".")
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
@@ -338,7 +341,7 @@ def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
 
 
 def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str:
-    """Returns a regular expression for paths of equal depth, with wildcards where these match no other known path."""
+    """Returns a regular expression for paths of equal depth, with wildcards if they match no other known path."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]

@@ -2,10 +2,10 @@
 
 There are four kinds of adapters:
 
-* LoRA, including the lengths of DoRA;
-* the trained update of a bias, beside the LoRA of its weight;
-* trained tokens;
-* the gains of IA3.
+* LoRA, including DoRA, which also trains the lengths of the weight's vectors;
+* the trained update of a bias whose weight has a LoRA;
+* trained tokens, which are slices of an embedding table or an output layer;
+* the gains of IA3, which multiply the inputs or outputs of a weight.
 
 Each tensor of an adapter has one :class:`Conversion`, which both the reader and the writer use.
 
@@ -28,21 +28,21 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
 from reparax.core.plan import Plan
 from reparax.core.roles import one_or_tuple
-from reparax.io._parameters import require_layouts, unstack_stage
+from reparax.io._parameters import per_layer_names, require_layouts, unstack_stage
 from reparax.io._peft_config import BIAS, DELTA, METHODS, TOKENS, is_feedforward, number_for, token_indices
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
 
-_NO_DORA = "PEFT has no DoRA of experts"
+_NO_DORA = "PEFT does not support DoRA for a stack of experts. Use LoRA without DoRA"
 
 
 class Conversion(NamedTuple):
     """The conversion of one PEFT tensor to a raw value, and back.
 
     Attributes:
-      place: The path of the raw value below the parameter, such as ``@lora/a``.
+      place: The path of the raw value, relative to the parameter, such as ``@lora/a``.
       shape: The shape of the tensor.
       read: Converts the tensor to the raw value.
       write: Converts the raw value to the tensor. The caller reshapes the result to ``shape``.
@@ -68,7 +68,7 @@ class StoredAdapter:
     Attributes:
       target: The adapted array.
       tensors: The tensors of the adapter, keyed by the suffixes of their names.
-      config: The configuration of all adapters.
+      config: The contents of ``adapter_config.json``, which describe all adapters.
     """
 
     target: Target
@@ -76,17 +76,17 @@ class StoredAdapter:
     config: Mapping[str, Any]
 
     def values(self, conversions: Mapping[str, Conversion]) -> dict[str, Array]:
-        """Returns the raw values by path. Raises an error if a tensor is missing, unexpected or has the wrong shape."""
+        """Returns the raw values by path. Raises an error if a tensor is missing, unexpected or of the wrong shape."""
         require_shapes(self.tensors, {name: x.shape for name, x in conversions.items()})
         return {x.place: x.read(jnp.asarray(self.tensors[name])) for name, x in conversions.items()}
 
 
 @dataclass(frozen=True)
 class AdaptedArray:
-    """An array of the model or a value of a stage, together with the chain's plan.
+    """An array of the model, or a value from which a stage computes it, together with the chain's plan.
 
     Attributes:
-      plan: The plan of the chain, which records which stage produces which array.
+      plan: The plan of the chain, which records which stage computes which array.
       place: The key path of the array or value.
       target: The parameter, which may be one layer of a stack. The raw values hold the whole stack.
     """
@@ -97,12 +97,12 @@ class AdaptedArray:
 
     @property
     def producer(self) -> Any:
-        """The stage that produces the array; None for an array of the raw tree."""
+        """The stage that computes the array; None if the raw tree holds the array itself."""
         return self.plan.producers.get(self.place, (None,))[0]
 
     @property
     def stage(self) -> Any:
-        """The stage that produces the array, restricted to one layer and one expert.
+        """The stage that computes the array, restricted to one layer and one expert.
 
         Raises:
           ValueError: If the stage acts on all experts together, or on a stack of layers that is one tensor in torch.
@@ -111,29 +111,29 @@ class AdaptedArray:
         stacked = list_axes(getattr(stage, "stacked", ()))
         if self.target.n_experts and stacked != (0,):
             raise ValueError(
-                f"PEFT has one adapter for each expert, but {self.producer!r} acts on all together. Pass `stacked` to "
-                f"it, set to the expert axis"
+                f"PEFT has one adapter for each expert, but {self.producer!r} acts on all experts together. Pass "
+                f"`stacked={one_or_tuple(tuple(range(len(self.target.index) + 1)))}` to the stage"
             )
         if stacked and not self.target.n_experts:
             raise ValueError(
-                f"PEFT has one adapter for each layer, but {self.producer!r} acts on a stack. Name its layers with "
-                f"{{i}} in `names`, such as 'layers.{{i}}.weight'"
+                f"PEFT has one adapter for each layer, but {self.producer!r} acts on a stack of layers. Give each "
+                f"layer a torch name: {per_layer_names(self.target.path)}"
             )
         return unstack_stage(stage, len(stacked))
 
     def value(self, name: str) -> "AdaptedArray":
-        """Returns a value of the stage that produces this array, such as the ``v`` of a WeightNorm."""
+        """Returns a value from which a stage computes this array, such as the ``v`` of a WeightNorm."""
         return replace(self, place=self.plan.producers[self.place][1][name])
 
     def error_of_other_stage(self, name: str) -> ValueError:
-        """Returns the error for a value that is produced by a stage outside the adapter."""
-        return ValueError(f"PEFT has no equivalent of another stage on the {name!r} of {self.producer!r}")
+        """Returns the error for a value of the adapter that is computed by a stage outside the adapter."""
+        return ValueError(f"PEFT has no stages inside adapters. Remove the one on {name!r} of {self.producer!r}")
 
     def raw_array(self, place: str) -> Array:
         """Returns this layer's raw array at a path such as ``@gain/g``, relative to the adapted array.
 
         Raises:
-          ValueError: If the stages in the path are not those that produce the value.
+          ValueError: If the value is computed by other stages than those in the path.
         """
         _, name, *below = place.split("/", 2)
         value = self.value(name)
@@ -154,8 +154,8 @@ class PeftForm:
       tensors: The tensors of the adapter, keyed by the suffixes of their names.
       settings: The settings of the configuration for this array. For LoRA, ``use_dora`` and ``lora_bias`` must be equal
         for all modules.
-      rank: The rank of LoRA; 1 for anything else.
-      factor: The number that multiplies the update, or 1 if there is no such number.
+      rank: The rank of a LoRA; 1 for any other adapter.
+      factor: The number that multiplies the adapter's update, or 1 if there is no such number.
     """
 
     tensors: Mapping[str, Array]
@@ -191,29 +191,29 @@ def write_adapter(array: AdaptedArray) -> tuple[str, PeftForm]:
         case Gain():
             method, write = "IA3", _write_gains
         case stage:
-            raise ValueError(f"LoRA, DoRA, IA3 and trained tokens can be written, but not {stage!r}")
+            raise ValueError(f"PEFT has no equivalent of {stage!r}. Use LoRA, DoRA, IA3 or trained tokens")
     _require_supported_layout(method, array.target)
     return method, write(array)
 
 
 def _require_supported_layout(method: str, target: Target) -> None:
-    """Raises an error if the layout of an array is unknown, or if the method does not support such an array."""
+    """Raises an error if the layout of an array is unknown, or if PEFT's method does not support the array."""
     require_layouts([target])
     layouts = METHODS[method].layouts
     if target.layout not in layouts:
         *most, last = map(repr, layouts)
         raise ValueError(
-            f"{method} is supported for weights of the layouts {', '.join(most)} and {last}, but this has "
-            f"{target.layout!r}"
+            f"{method} is supported for the layouts {', '.join(most)} and {last}, but {target.path!r} has the layout "
+            f"{target.layout!r}. Leave it without an adapter"
         )
     if target.heads and method != "LORA":
-        raise ValueError(f"LoRA and DoRA are supported for attention kernels, but not {method}")
+        raise ValueError(f"attention kernels such as {target.path!r} support LoRA and DoRA, but got {method}")
     if target.n_experts == 1 and target.one_expert().layout == "conv1d":
-        raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) if it has one expert")
+        raise ValueError(f"PEFT 0.21 wrongly transposes updates of a single expert. Store {target.path!r} as a matrix")
 
 
 def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Conversion]:
-    """Returns the conversions of the factors A and B, and of DoRA's lengths.
+    """Returns the conversion of each LoRA tensor by its name: the factors A and B, and DoRA's lengths.
 
     For a stack of experts, PEFT concatenates the rows of A expert by expert, but interleaves the columns of B.
     """
@@ -239,7 +239,7 @@ def _lora_conversions(target: Target, rank: int, *, is_dora: bool = False) -> di
 
 
 def _read_lora(stored: StoredAdapter) -> Adapter:
-    """Converts a stored LoRA or DoRA to stages and raw values."""
+    """Converts a LoRA or DoRA that PEFT has stored to stages and raw values."""
     target, (rank, alpha) = stored.target, _rank_and_alpha(stored)
     is_dora = bool(stored.config.get("use_dora"))
     if is_dora and target.n_experts:
@@ -253,7 +253,8 @@ def _read_lora(stored: StoredAdapter) -> Adapter:
         if not target.n_experts:
             raise
         raise ValueError(
-            f"{error}. Correct its layout, or the order of `names` if these tensors are another parameter's"
+            f"{error}. If these tensors belong to another stack of experts, change the order of `names`. If not, "
+            f"correct the layout of the stack"
         ) from error
     _, outputs = target.input_and_output_axes
     is_last = outputs == (len(target.heads or target.shape) - 1,)
@@ -262,18 +263,18 @@ def _read_lora(stored: StoredAdapter) -> Adapter:
 
 
 def _rank_and_alpha(stored: StoredAdapter) -> tuple[int, float]:
-    """Looks up LoRA's rank and alpha for one array."""
+    """Returns the rank and alpha that PEFT's configuration gives to the LoRA of one array."""
     config, name = stored.config, stored.target.adapted_name
     return number_for(name, config, "rank_pattern", "r"), float(number_for(name, config, "alpha_pattern", "lora_alpha"))
 
 
 def _write_lora(array: AdaptedArray) -> PeftForm:
-    """Converts LoRA or DoRA to tensors and settings."""
+    """Converts the LoRA or DoRA of an array to the tensors and settings that PEFT stores."""
     target, is_dora = array.target, isinstance(array.producer, WeightNorm)
     lora = (array.value("v") if is_dora else array).stage
     target.one_expert().require_rows_are_inputs(lora)
     if lora.init_weights in ("pissa", "olora"):
-        raise ValueError(f"PEFT adds the factors to the original base, but {lora!r} has subtracted the initial ones")
+        raise ValueError(f"PEFT keeps the original base weight, but {lora!r} changes it. Use another `init_weights`")
     if is_dora:
         _require_dora_axis(array.stage, target)
     tensors = array.tensors(_lora_conversions(target, lora.rank, is_dora=is_dora))
@@ -285,21 +286,22 @@ def _write_lora(array: AdaptedArray) -> PeftForm:
 
 
 def _require_dora_axis(stage: WeightNorm, target: Target) -> None:
-    """Raises an error for DoRA on a stack of experts, or if the norms do not lie along the output axes."""
+    """Raises an error for DoRA on a stack of experts, or if DoRA's lengths do not lie along the output axes."""
     if target.n_experts:
         raise ValueError(_NO_DORA)
     axis, (_, outputs) = last_to_number(stage.axis), target.input_and_output_axes
     axes = list_axes(axis) if isinstance(axis, int | tuple) else ()
     if tuple(axis % len(target.heads or target.shape) for axis in axes) != outputs:
         raise ValueError(
-            f"PEFT's DoRA has a length for each output, along axis {one_or_tuple(outputs)}, unlike {stage!r}"
+            f"PEFT's DoRA has one length for each output, but {stage!r} has other lengths. Pass "
+            f"`axis={one_or_tuple(outputs)}` to the stage"
         )
 
 
 def _read_bias(stored: StoredAdapter) -> Adapter:
-    """Converts the stored update of a bias to stages and values. The weight's LoRA has the same scaling factor."""
+    """Converts the stored update of a bias to stages and raw values. It is scaled like the LoRA of the weight."""
     if not stored.config.get("lora_bias"):
-        raise ValueError(f"{BIAS} is unexpected without the setting lora_bias")
+        raise ValueError(f"the tensor {BIAS} requires lora_bias=True in `config`. Set it, or leave out the tensor")
     values = stored.values({BIAS: Conversion("@delta/x/@scale/x", stored.target.shape)})
     rank, alpha = _rank_and_alpha(stored)
     divisor = math.sqrt(rank) if stored.config.get("use_rslora") else rank
@@ -307,45 +309,48 @@ def _read_bias(stored: StoredAdapter) -> Adapter:
 
 
 def _write_bias(array: AdaptedArray) -> PeftForm:
-    """Converts the trained update of a bias to a tensor and a scaling factor."""
+    """Converts the trained update of a bias to the tensor that PEFT stores, and its scaling factor."""
     factor = concrete_number(array.value("x").stage.factor)
     return PeftForm({BIAS: array.raw_array("@delta/x/@scale/x")}, factor=factor)
 
 
 def _token_conversions(target: Target, name: str, count: int) -> dict[str, Conversion]:
-    """Returns the conversion of trained tokens, which are rows in PEFT and slices along the token axis here."""
+    """Returns the conversion of PEFT's trained tokens, which are rows, to slices along the array's token axis."""
     axis = _token_axis(target)
     as_rows = jnp.asarray if axis == 0 else jnp.transpose
     return {name: Conversion("@trainable_slices/x", (count, target.shape[1 - axis]), as_rows, as_rows)}
 
 
 def _token_axis(target: Target) -> int:
-    """Returns the token axis: the input axis of an embedding table, or the output axis of a head."""
+    """Returns the axis that indexes tokens: the input axis of an embedding table, or an output layer's output axis."""
     if len(target.shape) != 2:
-        raise ValueError(f"trained tokens are supported for matrices, but this has shape {target.shape}")
+        raise ValueError(f"trained tokens require 2-D arrays, but {target.path!r} has shape {target.shape}. Exclude it")
     return target.input_axes[0] if target.is_table else target.output_axis
 
 
 def _read_tokens(stored: StoredAdapter, name: str, indices: Sequence[int]) -> Adapter:
-    """Converts stored tokens of an embedding table or a head to a stage and its raw value."""
+    """Converts stored tokens of an embedding table or an output layer to a stage and its raw value."""
     axis = _token_axis(stored.target)
     values = stored.values(_token_conversions(stored.target, name, len(indices)))
     if max(indices, default=0) >= stored.target.shape[axis]:
-        raise ValueError(f"expected token indices below {stored.target.shape[axis]}, got {max(indices)}")
+        raise ValueError(
+            f"the token indices of {stored.target.path!r} must be below {stored.target.shape[axis]}, but got "
+            f"{max(indices)}. Pass a model with the adapter's vocabulary as `like`"
+        )
     return Adapter((TrainableSlices(tuple(indices), axis=axis),), values)
 
 
 def _write_tokens(array: AdaptedArray) -> PeftForm:
-    """Converts trained tokens to a tensor and their indices."""
+    """Converts trained tokens to the tensor that PEFT stores, and the setting ``token_indices``."""
     target, stage, axis = array.target, array.stage, _token_axis(array.target)
     if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
-        raise ValueError(f"PEFT has tokens along axis {axis}, so it has no equivalent of {stage!r}")
+        raise ValueError(f"PEFT's tokens lie along axis {axis}, but got {stage!r}. Pass `axis={axis}` to the stage")
     tensors = array.tensors(_token_conversions(target, DELTA, len(stage.indices)))
     return PeftForm(tensors, {"token_indices": stage.indices})
 
 
 def _gain_conversions(target: Target, axis: int, *, inputs: bool) -> dict[str, Conversion]:
-    """Returns the conversion of IA3's factors.
+    """Returns the conversion of IA3's factors, which multiply a weight along ``axis``.
 
     For a matrix, PEFT stores output factors as a column and input factors as a row. For a convolution, PEFT stores both
     with the shape ``(1, size, 1, ...)``.
@@ -355,24 +360,25 @@ def _gain_conversions(target: Target, axis: int, *, inputs: bool) -> dict[str, C
 
 
 def _read_gains(stored: StoredAdapter) -> Adapter:
-    """Converts the stored factors of IA3 to a gain on the input channels or on the outputs of a weight."""
+    """Converts stored factors of IA3 to a gain on the input channels or on the outputs of a weight."""
     inputs = is_feedforward(stored.config, stored.target.module)
     axis = stored.target.input_channel_axis if inputs else stored.target.output_axis
     return Adapter((Gain(axis=axis),), stored.values(_gain_conversions(stored.target, axis, inputs=inputs)))
 
 
 def _write_gains(array: AdaptedArray) -> PeftForm:
-    """Converts a gain to the factors of IA3. The setting ``inputs`` records whether the factors multiply the inputs."""
+    """Converts a gain to IA3's factors. The setting ``inputs`` records whether they multiply the weight's inputs."""
     target, gain = array.target, array.stage
     axis = gain.axis % len(target.shape) if isinstance(gain.axis, int) else None
-    if axis not in (target.input_channel_axis, target.output_axis):
-        raise ValueError(f"IA3 multiplies the inputs or the outputs, so it has no equivalent of {gain!r}")
+    axes = target.input_channel_axis, target.output_axis
+    if axis not in axes:
+        raise ValueError(f"IA3 multiplies along axis {axes[0]} or {axes[1]}, but got {gain!r}. Pass one of these axes")
     inputs = axis != target.output_axis
     return PeftForm(array.tensors(_gain_conversions(target, axis, inputs=inputs)), {"inputs": inputs})
 
 
 def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises an error if tensors are missing or unexpected, or if their shapes differ from the expected ones."""
+    """Raises an error that lists each tensor that is missing or unexpected, or whose shape is not the expected one."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in shapes]
     lines += [
@@ -385,7 +391,7 @@ def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple
 
 
 def concrete_number(x: Any) -> float:
-    """Converts a hyperparameter to a float. Raises an error if the hyperparameter is traced."""
+    """Converts a stage's hyperparameter, such as ``alpha``, to a float. Raises an error if it is traced."""
     if isinstance(x, Tracer):
-        raise ValueError("its number is traced, but must be concrete. Call `to_peft` outside of `jax.jit`")
+        raise ValueError("hyperparameters must be concrete, but one is traced. Call `to_peft` outside of `jax.jit`")
     return float(x)

@@ -1,8 +1,8 @@
 """Interprets ``adapter_config.json``: which methods and settings are supported, and which modules they name.
 
 Each method is an entry of ``METHODS``, which groups the method's settings by kind, such as "flag" or "names". Each kind
-is an entry of ``_KINDS``, which checks the value of a setting. The functions below :func:`read_config` apply the
-settings to a module or a tensor, following PEFT's own rules. Most of these rules compare names in the configuration
+is an entry of ``_KINDS``, which says how to check the value of a setting. The functions below :func:`read_config` apply
+the settings to a module or a tensor, following PEFT's own rules. Most of these rules compare names in the configuration
 with the ends of module names.
 """
 
@@ -24,8 +24,8 @@ class Method:
     """A method of PEFT.
 
     Attributes:
-      suffixes: The suffixes that follow the module's name in the names of the method's tensors, including the tensors
-        of biases and tokens that train beside the adapter.
+      suffixes: The suffixes of the method's tensor names, which follow the name of the module. They include those for
+        biases and tokens that train beside the adapter.
       layouts: The layouts of the weights for which the method is supported.
       settings: The supported settings, in addition to those that all methods share. Maps each kind of setting to the
         names of its settings, separated by spaces.
@@ -56,7 +56,7 @@ METHODS: Mapping[str, Method] = {
             "biases": "bias",
             "names": "target_parameters",
             "indices by name": "trainable_token_indices",
-            # These settings have no effect by themselves, because only other settings use them.
+            # These settings have no effect by themselves: they only configure features that other settings turn on.
             "any": "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size runtime_config",
         },
     ),
@@ -84,7 +84,7 @@ _COMMON = {
 """The settings that all methods share, keyed by kind."""
 
 _INITIALIZATIONS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
-"""The ``repr`` of each supported initialization of LoRA. All others also change the base, or keep a factor fixed."""
+"""The ``repr`` of each supported initialization of LoRA. Other ones also change the base weight, or fix a factor."""
 
 
 def at_end_of_name(pattern: str) -> str:
@@ -93,12 +93,12 @@ def at_end_of_name(pattern: str) -> str:
 
 
 def _before_layer_number(pattern: str) -> str:
-    """Returns the regular expression that PEFT uses to find the number of a layer after a pattern."""
+    """Returns PEFT's regular expression for a layer number that follows ``pattern`` in the name of a module."""
     return rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\."
 
 
 def _is_pattern(text: Any, placed: Callable[[str], str] = str) -> bool:
-    """Returns whether a value is a regular expression that compiles, both alone and inside PEFT's own expression."""
+    """Returns whether a value is a valid regular expression, both alone and in ``placed(value)``, as PEFT uses it."""
     try:
         return isinstance(text, str) and all(map(re.compile, (text, placed(text))))
     except (re.error, RecursionError, OverflowError):
@@ -138,11 +138,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "biases": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
     "names": (_are_names, "a list of names"),
     "names or pattern": (_are_names_or_pattern, "a list of names or a regular expression"),
-    # PEFT replaces the shorthand 'all-linear' by names when it saves a file. We cannot expand it: only PEFT knows the
-    # classes of the layers, and which one is the head.
+    # PEFT replaces the shorthand 'all-linear' by names when it saves a file. reparax cannot do so, because only PEFT
+    # knows the class of each layer, and which layer is the output layer.
     "modules": (
         lambda value: _are_names_or_pattern(value) and str(value).lower() != "all-linear",
-        "a list of names or a regular expression, and not 'all-linear',",
+        "a list of names or a regular expression, and not 'all-linear'",
     ),
     "layers": (lambda value: _are_indices(_as_list(value)), "an integer or a list of integers"),
     "patterns": (
@@ -160,11 +160,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "numbers by pattern": (_is_dict_of(is_number), "a dict from regular expressions to finite numbers"),
 }
-"""Maps each kind of setting to a check of a value, and to a description of the values that PEFT accepts."""
+"""Maps each kind of setting to a function that checks a value, and to a description of the values that PEFT accepts."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """Checks a configuration and returns its settings other than None, with some of PEFT's defaults filled in.
+    """Checks a PEFT configuration and returns its settings that are not None, with some of PEFT's defaults filled in.
 
     Raises:
       ValueError: If the method is not supported, if PEFT does not accept the value of a setting, or if an unsupported
@@ -172,14 +172,14 @@ def read_config(config: Any) -> dict[str, Any]:
     """
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
-            "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
-            "the file with `json.load`."
+            "from_peft takes the contents of adapter_config.json as `config`, but got a value without 'peft_type'. "
+            "Read the file with `json.load`."
         )
     name = str(getattr(config["peft_type"], "value", config["peft_type"]))
     if name not in METHODS:
         raise ValueError(
-            f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}. If it changes weights, merge "
-            f"it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+            f"from_peft reads adapters of the types {', '.join(sorted(METHODS))}, but got the type {name}. If it "
+            f"changes weights, merge it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
         )
     values = {key: value for key, value in config.items() if value is not None}
     known = [*METHODS[name].settings.items(), *_COMMON.items()]
@@ -193,24 +193,27 @@ def read_config(config: Any) -> dict[str, Any]:
 def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:
     """Returns whether a setting is supported or neutral. Raises an error for a value that PEFT does not accept."""
     if (method, key) == ("LORA", "init_lora_weights"):
-        return short_repr(value).lower() in _INITIALIZATIONS  # PEFT ignores the case of letters in this setting.
+        return short_repr(value).lower() in _INITIALIZATIONS  # PEFT ignores case in this setting.
     if key not in kinds:
         return not value
     fits, expected = _KINDS[kinds[key]]
     if not fits(value):
         got = short_repr(value)
-        raise ValueError(f"from_peft takes {expected} as {key} of {method}, but got {got}. Correct `config`.")
+        raise ValueError(
+            f"from_peft: {key} of {method} must be {expected}, but got {got}. Pass the `config` that PEFT saved with "
+            f"the adapter."
+        )
     return True
 
 
 def number_for(module: str, config: Mapping[str, Any], patterns: str, common: str) -> Any:
-    """Returns the number of the first pattern that matches a module's name, or the common number if none matches."""
+    """Returns a module's rank or alpha: the value of the first pattern that matches its name, or the common value."""
     numbers = config.get(patterns) or {}
     return next((x for pattern, x in numbers.items() if re.fullmatch(at_end_of_name(pattern), module)), config[common])
 
 
 def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
-    """Returns the indices of a table's tokens that train beside LoRA.
+    """Returns the indices of the tokens of an embedding table that train beside LoRA.
 
     The setting ``trainable_token_indices`` is either one list or a dict with a list for each table.
     """
@@ -220,7 +223,7 @@ def token_indices(config: Mapping[str, Any], module: str) -> Sequence[int]:
 
 
 def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple[str, ...]]:
-    """Maps each setting that names a parameter to the suffixes of the tensors that may hold the parameter's values.
+    """Maps each setting that selects a parameter to the suffixes of the tensors that may hold the trained values.
 
     For each setting, a file must have a tensor of the parameter with at least one of the suffixes. The suffix ``""``
     means that the parameter itself is saved.
@@ -245,7 +248,7 @@ def expected_suffixes(config: Mapping[str, Any], tensor: str) -> dict[str, tuple
 
 
 def is_adapted(config: Mapping[str, Any], module: str) -> bool:
-    """Returns whether ``target_modules`` names a module, by PEFT's rules."""
+    """Returns whether PEFT adapts a module: ``target_modules`` names it, and no other setting excludes it."""
     names = config.get("target_modules") or ()
     excluded = config.get("exclude_modules") or ()
     if matches_names(excluded, module) or is_saved(config, module) or not matches_names(names, module):
@@ -254,7 +257,7 @@ def is_adapted(config: Mapping[str, Any], module: str) -> bool:
 
 
 def matches_names(names: Any, module: str) -> bool:
-    """Returns whether a regular expression matches a module's name, or the name ends with one of several names."""
+    """Returns whether a module's name matches the regular expression ``names``, or ends with one of the ``names``."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return f".{module}".endswith(tuple(f".{name}" for name in names))
@@ -269,13 +272,13 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
 
 
 def is_saved(config: Mapping[str, Any], module: str) -> bool:
-    """Returns whether ``modules_to_save`` names a module or one of its ancestors, by PEFT's rules."""
+    """Returns whether PEFT saves a module whole because ``modules_to_save`` names it or one of its ancestors."""
     parts, names = module.split("."), tuple(config.get("modules_to_save") or ())
     return any(".".join(parts[: i + 1]).endswith(names) for i in range(len(parts)))
 
 
 def is_feedforward(config: Mapping[str, Any], module: str) -> bool:
-    """Returns whether IA3 multiplies the inputs of a module, by PEFT's rules."""
+    """Returns whether IA3 multiplies a module's inputs, not its outputs, because ``feedforward_modules`` names it."""
     names = config.get("feedforward_modules") or []
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None

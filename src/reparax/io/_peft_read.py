@@ -1,10 +1,10 @@
 """Reads PEFT adapters: converts tensors and a configuration to a chain and a raw tree.
 
-The tensors come from a file or from the ``state_dict()`` of a model in memory. Such a state dict also holds the base,
-and its tensor names contain the name of the adapter. The tensors are grouped by :class:`Target`: an array of the model,
-or one layer of a stack. The adapter of each target is read separately (``_peft_adapters.py``). Then the stages of a
-stack's layers are joined into one stage, and so are equal stages on different arrays. A single error reports all
-targets that fail.
+The tensors come from a file or from the ``state_dict()`` of a model in memory. Such a state dict also holds the base
+weights, and its tensor names contain the name of the adapter. The tensors are grouped by :class:`Target`: an array of
+the model, or one layer of a stacked array. The adapter of each target is read separately (``_peft_adapters.py``). Then
+the stages of a stack's layers are joined into one stage, and so are equal stages on different arrays. A single error
+reports all targets that fail.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def from_peft(
     ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT is needed. The chain begins with ``Freeze()``, so the
     same values train as in PEFT. Dropout is ignored, because it does not change the saved tensors.
 
-    LoRA, rsLoRA, DoRA and IA3 are supported for every weight that PEFT adapts, except for grouped convolutions and
-    ``nn.MultiheadAttention``, where PEFT adds an update twice. Trainable tokens are supported for matrices. LoRA is
-    also supported for stacks of experts that are one parameter in torch (``target_parameters``), and becomes a stage
-    with ``stacked`` axes. Patterns of ranks and alphas are supported, and so are biases, tokens and whole modules that
-    train beside the adapters. For an adapter of any other type, an error names the type.
+    LoRA, rsLoRA, DoRA and IA3 are supported for every weight that PEFT adapts, except those of grouped convolutions and
+    of ``nn.MultiheadAttention``. In the latter, PEFT adds an update twice. Trainable tokens are supported for matrices.
+    LoRA is also supported for stacks of experts that are one parameter in torch (``target_parameters``), and becomes a
+    stage with ``stacked`` axes. ``rank_pattern`` and ``alpha_pattern`` are supported, and so are biases, tokens and
+    whole modules that train beside the adapters. For an adapter of any other type, an error names the type.
 
     Args:
       state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors, or the ``state_dict()`` of a
-        model in memory, whose base is ignored.
+        model in memory, whose base weights are ignored.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
-      like: The model's parameters, which become the base.
+      like: The model's parameters, which become the base weights.
       adapter: The name of the adapter to read if ``state_dict`` holds several.
       names: As for :func:`from_torch`; the names are those of the base model in torch. If a module has several stacks
         of experts, give each its own rule, in the module's order, because PEFT does not record which stack is which:
@@ -85,7 +85,7 @@ def from_peft(
     Raises:
       ValueError: If a tensor is unexpected, is missing, has another shape or holds anything but finite floating-point
         numbers; if the configuration names a module, tokens or biases for which the file has no tensor; or if a setting
-        is not supported. The error names each of them.
+        is not supported. The error lists all of these.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
@@ -105,7 +105,7 @@ def from_peft(
     config = read_config(config)
     arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     if attention := next((name for name in arrays if ".base_layer.out_proj.lora_" in name), None):
-        raise ValueError(f"from_peft does not read {attention!r}: {ATTENTION}. {MERGE}")
+        raise ValueError(f"from_peft cannot read {attention!r}: {ATTENTION}. {MERGE}")
     arrays = _tensors_of_adapter(arrays, config, adapter)
     with locate_errors("from_peft"):
         targets = targets_by_name(like, names, layouts, roles)
@@ -124,8 +124,9 @@ def from_peft(
     if lines or not adapters:
         text = "\n  ".join(lines or ["it contains no tensor of an adapter"])
         raise ValueError(
-            f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names`, `layouts` or "
-            f"`config`, or merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+            f"from_peft: the adapter does not fit this model:\n  {text}\nPass the `config` of this adapter, and "
+            f"`like`, `names` and `layouts` of its model, or merge the adapter in PEFT with `merge_and_unload`, and "
+            f"read the weights with `from_torch`."
         )
     layers = {path: _stack_stages(path, parts) for path, parts in adapters.items()}
     whole_arrays = {path: stack_parts(parts) for path, parts in wholes.items()}
@@ -138,7 +139,7 @@ def from_peft(
 
 
 def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str | None) -> Tensors:
-    """Returns the tensors of one adapter, renamed as in a file. Tensors that come from a file keep their names."""
+    """Returns the tensors of one adapter under their names in a file. Tensors from a file are not renamed."""
     # PEFT trains a copy of each module that it saves whole, so the original is unused.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
     method = METHODS[config["peft_type"]]
@@ -151,11 +152,11 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
     others = {name: x for name, x in arrays.items() if name not in match_of_name}
     if bare := next((name for name in others if method.suffix_of(name)), None):
         raise ValueError(
-            f"from_peft takes the tensors of one adapter, but {bare!r} belongs to a file, and "
-            f"{next(iter(match_of_name))!r} to a model in memory. Read them separately."
+            f"from_peft takes the tensors of one adapter, but {bare!r} is named as in a file, and "
+            f"{next(iter(match_of_name))!r} as in a model in memory. Read them in separate calls."
         )
     of_adapter = {name: match for name, match in match_of_name.items() if match[2] == adapter}
-    # In memory, DoRA's lengths are the `.weight` of a module. In a file, the lengths' name lacks this suffix.
+    # In memory, the name of DoRA's lengths ends in `.weight`. In a file, the name lacks this suffix.
     whole_names = {name: match[1] + (match[3] or "") for name, match in of_adapter.items()}
     file_names = {name: x if method.suffix_of(x) else of_adapter[name][1] for name, x in whole_names.items()}
     modules = {name.removesuffix(f".{method.suffix_of(name)}") for name in file_names.values()}
@@ -165,13 +166,13 @@ def _tensors_of_adapter(arrays: Tensors, config: Mapping[str, Any], adapter: str
 
 
 def _require_unique(names: Mapping[str, str]) -> None:
-    """Raises an error if two tensors have the same plain name. ``names`` maps each tensor's name to its plain name."""
+    """Raises an error if two tensors get the same new name. ``names`` maps each tensor's name to its new name."""
     owners: dict[str, str] = {}
     for name, plain in names.items():
         if (other := owners.setdefault(plain, name)) != name:
             raise ValueError(
-                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} are both {plain!r}. Leave "
-                f"one of them out."
+                f"from_peft takes one tensor for each parameter, but {other!r} and {name!r} both stand for {plain!r}. "
+                f"Leave one of them out of `state_dict`."
             )
 
 
@@ -180,18 +181,18 @@ def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
-            f"from_peft reads one adapter, but the tensors hold {names_text}. Pass the name of one as `adapter`."
+            f"from_peft reads one adapter, but the tensors hold {names_text}. Pass one of these names as `adapter`."
         )
     if adapter is not None and adapter not in names:
-        has = f"adapters named {names_text}" if names else "no names of adapters, as in a file"
-        raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}. Correct `adapter`.")
+        has = f"adapters named {names_text}. Pass one of these" if names else "no adapter names. Leave out `adapter`"
+        raise ValueError(f"from_peft got adapter={short_repr(adapter)}, but the tensors hold {has}.")
     return adapter or names[0]
 
 
 def _names_of_other_trained(
     names: Collection[str], adapter: str, biases: str, adapted_modules: Collection[str]
 ) -> dict[str, str]:
-    """Maps the names of other tensors that train beside an adapter to their names in a file.
+    """Maps the names of tensors that train beside an adapter, in a model in memory, to their names in a file.
 
     These tensors are biases, or belong to modules that PEFT saves whole.
     """
@@ -204,7 +205,7 @@ def _names_of_other_trained(
         elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
             file_names[name] = name
         elif re.search(rf"\.(lora|ia3|trainable_tokens)_\w+\.{re.escape(adapter)}(\.|$)", name):
-            file_names[name] = name  # Keep an unsupported adapter, so that it causes an error later.
+            file_names[name] = name  # Keep an unsupported adapter, so that reading it raises an error.
     return file_names
 
 
@@ -220,11 +221,11 @@ def _live_name_pattern(method: Method) -> str:
 def _sort_tensors(
     config: Mapping[str, Any], targets: Mapping[str, Target], arrays: Tensors, plain_names: Mapping[str, str]
 ) -> tuple[dict[str, Tensors], Tensors, list[str]]:
-    """Sorts the tensors of a file into tensors of adapters and whole parameters.
+    """Sorts the tensors of a file into tensors of adapters and parameters that are saved whole.
 
     Returns:
-      The tensors of each adapted parameter, keyed by suffix; the parameters that are saved whole; and an error for each
-      other tensor.
+      The tensors of each adapted parameter, keyed by suffix; the parameters that are saved whole; and an error text for
+      each other tensor.
     """
     tensors_of: dict[str, Tensors] = {}
     whole = Tensors()
@@ -249,7 +250,7 @@ def _sort_tensors(
 
 
 def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) -> str:
-    """Returns the torch name of the parameter that a tensor adapts: a stack of experts, or a weight or bias."""
+    """Returns the torch name of the parameter that a tensor adapts: a stack of experts, a weight or a bias."""
     owner = name.removesuffix(f".{suffix}")
     if owner in targets and targets[owner].n_experts:
         return owner
@@ -257,7 +258,7 @@ def _adapted_parameter(name: str, suffix: str, targets: Mapping[str, Target]) ->
 
 
 def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> str:
-    """Explains why a tensor is not read: the model lacks its parameter, or the method has no tensor of this name."""
+    """Returns why a tensor is not read: the model lacks its parameter, or the method has no tensor of this name."""
     owners = (target.module for target in targets.values() if parameter.startswith(f"{target.module}."))
     module = next(owners, None)
     if module is None or parameter.removeprefix(f"{module}.") in ("weight", "bias"):
@@ -269,7 +270,7 @@ def _why_unread(method: str, parameter: str, targets: Mapping[str, Target]) -> s
 def _missing_tensor_errors(
     config: Mapping[str, Any], targets: Collection[str], tensors_of: Mapping[str, Tensors], whole: Tensors
 ) -> list[str]:
-    """Returns an error for each setting that names parameters for which the file has no tensor."""
+    """Returns an error text for each setting that names parameters for which the file has no tensor."""
     missing: dict[str, list[str]] = {}
     for tensor in targets:
         suffixes = {*tensors_of.get(tensor, {}), *([""] if tensor in whole else [])}
@@ -292,7 +293,7 @@ def _read_by_path(
     """Calls ``read`` with each target and its tensors.
 
     Returns:
-      The results, keyed by path and index, and an error for each target that failed.
+      The results, keyed by path and then by index in the stack, and an error text for each target that failed.
     """
     values: dict[str, dict[Index, Any]] = {}
     lines: list[str] = []
@@ -306,7 +307,7 @@ def _read_by_path(
 
 
 def _read_whole(target: Target, x: np.ndarray) -> Array:
-    """Converts a parameter that PEFT has saved whole to our layout."""
+    """Converts a parameter that PEFT has saved whole from its layout in torch to its shape in JAX."""
     target = target.confirm_unambiguous_kernel([x])
     require_layouts([target])
     require_shapes({target.tensor: x}, {target.tensor: torch_shape(target.shape, target.layout)})
@@ -314,7 +315,7 @@ def _read_whole(target: Target, x: np.ndarray) -> Array:
 
 
 def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], like: PyTree) -> list[str]:
-    """Returns an error for each table with trained tokens if the table equals another array.
+    """Returns an error text for each embedding table with trained tokens that equals another array of the model.
 
     The two arrays may be tied in torch, and then PEFT would train the tokens of both.
     """
@@ -334,16 +335,17 @@ def _tied_table_errors(layers_of_path: Mapping[str, Mapping[Index, Adapter]], li
 
 
 def _missing_layer_errors(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
-    """Returns an error for each stack that has fewer layers in the file than in the model."""
+    """Returns an error text for each stacked array that has fewer layers in the file than in the model."""
     return [
-        f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Unstack the layers"
+        f"{path}: expected tensors for each of the {counts[path]} layers, got them for {len(parts)}. Pass a `like` "
+        f"with a separate array for each layer"
         for path, parts in layers_of_path.items()
         if len(parts) < counts[path]
     ]
 
 
 def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
-    """Combines the adapters of a stack's layers into one adapter. Raises an error if the layers' stages differ."""
+    """Combines the adapters of a stack's layers into one adapter. Raises an error if their stages differ."""
     if () in layers:
         return layers[()]
     (first_index, first_layer), *other_layers = layers.items()
@@ -351,8 +353,8 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
         if other_layer.stages != first_layer.stages:
             chains = " and ".join(" >> ".join(map(repr, layer.stages)) for layer in (first_layer, other_layer))
             raise ValueError(
-                f"from_peft: {path!r} is a stack, whose layers must have the same rank and alpha, but layers "
-                f"{first_index} and {index} have {chains}. Unstack the layers."
+                f"from_peft: the layers of the stack {path!r} must have the same rank and alpha, but layers "
+                f"{first_index} and {index} have {chains}. Pass a `like` with a separate array for each layer."
             )
     values = {
         name: stack_parts({index: jnp.asarray(layer.values[name]) for index, layer in layers.items()})
@@ -365,18 +367,18 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapter]) -> Adapter:
 
 
 def _read_adapter(config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapter:
-    """Converts the stored adapter of one target to stages and raw values."""
+    """Converts the tensors of the adapter of one array to stages and raw values."""
     target = target.confirm_kernel(tensors.values())  # PEFT does not adapt transposed convolutions.
     return read_adapter(StoredAdapter(target, tensors, config))
 
 
 def _join_stages(layers: Mapping[str, Adapter], known_paths: Collection[str]) -> list[Parametrization]:
-    """Lists the stages of all arrays. Arrays with equal stages share one copy, whose ``where`` selects them all."""
+    """Lists the stages of all adapters. Arrays with equal stages share one stage, whose ``where`` selects them all."""
     joined: list[Parametrization] = []
     stages_of = {path: tuple[Any, ...](layer.stages) for path, layer in layers.items()}
     for stages, paths in group_keys(stages_of).items():
         arrays = pattern_of(paths, known_paths)
-        # `known_paths` lacks the paths of stages' values, so a pattern for these must list the array paths literally.
+        # `known_paths` lacks the paths of raw values, so a pattern for these must list the array paths literally.
         literal = f"({'|'.join(map(re.escape, sorted(paths)))})"
         joined += [replace(x, where=arrays if x.where is None else literal + x.where) for x in stages]
     return joined
@@ -406,7 +408,7 @@ def _bias_ties_and_gains(
 
 
 def _replace_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """Replaces the values at some paths of a tree. The new values get the shapes and dtypes of the old values.
+    """Replaces the arrays at the paths in ``values``. The new arrays get the shapes and dtypes of the old ones.
 
     The reshape also splits attention heads, which torch merges.
     """

@@ -2,7 +2,7 @@
 
 PEFT wraps each module that it adapts. If a configuration names parameters rather than modules, such as fused experts,
 PEFT wraps their module once for each parameter, in the module's order, so the wrapper of the last parameter is the
-outermost. A file shows the depth of a wrapper, but not its parameter, so the order of ``names`` determines the
+outermost. A file shows how deep a wrapper is nested, but not its parameter, so the order of ``names`` determines the
 parameter.
 """
 
@@ -36,19 +36,19 @@ WRAPPED = ".base_layer"
 """The suffix that PEFT appends to the name of a module that it has wrapped."""
 
 ATTENTION = (
-    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
+    "PEFT adds the update of `out_proj` in nn.MultiheadAttention twice, even in a merge, but in any other layer once"
 )
 """The reason why adapters of torch's attention are neither read nor written, as of PEFT 0.21."""
 
 
 @dataclass(frozen=True)
 class Target(Entry):
-    """An array of the model, or one layer of a stack, in the shape that PEFT adapts: heads are merged, as in torch."""
+    """An array of the model, or a layer of a stack, in the shape that PEFT adapts: attention heads are merged."""
 
     heads: tuple[int, ...] = ()
     """The shape of an attention kernel before its heads are merged; empty for other arrays."""
     n_inputs: int = 1
-    """The number of axes in ``heads`` that are inputs."""
+    """The number of axes in ``heads`` that are input axes."""
 
     @property
     def is_table(self) -> bool:
@@ -57,7 +57,7 @@ class Target(Entry):
 
     @property
     def module(self) -> str:
-        """The torch name of the module that holds the array."""
+        """The torch name of the module that holds the array's tensor."""
         return self.tensor.rpartition(".")[0]
 
     @property
@@ -67,7 +67,7 @@ class Target(Entry):
 
     @property
     def adapted_name(self) -> str:
-        """The torch name under which PEFT adapts the array: the name of a stack of experts, or else of the module."""
+        """The torch name under which PEFT adapts the array: its own for a stack of experts, or else its module's."""
         return self.tensor if self.n_experts else self.module
 
     def one_expert(self) -> "Target":
@@ -76,22 +76,22 @@ class Target(Entry):
 
     @property
     def adapter_layout(self) -> str:
-        """The layout of the adapter. In PEFT, its outputs come first, even for tables and transformers' ``Conv1D``."""
+        """The layout for the adapter, where PEFT puts outputs first, even for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
     def output_axis(self) -> int:
-        """The output axis of our array, after its heads are merged."""
+        """The index of the array's output axis, after attention heads are merged."""
         return axis_order(self.adapter_layout, len(self.shape))[0]
 
     @property
     def input_axes(self) -> tuple[int, ...]:
-        """The input axes of our array, which are all axes except the output axis."""
+        """The indices of the array's input axes, which are all axes except the output axis."""
         return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
     def input_and_output_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The input axes and the output axes of the model's array, whose heads are not merged."""
+        """The input axes and the output axes of the array in the model, where attention heads are not merged."""
         if not self.heads:
             return self.input_axes, (self.output_axis,)
         axes = tuple(range(len(self.heads)))
@@ -99,22 +99,22 @@ class Target(Entry):
 
     @property
     def input_channel_axis(self) -> int:
-        """The axis of the input channels, which is torch's second axis."""
+        """The index of the JAX axis of the input channels, which is the second axis in torch."""
         return self.input_axes[-1] if self.output_axis == len(self.shape) - 1 else self.input_axes[0]
 
     @property
     def n_outputs(self) -> int:
-        """The number of outputs."""
+        """The size of the array's output axis."""
         return self.shape[self.output_axis]
 
     @property
     def unit_axes(self) -> tuple[int, ...]:
-        """A 1 for each axis that PEFT adds to a vector of a convolution; empty for a matrix."""
+        """A size of 1 for each axis that PEFT adds to the vectors of a convolution; empty for a matrix."""
         return (1,) * (len(self.shape) - 2)
 
     @property
     def axis_arguments(self) -> dict[str, Any]:
-        """The axis arguments for a stage whose rows are the inputs; empty if the array's name implies ``(in, out)``."""
+        """The ``rows`` and ``columns`` of a stage whose rows are inputs; empty if the array's name implies them."""
         inputs, outputs = self.input_and_output_axes
         is_named = known_by_name(self.path.rpartition("/")[2]).sizes
         if is_named and not self.in_unknown_module and (inputs, outputs) == ((0,), (1,)):
@@ -132,33 +132,33 @@ class Target(Entry):
         has_other_axes = self.heads and stage.axes_of(ndim) != (inputs, outputs)
         if set(rows) != set(inputs) or has_other_axes:
             raise ValueError(
-                f"PEFT's adapters map inputs to outputs (rows={inputs}, columns={one_or_tuple(outputs)}), so it has no "
-                f"equivalent of {stage!r}"
+                f"PEFT's adapters map inputs to outputs, but {stage!r} has other axes. Pass "
+                f"`rows={one_or_tuple(inputs)}, columns={one_or_tuple(outputs)}` to the stage"
             )
 
     def read_factor(self, factor: Array) -> Array:
-        """Converts PEFT's factor ``(rank, in, *spatial)`` to ours: the input axes in our order, then the rank."""
+        """Converts PEFT's LoRA factor ``(rank, in, *spatial)`` to JAX's axis order: the input axes, then the rank."""
         return jnp.moveaxis(from_layout(factor, self.adapter_layout), self.output_axis, -1)
 
     def write_factor(self, factor: Array) -> Array:
-        """Converts our factor on the inputs to PEFT's shape ``(rank, in, *spatial)``."""
+        """Converts LoRA's factor on the inputs from JAX's axis order to PEFT's shape ``(rank, in, *spatial)``."""
         factor = factor.reshape(*(self.shape[axis] for axis in self.input_axes), factor.shape[-1])
         return to_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
 
     def input_factor_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of PEFT's factor on the inputs."""
+        """Returns the shape ``(rank, in, *spatial)`` of PEFT's LoRA factor on the inputs."""
         return (rank, *torch_shape(self.shape, self.adapter_layout)[1:])
 
 
 def targets_by_name(
     params: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_stage: Mapping[str, str] | None = None
 ) -> dict[str, Target]:
-    """Maps the torch names of a model's parameters to their targets."""
+    """Maps the name of each torch tensor of a model to its :class:`Target`, the array that PEFT can adapt."""
     return {entry.tensor: _target_of(entry) for entry in list_entries(params, names, layouts, roles, by_stage)}
 
 
 def _target_of(entry: Entry) -> Target:
-    """Converts an entry to a target. An attention kernel becomes a matrix; the layout ``"vector"`` becomes a vector."""
+    """Converts an entry to a target. Reshapes attention kernels to matrices, and the layout ``"vector"`` to vectors."""
     target = Target(**vars(entry))
     if entry.layout in HEADS:
         shape = merged_shape(entry.shape, entry.layout)
@@ -177,7 +177,7 @@ def plain_name(name: str) -> str:
 
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
-    """Maps the torch name of each given parameter to PEFT's name for the parameter's wrapper."""
+    """Maps the torch name of each given parameter to PEFT's name for the module that wraps the parameter."""
     names: dict[str, str] = {}
     for module, siblings in group_keys({target: target.module for target in targets}).items():
         rules_given = {target.rule for target in siblings} - {None}
@@ -185,7 +185,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
             rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in siblings)
             raise ValueError(
                 f"PEFT adapts several parameters of {module!r} in the module's order, without recording which is "
-                f"which. Give each its own rule in that order, such as names={{{rules}}}."
+                f"which. Give each parameter its own rule in this order, such as names={{{rules}}}."
             )
         # PEFT wraps the module once for each parameter, and the wrapper of the last parameter is the outermost.
         outermost_first = sorted(siblings, key=lambda target: target.rule or 0, reverse=True)
@@ -196,7 +196,7 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
 def plain_names_of(
     names: Collection[str], suffixes: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
-    """Maps each tensor name in a file to a plain name, which names a stack of experts instead of its wrapper."""
+    """Maps each tensor name in a file to the name without PEFT's wrappers; a stack of experts keeps its own name."""
     parameters = _parameters_named_directly(config, targets)
     tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names: dict[str, str] = {}
@@ -208,7 +208,7 @@ def plain_names_of(
 
 
 def _plain_wrapper(wrapper: str) -> str:
-    """Replaces the module name in a wrapper's name with the plain module name. The wrapper keeps its depth."""
+    """Replaces the module name in a wrapper's name with the plain module name, and keeps the wrapper's depth."""
     module = wrapper
     while module.endswith(WRAPPED):
         module = module.removesuffix(WRAPPED)
@@ -227,9 +227,9 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
         if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(
                 f"PEFT adapts {target.path!r} as a parameter, so it needs a layout of experts: "
-                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
-                f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
-                f"both."
+                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) in JAX and (experts, out, in) "
+                f"in torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) "
+                f"in both."
             )
     return parameters
 

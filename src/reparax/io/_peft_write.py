@@ -2,8 +2,8 @@
 
 The arrays of the model are divided into arrays with an adapter (:class:`AdaptedArray`) and arrays that train whole.
 Each adapter is converted separately to the tensors and settings that PEFT stores for it (:class:`PeftForm`). The
-results are collected by module, and one configuration is built that describes all modules. A single error reports all
-arrays that have no equivalent in PEFT.
+results are collected by module, and one configuration describes all modules. A single error reports all arrays that
+have no equivalent in PEFT.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
-_MERGE = "Merge it with `p.fold(raw)`."
+_MERGE = "Otherwise, merge the adapter with `p.fold(raw)`."
 Targets = Mapping[str, Target]
 Forms = dict[str, PeftForm]
 
@@ -50,7 +50,7 @@ def to_peft(
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
     the configuration with ``json.dump`` as ``adapter_config.json``. Add ``base_model_name_or_path`` and ``task_type``
     to the configuration if you need these settings. Biases and whole modules that train beside the adapters are
-    included. Perturbations, the rounding of :class:`FakeQuantized` and the base are left out.
+    included. Perturbations (such as noise), the rounding of :class:`FakeQuantized` and the base weights are left out.
 
     Args:
       p: The chain. Its adapters must belong to one of the methods that :func:`from_peft` reads.
@@ -64,9 +64,9 @@ def to_peft(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent of the stages of a parameter; the error names each such parameter. Also for
-        LoRA with ``init_weights="pissa"`` or ``"olora"``, which changes the base, whereas PEFT adds the factors to the
-        original base.
+      ValueError: If PEFT has no equivalent of the stages of a parameter; the error names each such parameter. This
+        includes LoRA with ``init_weights="pissa"`` or ``"olora"``, which changes the base weight, whereas PEFT adds the
+        factors to the original base weight.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -108,10 +108,11 @@ def to_peft(
 
 
 def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tuple[dict[str, Forms], list[str]]:
-    """Converts each adapted array to its form in PEFT.
+    """Converts each adapted array to the tensors and settings that PEFT stores for it.
 
     Returns:
-      The forms, keyed by method and torch name, and an error for each array that has no equivalent in PEFT.
+      The converted arrays, keyed by method and torch name, and an error text for each array that has no equivalent in
+      PEFT.
     """
     lines: list[str] = []
     written_by_method: dict[str, Forms] = {}
@@ -131,14 +132,14 @@ def _write_adapters(adapted: Mapping[str, AdaptedArray], targets: Targets) -> tu
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
-    """Returns the only method in ``names``. Raises an error unless there is exactly one and ``lines`` is empty."""
+    """Returns the only PEFT method in ``names``. Raises an error unless it is alone and ``lines`` is empty."""
     if not names and not lines:
         raise ValueError(
-            "to_peft: expected adapters of one method, got none. Write a model without adapters with "
-            "`rpx.io.to_torch(p, raw)`."
+            "to_peft: the chain must have adapters of one PEFT method, but has none. Write a model without adapters "
+            "with `rpx.io.to_torch(p, raw)`."
         )
     if len(names) > 1 and not lines:
-        lines = [f"expected adapters of one method, got {', '.join(sorted(names))}"]
+        lines = [f"all adapters must be of one PEFT method, but got {', '.join(sorted(names))}"]
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft cannot write this adapter:\n  {text}\n{_MERGE}")
@@ -148,7 +149,7 @@ def _only_method(names: Collection[str], lines: Sequence[str]) -> str:
 def _configure(
     method: str, modules: Forms, wrappers: Mapping[str, str], known_modules: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the configuration for adapted modules and for stacks of experts, each of which has its own wrapper."""
+    """Returns the PEFT configuration for adapted modules and stacks of experts. The latter are keys of ``wrappers``."""
     config = {"peft_type": method, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= _names_setting("target_modules", is_adapted, modules.keys() - wrappers, known_modules)
     if method == "LORA":
@@ -162,7 +163,7 @@ def _configure(
 
 
 def _configure_lora(modules: Forms) -> dict[str, Any]:
-    """Returns LoRA's ranks, alphas and flags.
+    """Returns PEFT's settings for the ranks, alphas and flags of LoRA.
 
     PEFT divides an alpha by the rank, or by the square root of the rank with ``use_rslora``.
     """
@@ -179,16 +180,16 @@ def _equal_setting(modules: Forms, name: str) -> Any:
     values = {written.settings[name] for written in modules.values()}
     if len(values) > 1:
         text = ", ".join(f"{written.settings[name]} at {module!r}" for module, written in modules.items())
-        raise ValueError(f"PEFT has one {name} for all modules, but got {text}")
+        raise ValueError(f"PEFT has one {name} for all modules, but got {text}. Use equal values")
     return values.pop()
 
 
 def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the settings that give each module a number: the most common number, and patterns for other modules."""
+    """Returns the settings for each module's rank or alpha: the most common number, and patterns for other modules."""
     rounded = {module: round(x, 9) for module, x in numbers.items()}
     number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    # A plain name would also match any longer module name that ends with the plain name.
+    # Without `^`, the name would also match any longer module name that ends with it.
     exceptions = {
         f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
         for module, x in number_of_module.items()
@@ -200,7 +201,7 @@ def _number_setting(name: str, patterns: str, numbers: Mapping[str, float]) -> d
 def _names_setting(
     setting: str, names: Callable[[Mapping[str, Any], str], bool], modules: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match other modules.
+    """Returns the setting that names ``modules``: a list, or a regular expression if a list would match others too.
 
     ``names`` returns whether a configuration names a module, by PEFT's rules.
     """
@@ -210,12 +211,12 @@ def _names_setting(
 
 
 def _written_by_module(written_of: Forms, targets: Targets) -> Forms:
-    """Merges the forms of a module's weight and bias. The update of the bias is rescaled to the weight's factor."""
+    """Merges what PEFT stores for each module's weight and bias. Rescales the bias update to the weight's factor."""
     biases = {targets[tensor].module: x for tensor, x in written_of.items() if BIAS in x.tensors}
     modules = {targets[tensor].adapted_name: x for tensor, x in written_of.items() if BIAS not in x.tensors}
     for module, bias in biases.items():
         if module not in modules:
-            raise ValueError(f"PEFT adapts a bias only if its weight is adapted, but that of {module!r} is not")
+            raise ValueError(f"PEFT adapts a bias only with its weight. Add a LoRA for the weight of {module!r}")
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (concrete_number(bias.factor) / concrete_number(weight.factor))
@@ -237,8 +238,8 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
     """Splits the arrays of the model into arrays with an adapter and arrays that train whole.
 
     Returns:
-      The adapted arrays, the arrays that train whole, and an error for each array that trains whole if its layout is
-      unknown.
+      The adapted arrays, the arrays that train whole, and an error text for each array that trains whole if its layout
+      is unknown.
     """
     adapted: dict[str, AdaptedArray] = {}
     free: dict[str, Array] = {}
@@ -249,7 +250,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
             if array.producer:
                 adapted |= {} if isinstance(array.producer, Freeze | Quantized) else {tensor: array}
             elif array.place in plan.raw.frame.state:
-                continue  # State is not trained, so the array is not written.
+                continue  # Model state, such as batch statistics, is not trained, so it is not written.
             elif jnp.issubdtype((x := plan.raw.arrays[array.place]).dtype, jnp.inexact):
                 require_layouts([target])
                 free[tensor] = target.slice_of(x).reshape(target.shape)
@@ -259,7 +260,7 @@ def _sort_arrays(plan: Plan, targets: Targets) -> tuple[dict[str, AdaptedArray],
 
 
 def _layouts_by_stage(plan: Plan) -> dict[str, str]:
-    """Maps the paths of attention kernels to the layout that the axes of LoRA imply.
+    """Maps the path of each attention kernel with a LoRA to the layout implied by LoRA's axes.
 
     An attention kernel is recognized by its one input axis and two output axes.
     """
@@ -285,25 +286,28 @@ def _require_no_torch_attention(tensor: str, targets: Targets) -> None:
 
 
 def _require_ia3_gain(array: AdaptedArray, adapted: Mapping[str, AdaptedArray], targets: Targets) -> None:
-    """Raises an error if IA3 has no equivalent of the gain on an array.
+    """Raises an error if PEFT's IA3 has no equivalent of the gain on an array.
 
     IA3 multiplies a frozen weight by a gain. A gain on the outputs also multiplies the bias.
     """
     gain, target = array.producer, array.target
     base = array.value("w").producer
     if base is None:
-        raise ValueError(f"PEFT does not train the array that {gain!r} multiplies. Put `Freeze()` before it")
+        raise ValueError(f"PEFT freezes {target.path!r} under a gain. Put `Freeze()` before {gain!r} in the chain")
     if not isinstance(base, Freeze | Quantized):
         raise array.error_of_other_stage("w")
     if len(target.shape) == 1:
         if not isinstance(array.value("g").producer, Tie):
-            raise ValueError("PEFT multiplies a bias by the same factors as the outputs. Tie the two gains")
+            raise ValueError(
+                f"PEFT multiplies {target.path!r} by the gain of the outputs. Tie the gains with `rpx.Tie`"
+            )
         return
     bias, axis = f"{target.module}.bias", array.stage.axis
     is_of_outputs = isinstance(axis, int) and axis % len(target.shape) == target.output_axis
     if is_of_outputs and bias in targets and bias not in adapted:
         raise ValueError(
-            f"PEFT also multiplies {targets[bias].path!r} by these factors. Add a `Gain` for it, tied to this one"
+            f"PEFT also multiplies the bias {targets[bias].path!r} by the factors of {gain!r}. Add a `Gain` for the "
+            f"bias, tied to this gain"
         )
 
 
@@ -313,20 +317,20 @@ def _require_findable_name(written: PeftForm, target: Target) -> None:
     expected = "bias" if BIAS in written.tensors else "weight"
     if not target.n_experts and (name != expected or not module):
         raise ValueError(
-            f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but this is {target.tensor!r} in "
-            f"torch. Rename it with `names`"
+            f"PEFT adapts the {expected} of a module, such as 'dense.{expected}', but {target.path!r} is "
+            f"{target.tensor!r} in torch. Rename it with `names`"
         )
 
 
 def _is_bias(tensor: str) -> bool:
-    """Returns whether PEFT considers a tensor a bias."""
+    """Returns whether a torch tensor is a bias for PEFT, that is, whether its own name is ``bias``."""
     return tensor.rpartition(".")[2] == "bias"
 
 
 def _write_other_trained(
     method: str, free: Mapping[str, Array], targets: Targets, adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors that train beside the adapters, keyed by PEFT's names, and the settings for these tensors."""
+    """Returns the tensors that train beside the adapters, keyed by PEFT's names, and the settings for them."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     _require_savable_modules(saved_modules, adapted_modules, free, targets)
     others = {tensor: target for tensor, target in targets.items() if target.module not in saved_modules}
@@ -347,17 +351,17 @@ def _require_savable_modules(
     for tensor, target in targets.items():
         module = target.module
         if module in saved_modules and module in adapted_modules:
-            raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {module!r} needs both.")
+            raise ValueError(f"to_peft: PEFT cannot both adapt {module!r} and save it whole. Freeze its other arrays.")
         if module in saved_modules and tensor not in free and jnp.issubdtype(target.dtype, jnp.inexact):
             raise ValueError(
                 f"to_peft: PEFT trains each array of a module that it saves whole, such as {module!r}, but "
-                f"{target.path!r} is frozen. Freeze the others too, or train it."
+                f"{target.path!r} is frozen. Freeze all arrays of the module, or none."
             )
         saved = next((saved for saved in saved_modules if module.endswith(saved)), module)
         if module not in saved_modules and saved != module:
             raise ValueError(
-                f"to_peft: PEFT matches the names of saved modules with suffixes, but {saved!r} is also a suffix of "
-                f"{module!r}. Freeze {saved!r}."
+                f"to_peft: PEFT saves each module whose name ends in {saved!r}, but {module!r}, which also does, is "
+                f"not trained whole. Freeze {saved!r}."
             )
 
 
@@ -369,10 +373,12 @@ def _biases_setting(method: str, biases: set[str], targets: Targets, adapted_mod
     if not biases:
         return "none"
     if method != "LORA":
-        raise ValueError(f"to_peft: PEFT trains no biases with {method}, but these train: {paths_text}. Freeze them.")
+        raise ValueError(
+            f"to_peft: PEFT trains no biases with {method}, but this chain does: {paths_text}. Freeze them."
+        )
     if biases not in (all_biases, adapted_biases):
         raise ValueError(
-            f"to_peft: PEFT trains all biases or those of adapted modules, but these train: {paths_text}. Freeze them, "
-            f"or train the others too."
+            f"to_peft: PEFT trains all biases, or the biases of all adapted modules, but this chain trains only "
+            f"{paths_text}. Freeze these biases, or train the others too."
         )
     return "all" if biases == all_biases else "lora_only"

@@ -1,8 +1,8 @@
 """Converts state dicts of torch to raw trees, and back.
 
 Both directions make the same plan (:class:`TorchPlan`), which records which torch tensor holds which raw value. The
-plan groups the raw values (:class:`StageValues` of ``_torch_stages.py``), with a group for each stage on each tensor of
-the model.
+plan has a group of raw values (:class:`StageValues` of ``_torch_stages.py``) for each stage on each tensor of the
+model.
 """
 
 from __future__ import annotations
@@ -55,35 +55,34 @@ def from_torch(
 ) -> PyTree:
     r"""Converts the state dict of a torch module that is parametrized in the same way as ``p`` to a raw tree of ``p``.
 
-    Raw values are converted one by one, so training can continue. The raw values are the ``g`` and ``v`` of
-    :class:`WeightNorm`, the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of
-    pruning. Both torch's parametrizations and its hooks are supported. Torch is not needed, because tensors may be
-    arrays, such as those of a safetensors file.
+    All raw values are converted, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the vectors of
+    :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning. Both torch's parametrizations and
+    its hooks are supported. Torch is not needed, because tensors may be arrays, such as those of a safetensors file.
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ.
 
     * :class:`Orthogonal` has other coordinates in torch, and gradient descent takes equal steps only with
-      ``map="householder"``. A matrix restarts with its weight as the base if its map in torch is not that of ``p``. A
-      square matrix with ``map="householder"`` that torch stores transposed also restarts.
+      ``map="householder"``. If torch and ``p`` have different maps for a matrix, its weight becomes its new base. The
+      same holds for a square matrix with ``map="householder"`` that torch stores transposed.
     * The hook of :class:`SpectralNorm` updates ``v`` before ``u`` in torch.
 
-    A layout describes how the axes of an array here relate to its axes in torch:
+    A layout describes how the axes of an array in JAX relate to its axes in torch:
 
-    * ``"kernel"``: ``(*spatial, in, out)`` here, ``(out, in, *spatial)`` in torch. The default for matrices named
+    * ``"kernel"``: ``(*spatial, in, out)`` in JAX, ``(out, in, *spatial)`` in torch. The default for matrices named
       ``kernel``.
     * ``"same"``: ``(out, in, *spatial)`` in both.
-    * ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch, and flipped along the
+    * ``"conv_transpose"``: ``(*spatial, in, out)`` in JAX, ``(in, out, *spatial)`` in torch, and flipped along the
       spatial axes. For flax's transposed convolutions without ``transpose_kernel=True``.
-    * ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch, and flipped along the spatial axes.
-      For equinox's transposed convolutions.
+    * ``"swapped"``: ``(out, in, *spatial)`` in JAX, ``(in, out, *spatial)`` in torch, and flipped along the spatial
+      axes. For equinox's transposed convolutions.
     * ``"conv1d"``: ``(in, out)`` in both. For the weights of ``Conv1D`` in transformers.
     * ``"embedding"``: ``(num, features)`` in both. The default for matrices named ``embedding``.
-    * ``"vector"``: ``(out, 1, ..., 1)`` or ``(heads, dim)`` here, one axis in torch. For the biases of equinox's
+    * ``"vector"``: ``(out, 1, ..., 1)`` or ``(heads, dim)`` in JAX, one axis in torch. For the biases of equinox's
       convolutions and of attention.
-    * ``"to_heads"``: an attention kernel ``(in, heads, dim)`` here, ``(heads * dim, in)`` in torch.
-    * ``"from_heads"``: an attention kernel ``(heads, dim, out)`` here, ``(out, heads * dim)`` in torch.
-    * ``"experts:kernel"``: ``(experts, in, out)`` here, ``(experts, out, in)`` in torch. For stacks of experts that are
-      one tensor there too, as in Mixtral and Qwen-MoE of transformers 5.
+    * ``"to_heads"``: an attention kernel ``(in, heads, dim)`` in JAX, ``(heads * dim, in)`` in torch.
+    * ``"from_heads"``: an attention kernel ``(heads, dim, out)`` in JAX, ``(out, heads * dim)`` in torch.
+    * ``"experts:kernel"``: ``(experts, in, out)`` in JAX, ``(experts, out, in)`` in torch. For stacks of experts that
+      are one tensor in torch too, as in Mixtral and Qwen-MoE of transformers 5.
     * ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in GPT-OSS.
     * ``"experts:same"``: ``(experts, out, in)`` in both.
 
@@ -107,12 +106,13 @@ def from_torch(
       state_dict: A dict from names to tensors or arrays.
       like: The model's parameters, or their shapes and dtypes.
       names: The torch names of parameters, as a dict from regular expressions to names. A regular expression must match
-        a whole path here, and a name is the whole name in torch. For example, ``{r"layers_(\d+)/kernel": r"\1.weight",
-        r"layers_(\d+)/bias": r"\1.bias"}`` is for a ``Sequential`` of flax and of torch. The first match counts, and
-        each ``/`` becomes a ``.``. By default, the name is the path, with ``weight`` in place of ``kernel``, ``scale``
-        and ``embedding``. If layers are stacked along the first axis of an array, write ``{i}`` for their index:
-        ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``. For a stack along the first two axes, write ``{i}``
-        and ``{j}``. Stages on the stack need the same axes as ``stacked``.
+        a parameter's whole path in JAX, and a name is a tensor's whole name in torch. For example,
+        ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` is for a ``Sequential`` of flax and
+        of torch. The first match is used, and each ``/`` in the result becomes a ``.``. By default, the name is the
+        path, with ``weight`` in place of ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first
+        axis of an array, write ``{i}`` for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``. For
+        a stack along the first two axes, write ``{i}`` and ``{j}``. Stages on the stack need the same axes as
+        ``stacked``.
       layouts: The layouts of parameters, as a dict from regular expressions to the layouts above.
       roles: The result of ``rpx.roles(loss, params, batch)``, which records how the network multiplies its arrays. The
         roles determine the layouts of matrices, convolutions, tables and attention kernels for which neither
@@ -120,8 +120,8 @@ def from_torch(
       orthogonal_map: The ``orthogonal_map`` that torch's ``orthogonal`` was called with, because a state dict does not
         record it: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``. Pass ``"default"`` if it was called without one,
         which means ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for all others. Pass one word
-        for all matrices, or a dict from regular expressions to words. The argument is not needed where
-        :class:`Orthogonal` has torch's default map, or where the matrix is still at its base.
+        for all matrices, or a dict from regular expressions for paths to words. The argument is not needed if
+        :class:`Orthogonal` has torch's default map, or if the matrix still equals its base.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -186,16 +186,16 @@ def to_torch(
       p: The chain.
       raw: A raw tree of ``p``.
       names: As for :func:`from_torch`.
-      layouts: As for :func:`from_torch`, except that there is no tensor to show the number of axes, so all convolutions
-        of linen need a layout, or ``roles``.
+      layouts: As for :func:`from_torch`, except that no tensor shows the number of axes, so all convolutions of linen
+        need a layout, or ``roles``.
       roles: As for :func:`from_torch`.
       orthogonal_map: As for :func:`from_torch`. If torch uses another map than ``p`` for an orthogonal matrix, the
         matrix is written with its weight as the base.
       style: How torch names the raw values: ``"parametrizations"`` for ``torch.nn.utils.parametrizations``;
         ``"no_trivialization"`` for the same without bases, as in ``orthogonal(..., use_trivialization=False)``; or
         ``"hooks"`` for ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has only one style.
-        Pass one word for all parameters, or a dict from regular expressions for paths to words. The first match counts,
-        and a parameter without a match has the default style.
+        Pass one word for all parameters, or a dict from regular expressions for paths to words. The first match is
+        used, and a parameter without a match has the default style.
       like: A state dict of the module, or the names in it, which show the style of each tensor. Pass it instead of
         ``style``.
 
@@ -240,7 +240,7 @@ class TorchPlan:
 
     @property
     def names(self) -> dict[Entry, list[str]]:
-        """The names of the tensors in torch that hold the values of each entry."""
+        """Maps each entry, a torch weight, to the names of the torch tensors that hold its raw values."""
         names = {entry: [entry.tensor] for entry in self.tied}
         for group in self.groups:
             names.setdefault(group.entry, []).extend(group.names.values())
@@ -249,7 +249,7 @@ class TorchPlan:
     def state_dict(self, raw: PyTree, has_base: Callable[[StageValues], bool] = lambda group: True) -> dict[str, Array]:
         """Converts a raw tree, concrete or traced, to a state dict.
 
-        ``has_base`` returns whether torch stores the base of a group of values.
+        ``has_base`` returns whether torch stores the base of an :class:`Orthogonal`, given its group of values.
         """
         arrays = dict(items(raw))
         state = dict[str, Array]()
@@ -261,7 +261,7 @@ class TorchPlan:
         return state | self.tied_tensors(raw)
 
     def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
-        """Computes the tied weights of a raw tree, which torch stores under both names."""
+        """Computes the weights of tied parameters, which torch stores under the names of both parameters of a tie."""
         effective = {path_text(names): x for names, x in items(self.weights.fold(raw))} if self.tied else {}
         return {entry.tensor: to_layout(entry.slice_of(effective[entry.path]), entry.layout) for entry in self.tied}
 
@@ -290,7 +290,7 @@ def _make_plan(
     names_in_torch: Collection[str] | None,
     style: str | Rules = None,
 ) -> TorchPlan:
-    """Makes the plan for a raw tree of ``p``, which may be concrete or abstract.
+    """Plans which torch tensor holds which raw value of ``p``. ``raw`` may hold arrays, or only shapes and dtypes.
 
     ``names_in_torch`` holds the names in a state dict, which show where torch uses hooks. If ``names_in_torch`` is
     None, ``style`` determines where torch uses hooks. The other arguments are the same as for :func:`from_torch`.
@@ -323,7 +323,7 @@ def _make_plan(
 
 
 def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Raises an error if the names or types of a state dict differ from the expected ones, with a line for each."""
+    """Raises an error with a line for each tensor of a state dict whose name, shape or dtype is not as expected."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
     optional = {entry.tensor for entry in plan.tied}
     optional |= {group.names["base"] for group in plan.groups if isinstance(group.stage, Orthogonal)}
@@ -344,13 +344,13 @@ def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, A
     stack = f"If {doubtful[0]!r} is a stack, name each layer: {per_layer_names(doubtful[0])}. " if doubtful else ""
     text = "\n  ".join(f"{name}: {lines[name]}" for name in sorted(lines))
     raise ValueError(
-        f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
-        f"entries that are not parameters from the state dict and from `like`."
+        f"the state dict does not fit {p!r}:\n  {text}\n{stack}Pass the chain, `names` and `layouts` that belong to "
+        f"the torch module, and remove entries that are not parameters from the state dict and from `like`."
     )
 
 
 def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
-    """Returns text that suggests an axis or layouts for which a tensor's shape would fit.
+    """Returns the end of an error text that suggests an axis or layouts for which a tensor's shape would fit.
 
     The text is empty if nothing fits, and for arrays with at most two axes.
     """
@@ -376,16 +376,17 @@ def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _norm_shape(entry: Entry, axis: int) -> tuple[int, ...]:
-    """Returns the shape of an array's norms along an axis."""
+    """Returns the shape of WeightNorm's ``g``, which has one norm for each index along ``axis``."""
     return tuple(size if i == axis % len(entry.shape) else 1 for i, size in enumerate(entry.shape))
 
 
 def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
-    """Raises an error if the tensor of a tied parameter differs from the other parameter of the tie."""
+    """Raises an error if the torch tensor of a tied parameter differs from the parameter that it is tied to."""
     tied_tensors = plan.tied_tensors(raw)
     for entry in plan.tied:
         name = entry.tensor
         if name in state and not np.array_equal(tied_tensors[name], state[name]):
             raise ValueError(
-                f"{name!r} differs from the parameter that {entry.path!r} is tied to. Remove the tie, or this tensor."
+                f"the tensor {name!r} must equal the parameter that {entry.path!r} is tied to, but differs from it. "
+                f"Remove the tie from the chain, or the tensor from the state dict."
             )

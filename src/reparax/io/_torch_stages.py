@@ -1,12 +1,12 @@
-"""The stages that torch also has, with torch's names for their raw values and the conversion of each value.
+"""Converts the raw values of stages that have an equivalent in torch, and finds torch's names for these values.
 
-To add a stage, add a row to ``NAME_MAPS``, and a case to the functions that write and read one value. Torch has stages
-in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``, and calls the weight that it
-replaces its original. A hook keeps its values beside the weight, with suffixes: ``weight_g``.
+To add a stage, add an entry to ``NAME_MAPS``, and a case to the functions that write and read one value. Torch has
+stages in two forms. A parametrization keeps its values in a list, ``parametrizations.weight``, and calls the weight
+that it replaces its original. A hook keeps its values beside the weight, with suffixes: ``weight_g``.
 
 Torch stores a tall orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, and uses only the
-first columns. We apply the same f to :math:`X = B L`, with the first columns of B as the base. For reflections, torch
-stores signs in the diagonal of L, which are initially -1; ours are always -1.
+first columns. reparax applies the same f to :math:`X = B L`, with the first columns of B as the base. For reflections,
+torch stores signs in the diagonal of L, which are initially -1; in reparax they are always -1.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class NameMap:
     """Torch's names for the raw values of a stage.
 
     Attributes:
-      listed: The names for a parametrization, below ``parametrizations.weight``. The number of the parametrization
+      listed: The names for a parametrization, below ``parametrizations.weight``. The index of the parametrization
         precedes each name, except for originals.
       hooked: The suffixes for a hook, after ``weight``.
       fields: The fields of the stage that torch also has, or that do not affect what the module computes. All other
@@ -71,7 +71,7 @@ class StageValues:
     """The raw values of one stage on one tensor of the model.
 
     Attributes:
-      stage: The stage as it acts on one array of a stack; None for an array of the raw tree that no stage produces.
+      stage: The stage as it acts on one layer of a stack; None for an array of the raw tree that no stage computes.
       entry: The tensor of the model.
       keys: The path of each value in the raw tree.
       names: The torch name of each value.
@@ -88,7 +88,7 @@ class Naming:
     """Finds torch's names for the raw values of a chain.
 
     Attributes:
-      producers: Maps the key path of an array to the stage that produces it and to the key paths of the stage's values.
+      producers: Maps the key path of an array to the stage that computes it and to the key paths of the stage's values.
       is_hooked: Returns whether torch uses a hook for a tensor whose stage exists as a hook.
     """
 
@@ -100,7 +100,7 @@ class Naming:
         return self._visit(place, entry, entry.tensor)[1]
 
     def _visit(self, place: Names, entry: Entry, tensor: str, outer: str = "") -> tuple[int, list[StageValues]]:
-        """Counts the parametrizations that produce the array at a place, and lists all their groups of values.
+        """Counts the torch parametrizations that compute the array at a key path, and lists their raw values by stage.
 
         ``tensor`` is the array's name in torch. If the array is the original of a parametrization, ``outer`` is the
         name of the list that holds this parametrization. Otherwise, ``outer`` is empty.
@@ -118,7 +118,7 @@ class Naming:
         names = {value: tensor + suffix for value, suffix in name_map.hooked.items()}
         if is_listed:
             parametrizations = outer or _parametrizations_of(tensor)
-            # If another stage produces the original, torch keeps both stages in one list, with the other stage first.
+            # If another stage computes the original, torch keeps both stages in one list, with the other stage first.
             original = next((value for value in computed if name_map.listed.get(value) == "original"), None)
             if original is not None:
                 number, inner = self._visit(places[original], entry, f"{parametrizations}.original", parametrizations)
@@ -151,7 +151,7 @@ def _require_supported_fields(stage: Any, name_map: NameMap) -> None:
         is_foreign = name_map.fields is not None and field.name not in name_map.fields
         if is_foreign and getattr(stage, field.name) != field.default:
             how = "Name each layer of a stack with {i} in `names`. " if field.name == "stacked" else ""
-            raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
+            raise ValueError(f"torch has no equivalent of the field {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
 
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
@@ -184,7 +184,10 @@ def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> A
     match stage, name:
         case WeightNorm(axis=axis), "g":
             if isinstance(axis, tuple) or axis == EACH:
-                raise ValueError(f"torch has norms along a single axis only, unlike {stage!r}. {EXCHANGE_PLAIN}")
+                raise ValueError(
+                    f"torch's weight norm has a norm for each index of a single axis, unlike {stage!r}. "
+                    f"{EXCHANGE_PLAIN}"
+                )
             return x.reshape(()) if axis is None else to_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
@@ -197,7 +200,7 @@ def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> A
 
 
 def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
-    """Converts one of torch's values to our raw value of the given shape."""
+    """Converts one of the values that torch stores for a stage to a raw value of the given shape."""
     match stage, name:
         case WeightNorm(axis=None), "g":
             return x.reshape(shape)
@@ -213,43 +216,47 @@ def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry
 
 
 def _require_plain_heads(stage: Parametrization | None, entry: Entry) -> None:
-    """Raises an error if a stage other than ``Freeze`` acts on an attention kernel, because torch merges the heads."""
+    """Raises an error if a stage other than ``Freeze`` acts on an attention kernel, whose heads torch merges."""
     if entry.layout in HEADS and not isinstance(stage, Freeze | None):
         raise ValueError(f"torch merges attention heads, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _shape_of_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of an array's column, with size 1 along the column axis.
+    """Returns the shape of one column of an array, with size 1 along the column axis.
 
-    Raises an error if there are several column axes, because torch has only one.
+    Raises an error if the stage has several column axes, because torch has only one.
     """
     _, columns = stage.axes_of(len(shape))
     if len(columns) > 1:
-        raise ValueError(f"torch has one column axis, so it has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch's spectral norm has a single column axis, unlike {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
 
 
 def _require_binary(mask: Array) -> Array:
     """Returns the mask. Raises an error if the mask is not binary, because gradients would then differ from torch's."""
-    if not jnp.all((mask == 0) | (mask == 1)):
+    others = mask[(mask != 0) & (mask != 1)]
+    if others.size:
         raise ValueError(
-            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
-            "torch with `prune.remove`, and call `init` with the result."
+            f"a pruning mask must consist of zeros and ones, but got {float(others[0]):.3g}. Apply the mask in torch "
+            f"with `prune.remove`, and call `init` with the result."
         )
     return mask
 
 
 def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Reduces a mask with an entry for each weight to the raw value's shape, which may have an entry for each slice."""
+    """Reduces a mask of single weights to the raw value's shape, which may have only one entry for each slice."""
     axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
     slice_mask = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(slice_mask == mask):
-        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis='each'`.")
+        raise ValueError(
+            f"the stage prunes whole slices (mask shape {shape}), but torch's mask differs within a slice. Pass "
+            f"`axis='each'` to the stage."
+        )
     return slice_mask
 
 
 def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
-    """Returns the stage and entry of the matrix ``(rows, columns)`` that the raw values belong to.
+    """Returns the stage without axis fields, and the entry for the matrix ``(rows, columns)`` that it parametrizes.
 
     If the array does not have exactly one row axis and one column axis, returns both arguments unchanged.
     """
@@ -260,7 +267,7 @@ def _with_rows_first(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry
 
 
 def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
-    """Converts raw values of Orthogonal to torch's values, which include a base only if ``with_base`` is True."""
+    """Converts raw values of ``Orthogonal`` to torch's values, which include a base only if ``with_base`` is True."""
     _require_same_matrices(stage, values, entry)
     shares_coordinates = _shares_coordinates(stage, entry)
     in_layout = {name: to_layout(x, entry.layout) for name, x in values.items()}
@@ -273,13 +280,13 @@ def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, wit
     if _torch_map(entry) == "householder":
         return {"x": _write_reflections(w)}
     raise ValueError(
-        f"without trivialization, torch's base is the identity, but {stage!r} has another base, or another map than "
-        f"torch. Use style='parametrizations', or orthogonal_map='householder', which torch can invert."
+        f"without trivialization, torch's base is the identity, but {stage!r} has another base or another map than "
+        f"torch. Pass style='parametrizations', or orthogonal_map='householder', which torch can invert."
     )
 
 
 def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> Values:
-    """Converts torch's values of an orthogonal matrix to raw values of Orthogonal."""
+    """Converts the values that torch stores for an orthogonal matrix to raw values of ``Orthogonal``."""
     _require_same_matrices(stage, values, entry)
     _require_known_map(stage, values["x"], entry)
     torch_stage = replace(stage, map=_torch_map(entry))
@@ -290,7 +297,7 @@ def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> V
 
 
 def _shares_coordinates(stage: Orthogonal, entry: Entry) -> bool:
-    """Returns whether an orthogonal matrix has the same coordinates in torch as here.
+    """Returns whether torch and the stage use the same coordinates for an orthogonal matrix.
 
     The coordinates are the same if the map is the same, except for reflections of a square matrix that torch stores
     transposed.
@@ -307,30 +314,30 @@ def _require_same_matrices(stage: Orthogonal, values: Values, entry: Entry) -> N
     has_named_axes = stage.rows is not None or stage.columns is not None
     if has_named_axes or tuple(sorted(list_axes(stage.stacked))) != leading or (entry.has_other_order and leading):
         raise ValueError(
-            f"the matrices of {stage!r} and of torch lie in the last two axes, which differ between the two. "
-            f"{EXCHANGE_PLAIN}"
+            f"torch's `orthogonal` acts on the matrices in the last two axes of a tensor, but {stage!r} acts on other "
+            f"matrices. {EXCHANGE_PLAIN}"
         )
 
 
 def _torch_map(entry: Entry) -> str:
-    """Returns our name for the map that torch uses for a weight: the user's ``orthogonal_map``, or torch's default."""
+    """Returns the ``map`` of ``Orthogonal`` that torch uses for a weight: ``orthogonal_map``, or else a default."""
     is_square = entry.shape[-2] == entry.shape[-1]
     default = "expm" if is_square or jnp.issubdtype(entry.dtype, jnp.complexfloating) else "householder"
     return ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", default)
 
 
 def _require_known_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
-    """Raises an error if the map that produces a matrix is unknown, unless the matrix is at its base."""
+    """Raises an error if torch's map for a matrix is unknown, unless the matrix still equals its base."""
     default_map = _torch_map(entry)
     is_known = entry.orthogonal_map is not None or default_map == stage.map
     if is_known or not jnp.any(jnp.tril(_as_tall(original), -1)):
         return
     name_in_torch = {name: torch_name for torch_name, name in ORTHOGONAL_MAPS.items()}
     raise ValueError(
-        f"torch's file does not say which map produces this matrix: {stage!r} has map={stage.map!r}, but torch takes "
-        f"{name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
-        f"torch's `orthogonal` was called without a map, or orthogonal_map={name_in_torch[stage.map]!r} if with "
-        f"this one."
+        f"a state dict does not record the map of torch's `orthogonal`: {stage!r} has map={stage.map!r}, but torch "
+        f"uses {name_in_torch[default_map]!r} for the shape {entry.shape[-2:]} by default. Pass "
+        f"orthogonal_map='default' if `orthogonal` was called without a map, or "
+        f"orthogonal_map={name_in_torch[stage.map]!r} if it was called with this map."
     )
 
 
@@ -341,7 +348,7 @@ def _with_base_at_weight(w: Array) -> Values:
 
 
 def _write_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Converts our values to torch's original and square base, which give the same weight."""
+    """Converts raw values ``x`` and ``base`` to torch's original and square base, which give the same weight."""
     x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
     original = _as_lower(stage, product(adjoint(square), x)) - identity(x)
@@ -355,7 +362,7 @@ def _has_identity_base(values: Values) -> bool:
 
 
 def _write_reflections(w: Array) -> Array:
-    """Converts a weight to torch's original for reflections without a base, which holds LAPACK's factors."""
+    """Converts a weight to torch's original for reflections without a base: LAPACK's factors of a QR decomposition."""
     reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
@@ -364,7 +371,7 @@ def _write_reflections(w: Array) -> Array:
 
 
 def _read_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Converts torch's values to our matrix and base, which give the same weight. A missing base is the identity."""
+    """Converts torch's values to raw values ``x`` and ``base`` of the same weight. A missing base is the identity."""
     original = _as_tall(widened(values["x"]))
     base, x = identity(original), jnp.tril(original, -1)
     if "base" in values:
@@ -384,8 +391,8 @@ def _signs_in_torch(diagonal: Array) -> Array:
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
         raise ValueError(
-            "expected signs of reflections on the diagonal, got numbers that torch reads as zeros, as after weight "
-            "decay. Set them to -1 or 1."
+            "the diagonal must hold the signs -1 or 1 of reflections, but holds numbers that torch reads as zeros, as "
+            "after weight decay. Set each of them to -1 or 1."
         )
     return signs
 
@@ -404,10 +411,10 @@ def _as_lower(stage: Orthogonal, x: Array) -> Array:
 
 
 def _as_tall(x: Array) -> Array:
-    """Returns ``x``, transposed if it is wide."""
+    """Returns ``x``, transposed if it has more columns than rows."""
     return x.mT if x.shape[-2] < x.shape[-1] else x
 
 
 def _transpose_like(x: Array, like: Array) -> Array:
-    """Returns ``x``, transposed if ``like`` is wide."""
+    """Returns ``x``, transposed if ``like`` has more columns than rows."""
     return x.mT if like.shape[-2] < like.shape[-1] else x

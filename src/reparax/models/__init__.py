@@ -1,5 +1,5 @@
 """Models that hold a chain: modules of nnx, linen, equinox and haiku.
 
-Each wrapper computes the effective tree once per call and hands it to the plain model. The wrappers do not depend on
-what individual stages do.
+Each wrapper computes the effective weights from its raw values once per call, and runs the plain model with them. The
+wrappers do not depend on what individual stages do.
 """

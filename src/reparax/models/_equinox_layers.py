@@ -1,4 +1,4 @@
-"""The axes of the arrays of equinox layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
+"""Lists the axes of the arrays of equinox layers, by class name; ``core/known_axes.py`` explains letters and sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def _size(features: Any) -> int:
 
 
 def _linear(m: Any) -> dict[str, Any]:
-    """Returns the axes of a linear layer: a matrix and a bias."""
+    """Returns the axes of a linear layer's matrix and bias, as letters and sizes."""
     inputs, outputs = _size(m.in_features), _size(m.out_features)
     return {"weight": ("oi", outputs, inputs), "bias": ("v", outputs)}
 
 
 def _conv(m: Any) -> dict[str, Any]:
-    """Returns the axes of a convolution: a kernel and a bias."""
+    """Returns the axes of a convolution's kernel and bias, as letters and sizes."""
     shape = m.out_channels, m.in_channels // m.groups, m.kernel_size
     return {"weight": ("oiw", *shape), "bias": ("vv", m.out_channels, (1,) * m.num_spatial_dims)}
 

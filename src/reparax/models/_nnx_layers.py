@@ -1,4 +1,4 @@
-"""The axes of the arrays of nnx layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
+"""Lists the axes of the arrays of nnx layers, by class name; ``core/known_axes.py`` explains the letters and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _einsum(m: Any) -> dict[str, Any]:
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
-    # If a letter occurs twice in the kernel, the layer reads a diagonal, and the axes are not known.
+    # If the equation repeats a letter in the kernel, the layer reads a diagonal, so the axes are unknown.
     is_known = len(letters) == len(m.kernel_shape) and len(set(kernel)) == len(kernel)
     known = {"kernel": (letters, *m.kernel_shape)} if is_known else {}
     return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
@@ -24,13 +24,13 @@ def _window(m: Any) -> tuple[int, ...]:
 
 
 def _conv(m: Any) -> dict[str, Any]:
-    """Returns the axes of a convolution: a kernel and a bias."""
+    """Returns the axes of a convolution's kernel and bias, as letters and sizes."""
     inputs = m.in_features // m.feature_group_count
     return {"kernel": ("wio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
 
 
 def _conv_transpose(m: Any) -> dict[str, Any]:
-    """Returns the axes of a transposed convolution: a kernel and a bias."""
+    """Returns the axes of a transposed convolution's kernel and bias, as letters and sizes."""
     plain, transposed = ("wio", m.in_features, m.out_features), ("woi", m.out_features, m.in_features)
     letters, *channels = transposed if m.transpose_kernel else plain
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}

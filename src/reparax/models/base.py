@@ -1,8 +1,8 @@
-"""Shared code of the models that hold a chain: argument checks, errors, attribute lookup, and pure functions.
+"""Shared code of the modules that wrap a model and its chain: argument checks, errors, attributes, pure functions.
 
-The wrappers of nnx, linen, haiku and equinox hold raw values. Before each call they compute the effective weights,
-which the wrapped model then reads. ``Functions`` provides the methods of a chain for linen and haiku, where parameters
-are passed as arguments.
+The wrappers of nnx, linen, haiku and equinox hold raw values. Before each call, they compute the effective weights,
+with which the wrapped model then runs. ``Functions`` provides the methods of a chain for linen and haiku, where
+parameters are passed as arguments.
 """
 
 import functools
@@ -39,14 +39,14 @@ def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None,
 def require_reachable(who: str, model: Any, wrapper: type[Any], of_library: Collection[str]) -> None:
     """Raises an error if a method of the wrapper would hide a method of the same name in the model.
 
-    Names in ``of_library`` are exempt, because the wrapper's methods of these names do what the model's methods would
-    do.
+    Names in ``of_library`` are exempt, because the wrapper's methods of these names do the same as the model's methods.
     """
     names = {name for name in dir(wrapper) if name[0] != "_" and _is_method(wrapper, name)}
     for name in sorted(names - {*of_library}):
         if _is_method(type(model), name):
             raise ValueError(
-                f"{who} has {name!r} of its own, which would hide that of {type(model).__name__}. Rename the model's."
+                f"{who} has {name!r} of its own, which would hide {name!r} of {type(model).__name__}. Rename it in the "
+                f"model."
             )
 
 
@@ -64,7 +64,7 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
       p: The chain.
       updates: The wrapper's argument ``updates``: None or ``"by hand"``.
       call: The code that updates the fixed values by hand, for errors.
-      why: Why calls of this model cannot update fixed values, or None if they can.
+      why: A clause that says why calls of this model cannot update fixed values, or None if they can.
 
     Raises:
       ValueError: If the fixed values must be updated by hand, and ``updates`` is None.
@@ -73,37 +73,39 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
     instead = ", or train with `rpx.optimizer(tx, p)`"
     if any(stage.moves_weights for stage in p):
         instead = ""
-        why = "which may move weights too, so the optimizer must know when"
+        why = "it may also move weights, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
-            f"{CallName(p, 'update')} advances fixed values, once per training step, {why}. Call `{call}` "
-            f'after each step{instead}, and say so: `{who}(..., updates="{BY_HAND}")`.'
+            f"{CallName(p, 'update')} must advance fixed values once per training step, but {why}. Call `{call}` after "
+            f'each step{instead}, and confirm this with `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
 
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
-    """Returns the raw tree with its fixed values updated by one training step. No gradients pass through the update."""
+    """Returns the raw tree with its fixed values updated as after one training step, but without gradients."""
     return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 
 
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """Returns the error for calling a model whose chain draws random numbers without a random stream."""
     return ValueError(
-        f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
-        f"{what}. Give one, `{give}`, or evaluate with {mean}."
+        f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a random key or stream, "
+        f"but got {what}. Pass one, `{give}`, or evaluate with {mean}."
     )
 
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
-    """Returns the key for initialization, or None if nothing is random; raises an error if a needed key is missing."""
+    """Returns the random key for ``init``, or None if ``init`` needs none. Raises an error if the key is missing."""
     if p.random_init and key is None:
-        raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+        raise ValueError(
+            f"{CallName(p, 'init')} draws random numbers, so it needs a key, but got none. Write `{give}`."
+        )
     return key if p.random_init else None
 
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
-    """Returns ``raw``, and raises an error if ``raw`` is not a raw tree of the chain ``p``."""
+    """Returns ``raw`` unchanged. Raises an error if it is not a raw tree of the chain ``p``."""
     plan_for(p, raw)
     return raw
 
@@ -127,7 +129,7 @@ def find_attribute(
     if name in attributes:
         return read_instance(name)
     if isinstance(inspect.getattr_static(type(raw), name), staticmethod | classmethod):
-        return of_class  # Static and class methods read no arrays.
+        return of_class  # Static and class methods read no arrays of the model.
     if isinstance(of_class, property):
         return read_effective(name)
     return functools.partial(call_method, name) if callable(of_class) else of_class
@@ -145,26 +147,27 @@ class Functions:
     _start: ClassVar[str] = ""
     """The code that calls :meth:`start` with a key, for errors."""
     _fixed_missing: ClassVar[tuple[str, str, str]]
-    """Three parts of the error about missing fixed values: what was given, where they should be, and what to do."""
+    """Parts of the error about missing fixed values: what was given, where these values belong, and what to do."""
 
     _get: Callable[..., PyTree]
-    """Returns the raw tree that raw variables hold, or the parameters that variables of the plain model hold."""
+    """``_get(*variables)`` returns the raw tree in raw variables, or the parameters in variables of the plain model."""
     _set: Callable[..., Any]
     """``_set(raw, *variables)`` returns the variables with ``raw`` in place of their own raw tree."""
     _set_plain: Callable[..., Any]
     """``_set_plain(params, *variables)`` returns variables of the plain model with the parameters ``params``."""
     _has_fixed: Callable[..., bool]
-    """Returns whether the variables contain the collection or entry that holds fixed values."""
+    """``_has_fixed(*variables)`` returns whether the variables contain the collection or key that holds fixed
+    values."""
     deterministic: Any
     """The same model without noise, for evaluation."""
 
     def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits positional arguments into the variables and the key, which defaults to ``key``."""
+        """Splits positional arguments into the variables and the random key, which defaults to ``key``."""
         variables, further = arguments[: self._count], arguments[self._count :]
         return variables, further[0] if further else key
 
     def start(self, *arguments: Any, key: Any = None) -> Any:
-        """Initializes raw variables from variables of the plain model."""
+        """Returns raw variables, which hold a raw tree in place of parameters, for variables of the plain model."""
         variables, key = self._split_key(arguments, key)
         return self._set(self.p.init(self._get(*variables), start_key(self.p, key, self._start)), *variables)
 
@@ -189,8 +192,7 @@ class Functions:
                 raise
             found, missing, remedy = self._fixed_missing
             raise ValueError(
-                f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where fixed values "
-                f"are kept. {remedy}"
+                f"{CallName(self.p, 'apply')} needs the fixed values in {missing}, but got only {found}. {remedy}"
             ) from error
 
     def fold(self, *variables: Any) -> Any:
@@ -204,7 +206,7 @@ class Functions:
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a raw tree of dicts into free and fixed values, without branches that only the other half needs."""
+    """Splits a raw tree of dicts into a dict of free and a dict of fixed values, without branches empty in only one."""
     free, fixed = partition(raw)
     return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
 
@@ -216,7 +218,7 @@ def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[
 
 
 def _prune(tree: PyTree, *, also_empty: bool) -> Any:
-    """Removes branches without arrays from a tree; with ``also_empty``, keeps dicts that were already empty."""
+    """Removes the branches of a tree that hold no arrays. If ``also_empty``, keeps dicts that were empty before."""
     if not isinstance(tree, Mapping):
         return tree if jax.tree.leaves(tree) else None
     kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}

@@ -1,4 +1,4 @@
-"""An equinox module that wraps a model and its chain, for training loops that own the loss and call ``model(x)``."""
+"""Wraps a model and its chain in an equinox module, for training loops that own the loss and call ``model(x)``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WHO = "rpx.equinox.Parametrized"
 
 
 class Parametrized(eqx.Module):
-    """A model that reads the effective tree of a chain, while its arrays are raw values.
+    """A model that holds the raw values of a chain, and computes its effective weights from them in each call.
 
     The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
-    effective tree once. ``model.raw`` is the raw tree, as ``p.init(model)`` returns it, for use with ``p.check``. Fixed
-    values are stored as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain
+    effective weights once. ``model.raw`` is the raw tree, as ``p.init(model)`` returns it, for use with ``p.check``.
+    Fixed values are stored as integers with the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain
     ``optax.adamw`` on ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``,
     ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat the wrapper like any module.
 
-    ``eqx.is_array`` also selects these integers, and optax rejects them, as it does for any module with integers.
-    Filter by ``eqx.is_inexact_array`` instead, including for averages and casts.
+    ``eqx.is_array`` also selects the integers in which fixed values are stored, and optax rejects them, as it does for
+    any module with integers. Filter by ``eqx.is_inexact_array`` instead, including for averages and casts.
 
     If the chain has noise, each call needs ``key``. If the model takes a key, by name or by position, the model gets
     the same key. Under ``jax.vmap`` over examples, a single key outside the ``vmap`` gives all examples the same draw:
@@ -94,7 +94,7 @@ class Parametrized(eqx.Module):
         """Wraps ``model``, with the raw tree of ``p`` in place of its arrays."""
         self.p = base.check_arguments(_WHO, model, p)
         base.require_reachable(_WHO, model, Parametrized, dir(eqx.Module))
-        base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
+        base.check_updates(_WHO, p, updates, "model = model.update()", "a call of an equinox module cannot change it")
         if raw is None:
             raw_model = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))
         else:
@@ -107,7 +107,7 @@ class Parametrized(eqx.Module):
         return jax.tree.map(lambda x: x.unpacked() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
 
     def replace(self, raw: Any) -> Any:
-        """Returns the same model with another raw tree, such as a restored one."""
+        """Returns the same model with another raw tree, such as one restored from a checkpoint."""
         return eqx.tree_at(lambda model: model.values, self, _hide_fixed(raw))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class Parametrized(eqx.Module):
         return base.find_attribute(self, raw_model, name, read_instance, read_effective, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
-        """Returns the plain model with effective weights of one draw, to call it several times with the same noise.
+        """Returns the plain model with one draw of the effective weights, for several calls with the same noise.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is no key.
@@ -142,7 +142,7 @@ class Parametrized(eqx.Module):
         return self.p.fold(self.raw)
 
     def update(self, key: Array | None = None, grads: PyTree = None) -> Any:
-        """Returns the model with fixed values advanced by one step, as ``p.update`` does; call it once per step."""
+        """Returns the model with fixed values updated by ``p.update``. Call this once after each training step."""
         return self.replace(self.p.update(self.raw, key, grads))
 
     @property
@@ -160,14 +160,14 @@ class Parametrized(eqx.Module):
 
 
 def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
-    """Puts the values of a raw tree in place of the arrays of a model."""
+    """Returns the model with the values of a raw tree in place of its arrays."""
     leaves, treedef = jax.tree.flatten(model)
     try:
         parts = treedef.flatten_up_to(raw)
     except ValueError as error:
         raise ValueError(
-            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
-            "another model, or of other static fields."
+            f"{_WHO} takes a raw tree of this model, but got one of another model, or with other static fields. Pass a "
+            "tree that `p.init(model)` returned."
         ) from error
     return treedef.unflatten([part if is_array(x) else x for x, part in zip(leaves, parts, strict=True)])
 
@@ -179,14 +179,14 @@ class _Bits(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
     def unpacked(self) -> Array:
-        """Returns the array with these bits, and raises an error if a cast or an average has changed their dtype."""
+        """Returns the original fixed value. Raises an error if a cast or an average has changed the integers' dtype."""
         if not is_array(self.bits):
-            return self.bits  # While `eqx.tree_at` looks for the node to replace, `bits` is not an array.
+            return self.bits  # While `eqx.tree_at` looks for the node to replace, `bits` is no array.
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
-                f"{_WHO} stores fixed values as integers of their bits, {self.dtype} as "
-                f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
-                "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
+                f"{_WHO} stores fixed values of dtype {self.dtype} as integers of dtype {_unsigned(self.dtype)}, but "
+                f"got {self.bits.dtype}, as after a cast or an average of all arrays. Cast or average only "
+                "`eqx.filter(model, eqx.is_inexact_array)`, which leaves fixed values out."
             )
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             real = jnp.finfo(self.dtype).dtype
@@ -195,7 +195,7 @@ class _Bits(eqx.Module):
 
 
 def _unsigned(dtype: Any) -> Any:
-    """Returns the integer dtype for the bits of a real number, or of each part of a complex number."""
+    """Returns the integer dtype with as many bits as a real number, or as each part of a complex number."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
@@ -205,7 +205,7 @@ def _is_bits(x: object) -> bool:
 
 
 def _hide_fixed(raw: PyTree) -> PyTree:
-    """Returns the raw tree with integers of the same bits in place of floating and complex fixed values."""
+    """Returns the raw tree with integers of the same bits in place of floating-point and complex fixed values."""
 
     def hide(x: Any, label: str) -> Any:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -219,7 +219,7 @@ def _hide_fixed(raw: PyTree) -> PyTree:
 def _split_key(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the key of a call, passed by name or by position, and the keyword arguments to pass to the model."""
+    """Returns the random key passed to a call, by name or by position, and the keyword arguments for the model."""
     takes_key = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
     model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:

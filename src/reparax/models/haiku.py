@@ -1,4 +1,4 @@
-"""A pair of haiku functions that wraps a network and its chain, for loops that own the loss and call ``apply``."""
+"""Wraps a network and its chain in a pair of haiku functions, for loops that own the loss and call ``apply``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ hk: Any = base.import_library("haiku", "rpx.haiku", "dm-haiku")
 
 _WHO = "rpx.haiku.parametrized"
 _FIXED = "~fixed"
-"""The key under which a state holds the fixed values."""
+"""The key of the fixed values in haiku's state."""
 
 
 def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by hand"] | None = None) -> Any:
-    """Returns a haiku pair that holds raw parameters, while ``transformed`` reads the effective tree.
+    """Returns a haiku pair whose parameters are raw values. It runs ``transformed`` with the effective weights.
 
     ``init`` and ``apply`` have the same arguments and results as the functions of ``transformed``. A chain with noise
     draws from ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the
     draws of the chain and of the network are independent. If the chain has no noise, you can drop the argument ``rng``:
     ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
 
-    With ``hk.transform_with_state``, the state holds the fixed values, under ``~fixed``, where no optimizer sees them.
-    With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values have zero gradients,
-    but an optimizer with weight decay still moves them, and ``jax.grad`` raises an error for integers: use
+    With ``hk.transform_with_state``, the state holds the fixed values under the key ``~fixed``, where no optimizer sees
+    them. With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then fixed values have zero
+    gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` raises an error for integers: use
     ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
     If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state advances them
@@ -79,28 +79,28 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
         )
     if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
         raise ValueError(
-            f"{_WHO} takes noise from `rng`, but got a network without it. Leave out `hk.without_apply_rng`, or pass "
-            "`p.deterministic`."
+            f"{_WHO} draws noise with `rng`, but `apply` of the network takes no `rng`. Leave out "
+            "`hk.without_apply_rng`, or pass `p.deterministic`."
         )
     with_state = isinstance(transformed, hk.TransformedWithState)
-    why = None if with_state else "which a call of a network without state cannot"
+    why = None if with_state else "a call of a network without state cannot return them"
     call = f"network.update({'params, state' if with_state else 'params'})"
     advances = base.check_updates(_WHO, p, updates, call, why)
     return _make_pair(_WithState if with_state else _WithoutState, transformed, p, advances=advances)
 
 
 def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
-    """Makes the pair for ``transformed``, and wraps its functions to keep the data that haiku attaches to them."""
+    """Makes the pair for ``transformed``, whose functions keep the attributes that haiku attaches to functions."""
     plain_pair = kind(None, None)
     init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
-    for one_pair in (plain_pair, pair):  # The functions read `plain_pair`, and the methods read `pair`.
+    for one_pair in (plain_pair, pair):  # The functions use `plain_pair`, and the methods use `pair`.
         one_pair.network, one_pair.p, one_pair.advances = transformed, p, advances
     return pair
 
 
 class _Pair(base.Functions):
-    """The base class of pairs with a state and pairs without one."""
+    """The base class of the wrapped haiku pairs with and without a state."""
 
     network: Any
     advances: bool
@@ -121,7 +121,7 @@ class _Pair(base.Functions):
         return self.start(*(plain if self._count == 2 else (plain,)), rng if self.p.random_init else None)
 
     def _call(self, variables: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``apply`` of the network with the effective parameters."""
+        """Calls ``apply`` of the network with the effective weights."""
         rng = inspect.signature(self.network.apply).bind(*variables, *args, **kwargs).arguments.get("rng")
         if self.p.stochastic and rng is None:
             raise base.needs_stream_error(
@@ -135,7 +135,7 @@ class _Pair(base.Functions):
 
 
 class _WithoutState(_Pair, hk.Transformed):
-    """A pair without a state, where ``params`` is the whole raw tree."""
+    """A wrapped haiku pair without a state, where ``params`` is the whole raw tree."""
 
     _start: ClassVar[str] = "network.start(params, key)"
 
@@ -156,7 +156,7 @@ class _WithoutState(_Pair, hk.Transformed):
 
 
 class _WithState(_Pair, hk.TransformedWithState):
-    """A pair whose state holds the fixed values."""
+    """A wrapped haiku pair whose state holds the fixed values of the raw tree."""
 
     _count: ClassVar[int] = 2
     _start: ClassVar[str] = "network.start(params, state, key)"

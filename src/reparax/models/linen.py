@@ -1,4 +1,4 @@
-"""A flax linen module that wraps a model and its chain, for trainers that own the loss and call ``apply``."""
+"""Wraps a model and its chain in a flax linen module, for trainers that own the loss and call ``apply``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _WHO = "rpx.linen.parametrized"
 def parametrized(
     module: Any, p: Parametrization, *, name: str | None = None, updates: Literal["by hand"] | None = None
 ) -> Any:
-    """Returns a linen module that holds raw variables, while ``module`` reads the effective tree.
+    """Returns a linen module whose variables are raw values. It runs ``module`` with the effective weights.
 
-    ``init`` returns raw variables, and ``apply`` takes them; both can run any method of the module. Trainable values
-    are in the collection ``params``, as ``TrainState`` expects, and all others are in the collection ``fixed``, which
-    no optimizer sees. Pass ``fixed`` beside ``params``, like ``batch_stats``. Other collections do not change.
-    ``nn.scan``, ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may be part of another
-    module. linen sees the wrapped module as a single call, so ``capture_intermediates`` records only its result; to
-    record more, use ``sow`` inside it.
+    ``init`` returns these raw variables, and ``apply`` takes them; both can run any method of the module. Trainable
+    values are in the collection ``params``, as ``TrainState`` expects, and all others are in the collection ``fixed``,
+    which no optimizer sees. Pass ``fixed`` beside ``params``, like ``batch_stats``. Other collections are the same as
+    in the plain module. ``nn.scan``, ``nn.vmap``, ``nn.remat`` and boxes treat the result like any module, and it may
+    be part of another module. linen sees the wrapped module as a single call, so ``capture_intermediates`` records only
+    its result; to record more, use ``sow`` inside it.
 
     A chain with noise draws from the stream ``noise``, once in each call. At the top level, ``apply(variables, x,
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds the
@@ -83,10 +83,11 @@ def parametrized(
 
 
 def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
-    """Returns the roles of the axes of a module's parameters, as :func:`reparax.roles` reads them from its ``apply``.
+    """Returns the role (input, output or stacked) of each axis of a module's parameters, found by tracing the module.
 
     The kernel of a linen layer may belong to a convolution, to attention heads or to a stack of layers, and only the
-    module knows which: ``p = p.with_axes(rpx.linen.roles(module, x))``. The module is only traced; nothing is computed.
+    module knows which. Give the roles to a chain by ``p = p.with_axes(rpx.linen.roles(module, x))``. For other
+    functions, use :func:`reparax.roles`.
 
     Args:
       module: The module.
@@ -124,7 +125,7 @@ def roles(module: Any, /, *args: Any, **kwargs: Any) -> PyTree:
 
 
 class _Parametrized(base.Functions, nn.Module):
-    """The base class of the modules that :func:`parametrized` returns, without the methods of the wrapped module."""
+    """The base class of :func:`parametrized` modules. Subclasses add the methods of the class of the wrapped module."""
 
     module: Any
     p: Any
@@ -133,7 +134,7 @@ class _Parametrized(base.Functions, nn.Module):
     _start: ClassVar[str] = "module.start(variables, key)"
     _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "the collection 'params'",
-        "collection 'fixed'",
+        "the collection 'fixed'",
         'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, call '
         "`module.start(variables)`.",
     )
@@ -159,8 +160,8 @@ class _Parametrized(base.Functions, nn.Module):
         """Converts variables of the plain module to raw variables."""
         if "fixed" in arguments[0]:
             raise ValueError(
-                f"{_WHO} puts fixed values into the collection 'fixed', but there is one. Start with the "
-                "variables of the plain module, and give a collection of its own another name."
+                f"{_WHO} puts fixed values into the collection 'fixed', but the variables already have one. Pass the "
+                "variables of the plain module. If the module has its own collection 'fixed', rename it."
             )
         return super().start(*arguments, key=key)
 
@@ -179,7 +180,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _by_name(self, method: Any) -> Any:
-        """Converts a function that is a method of the module's class to its name; returns anything else unchanged."""
+        """Returns the name of a function that is a method of the module's class. Returns anything else unchanged."""
         name = getattr(method, "__name__", None)
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
@@ -188,7 +189,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _call_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module on the effective tree, or, during ``init``, initializes the raw variables."""
+        """Calls a method of the module with effective weights, or, during ``init``, initializes the raw variables."""
         if self.scope is None:
             raise ValueError(
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
@@ -208,7 +209,7 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _evaluate(self, plain: Any, rngs: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the plain module on the effective tree, and stores its changes to other collections."""
+        """Returns the plain module's output with effective weights, and stores changes to other collections."""
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise base.needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
@@ -222,14 +223,14 @@ class _Parametrized(base.Functions, nn.Module):
 
     @nn.nowrap
     def _advance(self) -> None:
-        """Advances the fixed values if this call may change them."""
+        """Updates the fixed values as after a training step, if the collection ``fixed`` is mutable in this call."""
         if self.is_mutable_collection("fixed"):
             new = self._set(base.advanced(self.p, self.raw(self.variables)), self.variables)
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
-                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but this "
-                f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
+                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but in this call "
+                f"'batch_stats' is mutable and the collection 'fixed', which holds these values, is not. Write "
                 f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
                 "and call `module.update(variables)` after each step."
             )
@@ -242,7 +243,7 @@ class _Parametrized(base.Functions, nn.Module):
                 self.put_variable(collection, name, x)
 
     def _rngs(self) -> dict[str, Any]:
-        """Returns a key for each stream.
+        """Returns a random key for each of linen's random streams.
 
         At the top level, the keys are the caller's own, so that the module draws the same numbers as without a chain.
         """
@@ -252,10 +253,10 @@ class _Parametrized(base.Functions, nn.Module):
 
 
 def _checked(variables: PyTree) -> PyTree:
-    """Returns ``variables``, and raises an error if they are parameters without a collection."""
+    """Returns ``variables`` unchanged. Raises an error if they are parameters outside of a collection."""
     if variables and not {"params", "fixed"} & set(variables):
         raise ValueError(
-            f"{_WHO} takes variables, which have the collection 'params', but got "
+            f"{_WHO} takes variables with the collection 'params', but got a dict with only "
             f'{", ".join(map(repr, variables))}. Write `{{"params": params}}`.'
         )
     return variables
@@ -263,18 +264,18 @@ def _checked(variables: PyTree) -> PyTree:
 
 @functools.cache
 def _make_class(plain: type[Any]) -> type[Any]:
-    """Makes the class of wrapped modules, with the methods and attributes of the module's class."""
+    """Returns the wrapper class for a class of modules, with the methods and attributes of that class."""
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
     names = public - ({*dir(_Parametrized), "module", "p", "updates"} - {"__call__"})
 
     def member(name: str) -> Any:
-        """Returns a method that calls the module on the effective tree, or a property for any other attribute."""
+        """Returns a method that calls the module with effective weights, or a property for any other attribute."""
         attribute = None if name in fields else inspect.getattr_static(plain, name)
         if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(attribute, updated=())  # `updated=()` leaves out linen's marks on the method.
+        @functools.wraps(attribute, updated=())  # `updated=()` leaves out attributes that linen sets.
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A flax nnx module that wraps a model and its chain, for trainers that own the loss and call ``model(x)``."""
+"""Wraps a model and its chain in a flax nnx module, for trainers that own the loss and call ``model(x)``."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ errors: Any = base.import_library("flax.errors", "rpx.nnx", "flax")
 
 _WHO = "rpx.nnx.Parametrized"
 _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
-"""The call of the wrapper with random streams, for error messages."""
+"""Code that constructs the wrapper with random streams, for error messages."""
 _PLAIN = "plain"
-"""The metadata key under which a raw variable keeps the type of the model's own variable."""
+"""The metadata key under which a variable with raw values stores the type of the model's own variable."""
 _HIDDEN = object()
-"""A placeholder for a variable that is not a parameter, or for a deleted attribute."""
+"""Stands for a variable that is not a parameter, or for a deleted attribute."""
 
 Outputs = dict[Any, tuple[Any, Any]]
-"""Maps the identity of each parameter to the parameter and its replacement. A shared variable has a single entry."""
+"""Maps the :func:`_identity` of each parameter to the parameter and its replacement. A shared variable has a single
+entry."""
 Copies = dict[int, tuple[Any, Any]]
 """Maps the id of each node of a graph to the node and its copy. Holding the node keeps its id from being reused."""
 
 
 class Fixed(nnx.Variable):
-    """A fixed raw value. It is not an ``nnx.Param``, so optimizers do not change it."""
+    """A variable with a fixed raw value. It is not an ``nnx.Param``, so optimizers do not change it."""
 
     holds_parameter: ClassVar[bool] = True
 
 
 class Parametrized(nnx.Module):
-    """A model that reads the effective tree of a chain, while its variables hold the raw values.
+    """A model whose variables hold the raw values of a chain, and which computes effective weights in each call.
 
     The wrapper has the methods of the model and is called like it, so the loss does not change. Each call computes the
-    effective tree once, with one draw of the noise, even if the model reads a weight twice. ``model.raw`` holds the raw
-    tree, as a module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``,
+    effective weights once, with one draw of the noise, even if the model reads a weight twice. ``model.raw`` holds the
+    raw tree, as a module of the model's class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``,
     ``to_peft`` and other functions that take raw trees. Calls change the model's other variables and attributes, such
     as statistics and caches, as in the plain model. ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and
     ``nnx.get_partition_spec`` treat the wrapper like any module, and it may be part of another module.
@@ -58,8 +59,8 @@ class Parametrized(nnx.Module):
     model itself reads variables of its original types, and :meth:`fold` returns them.
 
     A chain with noise draws from a stream, as ``nnx.Dropout`` does: the stream ``noise`` of ``rngs``, or the default
-    stream. As for ``nnx.Dropout``, ``model.deterministic`` switches noise off; ``model.eval()`` and ``model.train()``
-    set it together with the flags of the model's own layers. An argument of a call, as in
+    stream. As for ``nnx.Dropout``, ``model.deterministic = True`` switches noise off; ``model.eval()`` and
+    ``model.train()`` set this flag together with the flags of the model's own layers. An argument of a call, as in
     ``model(x, deterministic=True)``, only affects the model, not the chain.
 
     If ``p.update`` advances fixed values, as power iteration does, each call in training advances them before it
@@ -68,8 +69,8 @@ class Parametrized(nnx.Module):
     Stages whose update also moves weights (:class:`RigL`, :class:`SET`) advance only through :meth:`update`.
 
     A submodule with parameters, such as ``model.encoder``, can be called and read as in the plain model, and its
-    counters, caches and flags change as they do there. Its parameters are computed from raw values, so setting them
-    raises an error, both outside and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
+    counters, caches and flags change as in the plain model. Its parameters are computed from raw values, so setting
+    them raises an error, both outside and inside a call. Passing a submodule alone to ``nnx.jit``, ``nnx.state`` or an
     optimizer also raises an error, because a submodule has no values of its own. Pass the whole model. To replace raw
     values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
@@ -79,7 +80,7 @@ class Parametrized(nnx.Module):
       p: The chain.
       rngs: ``nnx.Rngs`` or one of its streams, for noise and for random initial values. Initial values use the stream
         ``params``.
-      variable: The type of the trainable variables, by which trainers select them, such as ``nnx.LoRAParam``.
+      variable: The type of the trainable variables, such as ``nnx.LoRAParam``. Trainers select variables by type.
       deterministic: Whether to replace noise by its mean.
       raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
       updates: ``"by hand"`` if the trainer calls :meth:`update`, so that no call of the model advances fixed values.
@@ -157,7 +158,7 @@ class Parametrized(nnx.Module):
             _set_attribute(raw, name, value)
 
     def effective(self) -> Any:
-        """Returns the plain model with effective weights of one draw, to call it several times with the same noise.
+        """Returns the plain model with one draw of the effective weights, for several calls with the same noise.
 
         The result shares its other variables, and its modules without parameters, with the wrapped model. Other changes
         to the result do not affect the wrapped model.
@@ -168,20 +169,20 @@ class Parametrized(nnx.Module):
         return self._copy_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
-        """Returns the plain model with effective weights, without noise; it shares no variables with the wrapper."""
+        """Returns the plain model with effective weights without noise. It shares no variables with the wrapper."""
         return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
         """Advances the fixed values by one training step, as :meth:`Parametrization.update` does.
 
         Args:
-          grads: The gradient with respect to the plain model, for stages that use it.
+          grads: The gradient with respect to the plain model, for stages that use it, such as :class:`RigL`.
         """
         key = None if self.rngs is None else self.rngs()
         self._set_variables(lambda raw: self.p.update(raw, key, grads), nnx.Variable)
 
     def set_view(self, *, deterministic: bool | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Sets ``deterministic`` if ``nnx.view`` passes it, and returns the other arguments."""
+        """Sets ``deterministic`` if ``nnx.view`` passes it, and returns all other arguments of ``nnx.view``."""
         if deterministic is not None:
             self.deterministic = deterministic
         return kwargs
@@ -194,7 +195,7 @@ class Parametrized(nnx.Module):
                     variable[...] = new_variable[...]
 
     def _copy_effective(self, copies: Copies, convert: Callable[[Any], Any]) -> Any:
-        """Returns a copy of the model with the weights of one draw.
+        """Returns a copy of the model with one draw of the effective weights.
 
         Applies ``convert`` to the effective variables, and records each copied node in ``copies``.
         """
@@ -206,7 +207,7 @@ class Parametrized(nnx.Module):
         return _copy_graph(self.raw, {i: (node, convert(new)) for i, (node, new) in outputs.items()}, copies)
 
     def _attribute(self, owner: Any, module: Any, name: str) -> Any:
-        """Looks up an attribute of a module of the raw model, for ``owner``: the wrapper or a part of it."""
+        """Returns an attribute of a module in the raw model. Errors name ``owner``, the wrapper or a part of it."""
 
         def read_instance(name: str) -> Any:
             value = vars(module)[name]
@@ -224,7 +225,7 @@ class Parametrized(nnx.Module):
         return base.find_attribute(owner, module, name, read_instance, read_effective, call_method)
 
     def _call_method(self, module: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of a module of the raw model; in training, advances the fixed values first."""
+        """Calls a method of a module with effective weights. In training, updates the fixed values first."""
         if self._advances and not self.deterministic:
             # Variables of a model from another trace, such as the discriminator in a generator's loss, cannot change.
             with contextlib.suppress(errors.TraceContextError):
@@ -232,7 +233,7 @@ class Parametrized(nnx.Module):
         return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
     def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:
-        """Calls ``fun`` on the effective copy of a module of the raw model. Attributes that ``fun`` sets are kept."""
+        """Calls ``fun`` on a copy of a module with effective weights. Attributes that ``fun`` sets are kept."""
         copies: Copies = {}
         self._copy_effective(copies, _for_reading)
         result = fun(copies[id(module)][1])
@@ -240,9 +241,9 @@ class Parametrized(nnx.Module):
         return self._with_parts(result, {id(copy): node for node, copy in copies.values() if copy is not node})
 
     def _with_parts(self, result: Any, raw_nodes: dict[int, Any]) -> Any:
-        """Replaces effective modules in a result by ``_Part`` objects of this model.
+        """Replaces modules with effective weights in the result of a call by ``_Part`` objects of this model.
 
-        ``raw_nodes`` maps the id of each effective node to its raw node.
+        ``raw_nodes`` maps the id of each effective module or variable to its raw counterpart.
         """
         result = list(result) if isinstance(result, ItemsView | ValuesView) else result
         if not any(id(x) in raw_nodes for x in jax.tree.leaves(result, is_leaf=_is_node)):
@@ -257,7 +258,7 @@ class Parametrized(nnx.Module):
 class _Part:
     """A module with parameters inside a wrapped model: calls, attributes and changes go through the whole model.
 
-    JAX and nnx cannot flatten a ``_Part``, because changes to the copy would be lost.
+    JAX and nnx cannot flatten a ``_Part``, because changes to a flattened copy would be lost.
     """
 
     def __init__(self, whole: Parametrized, module: Any) -> None:
@@ -292,7 +293,7 @@ def _refuse_part(part: _Part) -> Any:
     """Raises an error when JAX looks for arrays in a ``_Part``."""
     raise TypeError(
         f"A {type(part._module).__name__} inside {_WHO} can be called and read, but JAX and nnx cannot take it apart, "
-        "as its parameters are raw values of the whole model. Pass the whole model, "
+        "because its parameters are computed from raw values of the whole model. Pass the whole model, "
         "`nnx.jit(lambda model, x: model.part(x))(model, x)`, or take its values from `model.raw` or, as a copy, from "
         "`model.effective()`."
     )
@@ -302,16 +303,16 @@ jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
 
 
 def _refuse_parameters(name: str, value: Any) -> None:
-    """Raises an error that says why an attribute with parameters cannot be set."""
+    """Raises the error for setting an attribute whose old or new value has parameters."""
     raise ValueError(
-        f"{_WHO} holds raw values, so {name!r}, which has parameters before or after, cannot become "
-        f"{type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
-        f"`model = {_WHO}(model, p)`."
+        f"{_WHO} computes parameters from raw values, so {name!r}, whose old or new value has parameters, cannot be "
+        f"set to a value of type {type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, "
+        f"`model.{name} = ...`, `model = {_WHO}(model, p)`."
     )
 
 
 def _for_reading(variable: Any) -> Any:
-    """Returns a read-only copy of a variable; returns any other node unchanged."""
+    """Returns a read-only copy of an nnx variable. Returns any other node unchanged."""
     if not _is_variable(variable):
         return variable
     return _type_for_reading(type(variable)).from_metadata(value_in(variable), variable.get_metadata())
@@ -319,7 +320,7 @@ def _for_reading(variable: Any) -> Any:
 
 @functools.cache
 def _type_for_reading(kind: type[Any]) -> type[Any]:
-    """Returns a read-only subclass of a variable's type, which only nnx transforms can set, to write back inputs."""
+    """Returns a read-only subclass of a variable type. Only nnx transforms can set it, to write back their inputs."""
 
     def refuse(variable: Any, *_: Any) -> Any:
         raise ValueError(
@@ -349,7 +350,7 @@ def _is_called_by_transform() -> bool:
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a raw module, and raises an error if its old or new value has parameters."""
+    """Sets an attribute of a raw module. Raises an error if the old or the new value has parameters."""
     if _holds_parameters([vars(module).get(name), value]):
         _refuse_parameters(name, value)
     setattr(module, name, value)
@@ -378,7 +379,7 @@ def _require_param_class(variable: Any) -> None:
 
 
 def _require_same_class(model: Any, raw: Any) -> None:
-    """Raises an error if the raw model is of another class than the model."""
+    """Raises an error if a raw tree is not of the same class as the model."""
     if type(raw) is not type(model):
         raise TypeError(
             f"{_WHO} takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, but got "
@@ -399,12 +400,12 @@ def _find_stream(rngs: Any, name: str) -> Any:
 
 
 def _is_variable(x: object) -> bool:
-    """Returns whether a node is a variable of nnx."""
+    """Returns whether a node is an nnx variable."""
     return isinstance(x, nnx.Variable)
 
 
 def _is_parameter(x: object) -> bool:
-    """Returns whether a node is a raw or an effective parameter."""
+    """Returns whether a node is a parameter variable, with a raw value or an effective one."""
     return isinstance(x, nnx.Param | Fixed)
 
 
@@ -419,7 +420,7 @@ def _is_node(x: object) -> bool:
 
 
 def _variables_of(tree: PyTree) -> list[Any]:
-    """Returns the variables of a tree."""
+    """Returns the nnx variables of a tree as a list."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
 
 
@@ -429,7 +430,7 @@ def _holds_parameters(tree: PyTree) -> bool:
 
 
 def _identity(node: Any) -> Any:
-    """Returns a key that is equal for nodes that consist of the same variables."""
+    """Returns a hashable key that is equal for nodes that consist of the same nnx variables."""
     return tuple(map(id, _variables_of(node))) or id(node)
 
 
@@ -451,7 +452,7 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
 
 
 def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
-    """Copies a graph with some leaves replaced, and records the copies in ``copies``.
+    """Copies a graph of nnx modules with some leaves replaced, and records the copies in ``copies``.
 
     An object that occurs several times in the graph is copied once. Modules without a replaced leaf are copied only if
     ``anew`` is True.
@@ -480,13 +481,13 @@ def _match_by_path(model: Any, raw: Any, replacements: Outputs) -> Outputs:
 
 
 def _parameters_by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the parameters of a plain or raw model by path, including marker dicts, such as for tied parameters."""
+    """Returns a model's parameters by path. Includes marker dicts that replace parameters, such as tied ones."""
     places = ((path_text(names), node) for names, node in items(tree, _is_place))
     return {path: node for path, node in places if _is_parameter(node) or holds_markers(node)}
 
 
 def _keep_changes(copies: Copies) -> None:
-    """Writes attributes that a call has set in copies of modules, such as caches and flags, back to the raw modules.
+    """Writes attributes that a call has set on copies of modules, such as caches and flags, to the raw modules.
 
     Raises:
       ValueError: If the call has set parameters.
@@ -516,7 +517,7 @@ def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any
 
 
 def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
-    """Sets the changed attributes of a copy on the raw module, with raw nodes in place of copied ones."""
+    """Sets the changed attributes of a copied module on the raw module, with raw nodes in place of copied ones."""
     data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
     for name, value in attributes.items():
         if value is _HIDDEN:
@@ -540,7 +541,7 @@ def _is_same(value: Any, value_before: Any) -> bool:
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
-    """Converts trainable variables to type ``variable`` and all others to ``Fixed``.
+    """Converts the trainable variables of a raw tree to type ``variable`` and all others to ``Fixed``.
 
     :func:`_to_model_types` is the inverse.
     """

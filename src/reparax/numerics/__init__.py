@@ -1,1 +1,1 @@
-"""Formulas for many stages, which also work where naive formulas fail: zero rows, half precision, huge numbers."""
+"""Provides formulas that work where naive ones fail: for rows of zeros, in half precision, for huge numbers."""

@@ -1,7 +1,7 @@
-"""Checks the arguments of stages: ``check(value, who, name)`` returns the value to store, or raises an error.
+"""Checks the arguments of stages. Each ``check(value, who, name)`` returns the value to store, or raises an error.
 
-``who`` is the name of the stage's class, and ``name`` is the name of the argument. A number that may change during
-training may be a traced scalar.
+``who`` is the name of the stage's class, such as ``"WeightNorm"``, and ``name`` is the name of the argument. A number
+that may change during training may be a traced scalar.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reparax.numerics.arithmetic import is_array
 
 
 def describe_argument(value: Any) -> str:
-    """Describes a value for an error text: arrays and trees of arrays by type, and any other value by its ``repr``."""
+    """Describes a value for an error message: arrays and pytrees of arrays by type, any other value by its ``repr``."""
     if is_array(value):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     holds_arrays = any(map(is_array, jax.tree.leaves(value)))
@@ -27,7 +27,7 @@ def describe_argument(value: Any) -> str:
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """Checks that ``value`` is a real number; returns a float, or the scalar itself if it is traced."""
+    """Checks that ``value`` is a real number or scalar array; returns it as a float, or unchanged if it is traced."""
     if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
     if isinstance(value, np.floating):
@@ -35,8 +35,8 @@ def check_number(value: Any, who: str, name: str) -> Any:
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
-                f"{who} takes a number as {name}, but got a function. Call a schedule in the training step, and pass "
-                "the number that it gives, `schedule(step)`."
+                f"{who} takes a number as {name}, but got a function. If it is a schedule, call it in the training "
+                "step and pass its value, `schedule(step)`."
             )
         raise TypeError(
             f"{who} takes a real number or a real scalar array as {name}, but got {describe_argument(value)}."
@@ -45,20 +45,21 @@ def check_number(value: Any, who: str, name: str) -> Any:
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
-    """Converts a number like :func:`check_number`, but raises an error if the number is traced."""
+    """Converts a real number to a float, like :func:`check_number`, but raises an error if the number is traced."""
     number = check_number(value, who, name)
     if isinstance(number, Tracer):
         raise TypeError(
-            f"{who} takes a known number as {name}, but got a traced one of dtype {number.dtype}. Build the stage "
-            f"outside the jitted function."
+            f"{who} takes a concrete number as {name}, but got a traced scalar of dtype {number.dtype}. Create the "
+            f"stage outside of the jitted function."
         )
     return number
 
 
 def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
-    """Makes a check that raises an error ending with ``rule`` if ``holds`` returns False for a number.
+    """Returns a check for numbers that raises an error, ending with ``rule``, if ``holds(number)`` is False.
 
-    A traced number passes the check, because its value is unknown. With ``known``, a traced number raises an error.
+    A traced number passes the check, because its value is unknown. If ``known`` is true, a traced number raises an
+    error.
     """
 
     def check(value: Any, who: str, name: str) -> Any:
@@ -90,12 +91,12 @@ def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
 
 
 def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
-    """Makes a check that accepts None, and any value that ``check`` accepts."""
+    """Returns a check that accepts None, and any value that ``check`` accepts."""
     return lambda value, who, name: None if value is None else check(value, who, name)
 
 
 def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
-    """Makes a check that accepts only the strings listed in a ``Literal``."""
+    """Returns a check that accepts only the strings listed in the type ``literal``, such as ``Literal["a", "b"]``."""
     words: tuple[str, ...] = get_args(literal)
     *most, last = map(repr, words)
 
@@ -113,21 +114,21 @@ def is_integer(value: object) -> bool:
 
 
 def check_integer(value: Any, who: str, name: str) -> int:
-    """Checks that ``value`` is an integer, and returns it."""
+    """Checks that ``value`` is an integer, and returns it as an int."""
     if not is_integer(value):
         raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
     return int(value)
 
 
 def check_positive_integer(value: Any, who: str, name: str) -> int:
-    """Checks that ``value`` is an integer of at least 1, and returns it."""
+    """Checks that ``value`` is an integer of at least 1, and returns it as an int."""
     if check_integer(value, who, name) < 1:
-        raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
+        raise ValueError(f"{who} got {name}={value}, but {name} must be at least 1.")
     return int(value)
 
 
 def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """Checks that ``value`` is a tuple or list of two integers of at least 1, and returns a tuple of these integers."""
+    """Checks that ``value`` is a tuple or list of two integers of at least 1, and returns it as a tuple."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
     return tuple(check_positive_integer(size, who, name) for size in value)
@@ -138,7 +139,7 @@ def shortest(x: Any) -> float:
     exact = float(x)
     if x.dtype.itemsize > 4:
         return exact
-    with np.errstate(over="ignore"):  # Rounding the largest float32 up gives infinity.
+    with np.errstate(over="ignore"):  # Rounding up the largest float32 gives infinity.
         numbers = (float(f"{exact:.{digits}g}") for digits in range(1, 10))
         return next((number for number in numbers if np.float32(number) == np.float32(exact)), exact)
 

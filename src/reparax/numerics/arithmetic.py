@@ -1,4 +1,4 @@
-"""Predicates on arrays and dtypes, arithmetic in float32 or wider, and a ``jit`` that is inlined under tracing."""
+"""Provides predicates on arrays and dtypes, arithmetic in float32 or wider, and a ``jit`` inlined under tracing."""
 
 import functools
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ def is_array(x: object) -> bool:
 
 
 def widened(w: Array) -> Array:
-    """Converts ``w`` to float32 if its dtype is narrower, and returns ``w`` in its own dtype otherwise."""
+    """Converts an array to float32 if its dtype is narrower, and otherwise returns it unchanged."""
     return w.astype(jnp.float32) if jnp.finfo(w.dtype).bits < 32 else w
 
 
 def is_inexact(w: Array) -> bool:
-    """Returns whether ``w`` has a floating-point or complex dtype."""
+    """Returns whether an array has a floating-point or complex dtype."""
     return jnp.issubdtype(w.dtype, jnp.inexact)
 
 
@@ -32,7 +32,7 @@ def is_numeric(x: Any) -> bool:
 
 
 def has_gradient(x: Any) -> bool:
-    """Returns whether ``x`` is an array of a floating-point or complex dtype."""
+    """Returns whether ``x`` is an array of a floating-point or complex dtype, so that it can have a gradient."""
     return is_array(x) and is_inexact(x)
 
 
@@ -42,22 +42,22 @@ def inexact_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def add_up(numbers: Sequence[Array]) -> Array:
-    """Sums real arrays in float64 if any of the arrays is float64, and in float32 otherwise."""
+    """Sums real scalars or arrays elementwise: in float64 if any of them is float64, and in float32 otherwise."""
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in numbers) else jnp.float32
     return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
 
 def softplus_inverse(y: Array) -> Array:
-    """Computes the number whose softplus is ``y``."""
+    """Computes the inverse of ``softplus``: the number whose softplus is ``y``, for positive ``y``."""
     return y + jnp.log(-jnp.expm1(-y))
 
 
 def scalar(value: ArrayLike, like: Array) -> Array:
-    """Converts a hyperparameter, traced or not, to the dtype of the array ``like``."""
+    """Converts a hyperparameter, traced or not, to an array with the dtype of ``like``."""
     return jnp.asarray(value).astype(like.dtype)
 
 
-# Since JAX 0.12.0, ``inline=True`` keeps the call in the jaxpr until compilation.
+# Since JAX 0.12.0, ``inline=True`` keeps the call in the jaxpr until compilation, and ``JAX_EARLY`` inlines it at once.
 _AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 inlined = partial(jax.jit, inline=_AT_ONCE)

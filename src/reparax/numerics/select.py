@@ -1,4 +1,4 @@
-"""Selects the largest of many numbers by masks, without sorting."""
+"""Computes masks that select the largest of many numbers, without sorting."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ from jax import Array, lax
 def mask_largest(scores: Array, count: Any) -> Array:
     """Returns a mask of the ``count`` largest scores; ties go to the lower index, and NaN ranks below all numbers.
 
-    A binary search finds the smallest selected score. If several scores are equal to that score, a second search finds
-    the last index at which a score is selected. Each step only compares and counts, so a sharded array stays on its
-    devices. On a CPU, all steps together take 30 ns per score, whereas sorting takes 600 ns.
+    A binary search finds the smallest selected score. If several scores equal that score, a second search finds the
+    index up to which they are selected. Each step of the searches only compares and counts, so a sharded array stays on
+    its devices. On a CPU, all steps together take 30 ns per score, whereas sorting takes 600 ns.
     """
     return _mask_largest([scores], count)[0]
 
 
 @jax.jit
 def mask_largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
-    """Returns masks like :func:`mask_largest`, but ranks the scores of several arrays of equal dtype together."""
+    """Returns masks of the ``count`` largest scores of all arrays together, which must have the same dtype."""
     return _mask_largest(scores, count)
 
 
 def _mask_largest(scores: Sequence[Array], count: Any) -> list[Array]:
-    """Returns one mask for each array, which selects the scores among the ``count`` largest of all arrays."""
+    """Returns one mask for each array. It selects the scores that are among the ``count`` largest of all arrays."""
     keys = [_ordered_integers(x) for x in scores]
     n = jnp.asarray(count).astype(jnp.int32)
     limits = jnp.iinfo(keys[0].dtype)
@@ -41,10 +41,10 @@ def _mask_largest(scores: Sequence[Array], count: Any) -> list[Array]:
 
 
 def _first_true(flags: Sequence[Array], count: Array) -> list[Array]:
-    """Keeps the first ``count`` true flags, in row-major order through all arrays in turn, and clears the others."""
+    """Keeps the first ``count`` true flags, in row-major order through the arrays in turn, and clears the others."""
     starts = np.cumsum([0, *(x.size for x in flags)])
     indices = [jnp.arange(i, i + x.size, dtype=jnp.int32).reshape(x.shape) for i, x in zip(starts, flags, strict=False)]
-    # Multiply by the flags, because `jnp.where` needs arrays with equal shardings.
+    # The indices are multiplied by the flags because `jnp.where` would need arrays with equal shardings.
     ends = [jnp.max((i + 1) * x.astype(jnp.int32), initial=0) for i, x in zip(indices, flags, strict=True)]
     last_end = functools.reduce(jnp.maximum, ends)
 
@@ -56,7 +56,7 @@ def _first_true(flags: Sequence[Array], count: Array) -> list[Array]:
 
 
 def _ordered_integers(x: Array) -> Array:
-    """Maps floats to integers in the same order: positive floats to their bits, both zeros to 0, NaN to the lowest."""
+    """Maps floats to integers in the same order: positive floats to their bits, both zeros to 0, NaN to the minimum."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(integer)
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
@@ -65,12 +65,12 @@ def _ordered_integers(x: Array) -> Array:
 
 
 def _count_true(arrays: Sequence[Array]) -> Array:
-    """Counts the true flags of all arrays together, in int32."""
+    """Counts the true entries of all boolean arrays together, in int32."""
     return functools.reduce(jnp.add, [jnp.sum(flags, dtype=jnp.int32) for flags in arrays])
 
 
 def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
-    """Finds the smallest integer from ``low`` to ``high`` for which ``holds`` is true, or ``high`` if there is none."""
+    """Finds by bisection the smallest integer from ``low`` to ``high`` for which ``holds`` is true, or ``high``."""
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

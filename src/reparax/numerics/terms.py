@@ -1,8 +1,8 @@
-"""Defines terms, which are products of arrays, and records in a jaxpr that an array is a sum of terms.
+"""Defines terms, which are einsum-like products of arrays, and records in a jaxpr that an array is a sum of terms.
 
-:func:`record_terms` computes an array in a call. The name of the call holds the specs of the terms, and the other
-outputs of the call are the arrays of the terms. ``factored`` reads the specs with :func:`specs_of`, and multiplies data
-by the terms instead of their sum.
+:func:`record_terms` computes an array in a ``jit``. The name of this call holds the specs of the terms, and its other
+outputs are the arrays of the terms. ``factored`` reads the specs with :func:`specs_of`, and multiplies data by the
+terms instead of their sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARK = "sum_of_terms"
 
 @dataclass(frozen=True)
 class Spec:
-    """The spec of a term, in the notation of :func:`jax.numpy.einsum` with two additions; see :class:`Term`.
+    """The spec of a term, in the notation of :func:`jax.numpy.einsum` with two additions that :class:`Term` describes.
 
     Attributes:
       text: The text of the spec, such as ``"ir,rj->ij"``.
@@ -39,26 +39,26 @@ class Spec:
 
     @property
     def letters(self) -> list[str]:
-        """The axis letters of each array; the last axis of a circulant matrix has two letters."""
+        """The letters of each array's axes; the last axis of an array for a circulant matrix has two letters."""
         return [re.sub("[()-]", "", operand) for operand in self.text.split("->")[0].split(",")]
 
     @property
     def circulant_flags(self) -> list[bool]:
-        """One flag for each array: whether the array is the first column of a circulant matrix."""
+        """For each array, whether it is the first column of a circulant matrix."""
         return ["-" in operand for operand in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
-        """The letters of each axis of the product; a merged axis has several letters."""
+        """The letters of each axis of the result; an axis in parentheses, which merges several, has several letters."""
         return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
 
     def encoded(self) -> str:
-        """Encodes the spec in characters that a function name allows."""
+        """Encodes the spec as text with only those characters that a function name allows."""
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
     def decoded(cls, text: str) -> Spec:
-        """Decodes a spec from the text that :meth:`encoded` returns."""
+        """Decodes a spec from the text returned by :meth:`encoded`."""
         return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
 
 
@@ -101,7 +101,7 @@ class Term:
             raise ValueError(f"Term({spec!r}) {reason}")
 
     def array(self) -> Array:
-        """Computes the product as an array."""
+        """Computes the array that this term represents."""
         spec, letters = self.spec, "".join(self.spec.axes)
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
         pairs = zip(self.arrays, spec.circulant_flags, strict=True)
@@ -114,28 +114,28 @@ class Term:
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
-    """Returns the end of an error text if a spec does not fit the given arrays, or None if it does."""
+    """Returns the end of an error message if a spec does not fit the given arrays, or None if it does."""
     if not _SPEC.fullmatch(spec.text):
-        return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
+        return "is not a valid spec. Write the letters of each array and of the result, as in 'ir,rj->ij'."
     if len(spec.letters) != len(arrays):
-        return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
+        return f"needs {len(spec.letters)} arrays, one for each group of letters, but got {len(arrays)}."
     sizes: dict[str, int] = {}
     for letters, is_circulant, x in zip(spec.letters, spec.circulant_flags, arrays, strict=True):
         shape = (*x.shape, *x.shape[-1:]) if is_circulant else x.shape
         if len(letters) != len(shape):
-            return f"gives {letters!r} to an array of shape {shape}. Write one letter for each axis."
+            return f"has the letters {letters!r} for an array of shape {shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
-            return f"has a letter twice in {letters!r}. Take the diagonal first."
+            return f"repeats a letter in {letters!r}, for a single array. Pass the diagonal of this array instead."
         for letter, n in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, n) != n:
-                return f"gives {letter!r} to axes of {sizes[letter]} and of {n} entries."
+                return f"has {letter!r} for axes of sizes {sizes[letter]} and {n}. Write different letters for them."
     if missing := sorted(set("".join(spec.axes)) - set(sizes)):
-        return f"has {missing[0]!r} in the result, but in no array."
+        return f"has {missing[0]!r} in the result, but for no array. Use only letters of arrays in the result."
     return None
 
 
 def circulant(x: Array) -> Array:
-    """Returns the circulant matrix with the first column ``x``, or a batch of such matrices."""
+    """Returns the circulant matrix with the first column ``x``, or a batch of such matrices for a batch of columns."""
     i = jnp.arange(x.shape[-1])
     return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
 
@@ -143,7 +143,8 @@ def circulant(x: Array) -> Array:
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
     """Expands ``x`` from one axis for each distinct name in ``axes`` to one axis for each entry of ``axes``.
 
-    Axes with equal names become diagonals, and all entries off the diagonals are zero.
+    If a name occurs several times, the entries of ``x`` along its axis lie on the diagonal of these axes, and all other
+    entries are zero.
     """
     for i, name in enumerate(axes):
         first_axis = axes.index(name)
@@ -155,22 +156,22 @@ def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
 
 
 def sum_terms(terms: Any) -> Array:
-    """Computes the sum of terms as an array."""
+    """Computes the sum of a list of terms as an array; raises an error if ``terms`` is not such a list."""
     return functools.reduce(jnp.add, [term.array() for term in _require_terms(terms)])
 
 
 def _require_terms(terms: Any) -> Sequence[Term]:
-    """Checks that ``terms`` is a nonempty list or tuple of terms, and returns it."""
+    """Checks that ``terms`` is a nonempty list or tuple of :class:`Term`, and returns it."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
-        raise TypeError(f"terms_leaf must return a list of one Term or more, but returned {kinds}.")
+        raise TypeError(f"terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned {kinds}.")
     return terms
 
 
 def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
-    """Computes ``formula(*args)``; under tracing, in a call whose name and other outputs hold the terms.
+    """Computes ``formula(*args)``; under tracing, in a ``jit`` whose name and further outputs hold the terms.
 
-    The specs are part of the name because every JAX transformation keeps the name of a call.
+    The specs of the terms are part of the name because every JAX transformation keeps the name of a ``jit``.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return formula(*args)
@@ -178,7 +179,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
 
     def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
-        # The integer is a sentinel: it tells this call from its derivative, which has no integer output.
+        # The integer output distinguishes this call from its derivative, which has no integer output.
         return formula(*args), arrays, jnp.int32(0)
 
     def sum_of_terms(*args: Any) -> Array:
@@ -187,7 +188,7 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
         return sum_terms(checked_terms)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
-    # Under vmap, `jax.checkpoint` moves the batch axis of each output to the front.
+    # Under `vmap`, `jax.checkpoint` moves the batch axis of each output to the front.
     formula_under_vmap = jax.checkpoint(array_and_terms, prevent_cse=False)
 
     def call(*args: Any) -> Any:
@@ -198,13 +199,13 @@ def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Te
     if effective.shape != shape:
         raise ValueError(
             f"terms_leaf returns terms of shape {shape}, but apply_leaf returns an array of shape {effective.shape}. "
-            f"The sum of the terms must equal the array."
+            f"Return terms whose sum equals this array."
         )
     return effective
 
 
 def specs_of(name: str) -> list[Spec] | None:
-    """Decodes the specs of terms from the name of a call; returns None if the name holds no specs."""
+    """Decodes the specs of terms from the name of a ``jit``; returns None if the name holds no specs."""
     if not name.startswith(_MARK):
         return None
     return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

@@ -5,8 +5,8 @@ both write the words to memory. Here, the rounds are unrolled into operations on
 rounds and the operations that read the words into one pass. Each device computes only its own shard of the counter. The
 words equal the words of ``jax.random.bits`` for the same key.
 
-Each word gives one normal sample. The normal quantile function is the square root of 2 times the inverse error
-function. XLA's ``erf_inv`` computes a logarithm, a square root and two polynomials, and selects one of the polynomials.
+Each word gives one normal sample. The sample is the square root of 2 times the inverse error function of a uniform
+number. XLA's ``erf_inv`` computes a logarithm, a square root and two polynomials, and selects one of the polynomials.
 Here, a single polynomial in the logarithm is enough, and the logarithm is read from the bits of a float. This takes
 half the time of ``erf_inv``, and less time than generating the word. For the same words, the samples approximate the
 same values as those of ``jax.random``, but more accurately. ``jax.random`` uses 23 bits of each word, so its largest
@@ -32,7 +32,7 @@ GROUPS = 5
 
 
 def is_supported(key: Array, shape: tuple[int, ...]) -> bool:
-    """Returns whether ``bits`` returns the same words as ``jax.random.bits``.
+    """Returns whether :func:`bits` returns the same words as ``jax.random.bits`` for this key and shape.
 
     The words are the same if ``key`` is a key of partitionable Threefry, and if ``shape`` has at most ``2**32`` entries
     and no symbolic sizes.
@@ -42,7 +42,7 @@ def is_supported(key: Array, shape: tuple[int, ...]) -> bool:
 
 
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Draws uniform random words of ``width`` bits, which is 32 or 64."""
+    """Draws uniformly random words, that is, unsigned integers of ``width`` bits, which must be 32 or 64."""
     key_high, key_low = jax.random.key_data(key)
     high, low = cipher((key_high, key_low), (jnp.uint32(0), _counter(shape, sharding)))
     if width == 32:
@@ -51,7 +51,7 @@ def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding
 
 
 def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Encrypts a counter of two words with a key of two words, in 20 rounds of Threefry; returns two words."""
+    """Encrypts a counter of two 32-bit words with a key of two words by 20 rounds of Threefry; returns two words."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(GROUPS):
@@ -64,7 +64,7 @@ def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Arra
 
 
 def _counter(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    """Computes the row-major index of each entry, one axis at a time, so that the array can be sharded on any axis."""
+    """Computes the row-major index of each entry, one axis at a time, so that any axis of the array can be sharded."""
     counter = jnp.zeros(shape, jnp.uint32, device=sharding)
     for axis, stride in enumerate(math.prod(shape[axis + 1 :]) for axis in range(len(shape))):
         steps = jax.lax.broadcasted_iota(jnp.uint32, shape, axis, out_sharding=sharding)
@@ -74,13 +74,15 @@ def _counter(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
 
 CENTER = 6
 LOG = (1.8457077e-6, 1.4424953, -0.7177911, 0.45652157, -0.2765404, 0.121002086, -0.025691038)
-"""The coefficients of a polynomial for the base-2 logarithm of 1 + m, for m from 0 to 1, accurate to 2e-6."""
+"""The coefficients of a polynomial that approximates the base-2 logarithm of 1 + m, for m from 0 to 1, to within
+2e-6."""
 RATIO = (
     *(2.6797621, -0.22159523, -4.9603833e-3, 6.496911e-5, 3.4975918e-5, 3.2118728e-6, 8.1671445e-8),
     *(-1.1483879e-8, -1.3995104e-9, -7.4027895e-11, -2.1684698e-12, -3.4059395e-14, -2.2384746e-16),
 )
-"""The coefficients of a polynomial for the normal quantile of (1 + u) / 2, divided by u. The variable of the polynomial
-is the base-2 logarithm of 1 - u^2, plus ``CENTER``. Adding ``CENTER`` keeps the terms small for most samples."""
+"""The coefficients of a polynomial that approximates the normal quantile of (1 + u) / 2, divided by u. The variable of
+the polynomial is the base-2 logarithm of 1 - u^2, plus ``CENTER``. Adding ``CENTER`` keeps the terms small for most
+samples."""
 
 
 def normal(words: Array) -> Array:

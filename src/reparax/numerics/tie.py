@@ -1,13 +1,13 @@
-"""Identity functions that control when and how often compilers compute a value.
+"""Provides identity functions that control when and how often compilers compute a value.
 
 ``tie`` delays a computation. XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs,
 but it cannot drop a data dependence. So on CPUs, ``tie(x, barrier)`` adds a zero to the bits of ``x``. The zero is
-computed from ``barrier``, and the compiler cannot know that the result is zero. Compilers for accelerators find a good
-order without help, so ``tie`` does nothing there.
+computed from ``barrier`` in a way that the compiler cannot see through. Compilers for accelerators find a good order
+without help, so ``tie`` does nothing there.
 
-``read_in_step`` is for TPUs, which multiply in bfloat16. Their compiler converts the weights of all layers before the
-loop that reads the weights, and stores another array. The compiler does not move integer operations, so on TPUs
-``read_in_step`` adds a zero to the bits of each entry.
+``read_in_step`` is for TPUs, which multiply in bfloat16. Before a loop over layers, their compiler converts the weights
+of all layers and stores the result as another array. The compiler does not move integer operations out of the loop, so
+on TPUs ``read_in_step`` adds a zero to the bits of each entry.
 
 ``compute_once`` is for CPUs. There, XLA duplicates a cheap operation for each reader of its result, and keeps the
 operands until all readers have run. XLA does not duplicate a division, so on CPUs ``compute_once`` divides by ones, and
@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh
 
 
 def tie(x: Array, barrier: Array) -> Array:
-    """Ties ``x`` to ``barrier``: CPU compilers neither compute ``x`` earlier nor merge it with an equal value."""
+    """Returns ``x``, but makes CPU compilers compute it after ``barrier`` and never merge it with an equal value."""
     # On an explicit mesh, a single entry of a sharded array has no sharding, so a sharded array cannot be tied. Arrays
     # on two different meshes cannot be tied either: no operation can read both arrays if one mesh has axes that are
     # automatic in the other.
@@ -36,7 +36,7 @@ def tie(x: Array, barrier: Array) -> Array:
 
 
 def _mesh_of(x: Array) -> AbstractMesh:
-    """Returns the mesh under which an array was computed."""
+    """Returns the mesh of an array's sharding."""
     return jax.typeof(x).sharding.mesh
 
 
@@ -46,27 +46,27 @@ def _is_sharded(x: Array) -> bool:
 
 
 def store_whole(x: Array) -> Array:
-    """Makes compilers for accelerators store ``x`` as an array instead of fusing it into each reader; returns ``x``."""
+    """Returns ``x``, but makes compilers for accelerators store it as an array instead of fusing it into readers."""
     return _whole.bind(x)
 
 
 def compute_once(x: Array) -> Array:
-    """Makes compilers compute ``x`` only once for all its readers, including the backward pass; returns ``x``."""
+    """Returns ``x``, but makes compilers compute it only once for all its readers, including the backward pass."""
     return _once.bind(x)
 
 
 def pull_back_once(x: Array) -> Array:
-    """Makes compilers compute the cotangent of ``x`` only once for all its readers; returns ``x``."""
+    """Returns ``x``, but makes compilers compute its cotangent only once for all readers of the cotangent."""
     return _once_back.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
-    """Makes the TPU compiler convert ``x``, a float32 weight of one loop step, only in that step; returns ``x``."""
+    """Returns ``x``, a float32 weight of one loop step, but makes the TPU compiler convert it only in that step."""
     return _read.bind(x)
 
 
 def has_bits(x: Any) -> bool:
-    """Returns whether ``tie`` can make a value depend on ``x``."""
+    """Returns whether ``tie`` can make a value depend on ``x``: whether ``x`` has entries with bits to read."""
     return (
         all(isinstance(n, int) and n > 0 for n in x.shape)
         and x.dtype != jax.dtypes.float0
@@ -75,7 +75,7 @@ def has_bits(x: Any) -> bool:
 
 
 class _Identity(Primitive):
-    """A primitive whose result is its first operand."""
+    """A JAX primitive that returns its first operand."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Binds the primitive under the mesh of its first operand, so that JAX lowers the primitive under this mesh."""
@@ -87,7 +87,7 @@ class _Identity(Primitive):
 
 
 def _tie_on_cpu(x: Array, barrier: Array) -> Array:
-    """Adds a zero, computed from the first entry of ``barrier``, to the bits of ``x``."""
+    """Implements ``tie`` on CPUs: adds a zero, computed from the first entry of ``barrier``, to the bits of ``x``."""
     entry = lax.reshape(lax.slice(barrier, (0,) * barrier.ndim, (1,) * barrier.ndim), ())
     if jnp.iscomplexobj(entry):
         entry = lax.real(entry)
@@ -97,7 +97,7 @@ def _tie_on_cpu(x: Array, barrier: Array) -> Array:
 
 
 def _zero_from_bits(bits: Array) -> Array:
-    """Computes zeros that no compiler recognizes: counts of set bits, which are below 64, shifted right by 6."""
+    """Computes zeros that no compiler recognizes: the number of set bits, which is below 64, shifted right by 6."""
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
@@ -108,7 +108,7 @@ def by_integers(x: Array) -> Array:
 
 
 def _add_to_bits(x: Array, zero: Array) -> Array:
-    """Adds a uint32 zero to the bits of ``x``; for PRNG keys, to the key data; for complex numbers, to both parts."""
+    """Adds a uint32 zero to the bits of ``x``: for PRNG keys, to the key data; for complex numbers, to both parts."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
@@ -128,7 +128,7 @@ def _divide_by_ones(x: Array) -> Array:
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
-    """Batches ``tie``: reads only the first ``barrier`` of a batch, and skips the tie if the batch is sharded."""
+    """Batches ``tie``: ties to the first ``barrier`` of a batch only, and not at all if that batch is sharded."""
     (x, barrier), (place, batch) = args, dims
     if batch is not None:
         if _is_sharded(barrier):
@@ -140,13 +140,14 @@ def _batch_tie(args: Any, dims: Any) -> Any:
 def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
     """Partially evaluates ``tie``: a known ``x`` stays known even if ``barrier`` is unknown.
 
-    Without this rule, a known weight would become unknown, and JAX could not transpose the function that reads it.
+    Without this rule, a known weight would become unknown, and JAX could not transpose the function that reads the
+    weight.
     """
     return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
 def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[..., Any]) -> _Identity:
-    """Makes an identity primitive, lowered by ``lowering``, or by the function in ``on_platform`` for a platform."""
+    """Makes an identity primitive. ``on_platform`` maps platforms to functions that replace ``lowering`` there."""
     primitive = _Identity(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)

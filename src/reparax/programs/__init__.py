@@ -1,14 +1,15 @@
-"""Reads, changes and runs programs that JAX has traced, for ``transforms`` and ``axes``.
+"""Reads, rewrites and runs jaxprs, the programs that JAX traces, for the packages ``transforms`` and ``axes``.
 
-A program is a jaxpr, which is a list of equations. Nothing here knows which transform uses it. The files, each of which
-imports only those above it:
+A jaxpr is a list of equations. This package does not depend on the transforms that use it. Each of its files imports
+only files that are above it in this list:
 
-- ``equations``: one equation as a typed view.
-- ``jaxprs``: all else that is assumed about programs of JAX, and how they are taken apart, rebuilt and run.
+- ``equations``: typed views of single equations.
+- ``jaxprs``: all other assumptions about jaxprs, and functions that take them apart, rebuild them and run them.
 - ``dependence``: which values depend on parameters and keys alone, and other facts about values.
-- ``call``: the arguments of the user's function, and its program. ``sources``: source lines and paths, for reports.
-- ``contractions``: what products, convolutions and look-ups do with axes.
-- ``sums``: weights as sums of products. ``multiply``: their arrays, computed in the cheapest order.
-- ``rules``: what single equations do to sums. ``interpreter``: runs a program in which weights are sums.
-- ``steps``: one step's part of a stacked value.
+- ``call``: flattens the arguments of the user's function and traces it. ``sources``: source lines and paths for
+  reports.
+- ``contractions``: how matrix products, convolutions and look-ups pair and keep axes.
+- ``sums``: weights stored as sums of products. ``multiply``: computes their arrays in the cheapest order.
+- ``rules``: how single equations change such sums. ``interpreter``: runs a jaxpr in which weights are such sums.
+- ``steps``: computes the part of a stacked value that one step of a loop needs.
 """

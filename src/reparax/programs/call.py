@@ -1,6 +1,6 @@
-"""Flattens the arguments of the user's function to arrays, and traces the program of the function.
+"""Flattens the arguments of the user's function to arrays, and traces the function to a jaxpr.
 
-By ``argnums``, the user chooses the arguments from which weights are computed, such as parameters and keys. All other
+With ``argnums``, the user chooses the arguments from which weights are computed, such as parameters and keys. All other
 arguments are data.
 """
 
@@ -22,19 +22,20 @@ from reparax.programs import jaxprs
 Argnums = int | Sequence[int] | None
 
 REPORTED = "__reparax_reported__"
-"""The attribute of a transformed function that holds a function for ``explain``, which takes the same arguments."""
+"""The name of the attribute in which a transformed function stores a function that ``explain`` calls. The stored
+function takes the same arguments as the transformed function."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, never change.
+    """The flattened arguments of one function call. Leaves that are not arrays, such as Python flags, never change.
 
     Attributes:
-      fun: The function.
+      fun: The function that is called.
       leaves: The leaves of the positional and keyword arguments.
       treedef: The tree structure of ``(args, kwargs)``.
-      positions: The positions of the leaves that are arrays.
-      is_chosen: Whether the user chose the argument of each array.
+      positions: The indices in ``leaves`` of the leaves that are arrays.
+      is_chosen: For each array, whether the user chose its argument by ``argnums``.
     """
 
     fun: Callable[..., Any]
@@ -45,9 +46,9 @@ class Arguments:
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """Flattens the arguments of ``fun(*args, **kwargs)``, and marks the arguments that ``argnums`` chooses.
+        """Flattens the arguments of ``fun(*args, **kwargs)``, and marks the arguments chosen by ``argnums``.
 
-        ``who`` names the call in errors. Keyword arguments are never chosen, and their leaves come last.
+        ``who`` names the call in error messages. Keyword arguments are never chosen, and their leaves come last.
         """
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         chosen_positions = _chosen_positions(who, argnums, args)
@@ -58,7 +59,7 @@ class Arguments:
 
     @property
     def arrays(self) -> list[Any]:
-        """The arrays among the arguments."""
+        """The leaves of the arguments that are arrays."""
         return [self.leaves[i] for i in self.positions]
 
     @property
@@ -88,13 +89,13 @@ class Arguments:
         return (fun or self.fun)(*args, **kwargs)
 
     def trace(self) -> "Traced":
-        """Traces the function once, and returns its program.
+        """Traces the function once, and returns its jaxpr together with the values of the jaxpr's inputs.
 
-        The outputs of the program are the traced leaves of the function's result. ``Traced.restore`` holds all other
+        The outputs of the jaxpr are the traced leaves of the function's result. ``Traced.restore`` adds all other
         leaves, such as strings or arrays that do not depend on the arguments.
         """
-        # Because JAX returns only a program, ``traced_leaves`` appends a function that restores the result to this
-        # list.
+        # ``jax.make_jaxpr`` returns only a jaxpr, so ``traced_leaves`` appends to this list a function that rebuilds
+        # the result.
         restores = list[Callable[[list[Any]], Any]]()
 
         def traced_leaves(*arrays: Any) -> list[Any]:
@@ -112,7 +113,7 @@ class Arguments:
 def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) -> Any:
     """Rebuilds the result of a function from its structure, its untraced leaves by position, and its traced leaves.
 
-    For the untraced leaf {1: "a"} and the outputs [x, y], the leaves of the result are x, "a" and y.
+    For example, if ``untraced`` is {1: "a"} and ``outputs`` is [x, y], the leaves of the result are x, "a" and y.
     """
     traced_leaves = iter(outputs)
     leaves = [untraced[i] if i in untraced else next(traced_leaves) for i in range(treedef.num_leaves)]
@@ -121,13 +122,13 @@ def _restore(treedef: Any, untraced: Mapping[int, Any], outputs: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class Traced:
-    """The program of one call, as :meth:`Arguments.trace` returns it.
+    """The jaxpr of one function call and the values of its inputs, as returned by :meth:`Arguments.trace`.
 
     Attributes:
-      program: The program, with its constants as first inputs.
-      inputs: The value of each input.
-      is_chosen: Whether the user chose each input.
-      restore: Rebuilds the result of the function from the outputs of the program.
+      program: The jaxpr, with its constants as first inputs.
+      inputs: The value of each input of the jaxpr.
+      is_chosen: For each input, whether the user chose it by ``argnums``.
+      restore: A function that rebuilds the result of the call from the outputs of the jaxpr.
     """
 
     program: Jaxpr
@@ -142,13 +143,13 @@ def check_call(
     """Checks ``fun`` and ``argnums``, and returns a name of the call for later errors, such as ``factored(loss)``.
 
     Args:
-      method: The name of the transform.
-      fun: The function that was passed to it.
-      argnums: The ``argnums`` that were passed to it.
-      follows_weights: Whether the transform follows weights through the program. Such a transform rejects a function
-        that ``remat`` returned, because ``remat`` hides the weights.
-      own_options: The names of the keyword arguments that the transform used as options. The function must not have
-        parameters with these names.
+      method: The name of the transform, such as ``"factored"``.
+      fun: The function passed to the transform.
+      argnums: The ``argnums`` passed to the transform.
+      follows_weights: Whether the transform traces how the function uses its weights. Such a transform rejects a
+        function returned by ``remat``, because ``remat`` hides the weights.
+      own_options: The names of the keyword arguments that the transform used as its own options. The function must not
+        have parameters with these names.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
@@ -160,24 +161,24 @@ def check_call(
         function = function.func
     if follows_weights and getattr(function, "hides_weights", False):
         raise ValueError(
-            f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
-            "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
+            f"{method} traces how a function uses its weights, but got a function returned by `rpx.remat`, which hides "
+            "them. Pass the original function. To use both, apply `rpx.remat` last: `rpx.remat(rpx.factored(loss))`."
         )
     # The repr of the function is not used as a name because it may print whole arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     if shared := [name for name in own_options if name in _parameters_of(fun)]:
         raise TypeError(
-            f"{who} got {shared[0]}, which is an option of {method} and a parameter of the function. To pass it to the "
-            f"function, bind it: `{method}(lambda *args: loss(*args, {shared[0]}=...), ...)`."
+            f"{who} got {shared[0]!r}, which is both an option of {method} and a parameter of the function. To pass it "
+            f"to the function, bind it: `{method}(lambda *args: loss(*args, {shared[0]}=...), ...)`."
         )
     _require_positions(who, argnums)
     return who
 
 
 def _parameters_of(fun: Callable[..., Any]) -> list[str]:
-    """Returns the names of a function's parameters.
+    """Returns the names of a function's parameters, or an empty list if its signature is unknown.
 
-    The list is empty if the signature is unknown, as it is for some builtin functions.
+    The signatures of some builtin functions are unknown.
     """
     try:
         return list(inspect.signature(fun).parameters)
@@ -199,7 +200,7 @@ def _require_positions(who: str, argnums: Any) -> None:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
             f"{who} expects argnums to be the position of an argument or a tuple of positions, but got "
-            f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
+            f"{_describe_arrays(argnums)!r}. Pass positions counted from 0, such as `argnums=(0, 2)`."
         )
 
 
@@ -220,8 +221,8 @@ def _describe_arrays(x: Any) -> Any:
 def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     """Returns the positions of the arguments that the user chose by ``argnums``.
 
-    By default, the user chooses the first argument and all arguments that are keys. Raises an error, which names the
-    call ``who``, if ``argnums`` has a position without a positional argument.
+    If ``argnums`` is None, the first argument and all arguments that are PRNG keys are chosen. Raises an error, in
+    which ``who`` names the call, if ``argnums`` contains a position at which the call has no positional argument.
     """
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
@@ -238,7 +239,7 @@ def is_keys(arg: Any) -> bool:
     """Returns whether all leaves of an argument are PRNG keys, either typed keys or possible legacy keys."""
 
     def is_key(x: Any) -> bool:
-        """Returns whether a leaf is an array of keys.
+        """Returns whether a leaf is an array of typed PRNG keys or may be one of legacy keys.
 
         A legacy key is a uint32 array whose last axis has 2 or 4 entries.
         """

@@ -1,10 +1,10 @@
-"""Provides typed views of equations: a class for each kind of equation, with its parameters as attributes.
+"""Provides typed views of jaxpr equations: a class for each kind of equation, with its parameters as attributes.
 
-``view_of(eqn)`` returns the view of an equation, such as a ``Dot`` for a ``dot_general``. Rules match the class of the
-view.
+``view_of(eqn)`` returns the view of an equation, such as a ``Dot`` for a ``dot_general``. Rules in other files select
+equations by the class of their view.
 
-An equation reads operands, computes outputs, and has static parameters. The primitive of an equation is its operation.
-Axes are numbers, counted from 0.
+An equation applies its primitive, which is an operation of JAX, to operands and static parameters. Axes are counted
+from 0.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,25 +17,25 @@ from jax.extend.core import JaxprEqn
 T = TypeVar("T")
 
 Axes = tuple[Sequence[int], Sequence[int]]
-"""Axes of the left operand, and the axes of the right operand that are paired with them."""
+"""Axes of the left operand of a product, and the axes of the right operand that are paired with them."""
 
 
 KINDS: dict[str, "type[View]"] = {}
-"""Maps the name of each primitive to its view class. ``View`` is used for primitives that are not listed."""
+"""Maps the names of primitives to their view classes. Primitives that are not listed use ``View``."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """An equation of any kind. Each kind that a rule must recognize has a subclass.
+    """A typed view of a jaxpr equation. Each kind of equation that rules must recognize has a subclass.
 
     A view is cheap to create, because it holds only its equation and reads parameters on access. Two views are equal if
-    their equations compute the same function of operands with the same types.
+    their equations apply the same primitive with the same parameters to operands of the same types.
     """
 
     eqn: JaxprEqn
 
     names: ClassVar[tuple[str, ...]]
-    """The primitives of this kind."""
+    """The names of the primitives that this class views."""
 
     def __init_subclass__(cls, names: tuple[str, ...]) -> None:
         """Registers the subclass in ``KINDS`` for the primitives with these names."""
@@ -60,7 +60,7 @@ class View:
 
     @property
     def type(self) -> Any:
-        """The type of the first output."""
+        """The type of the first output, which has its shape and dtype."""
         return self.eqn.outvars[0].aval
 
     @property
@@ -74,14 +74,14 @@ class View:
 
 
 class Param(Generic[T]):
-    """A descriptor that makes a parameter of the equation an attribute of a view class.
+    """A descriptor that exposes a parameter of an equation as an attribute of its view class.
 
-    ``axis = Param[int]("dimension")`` reads the parameter ``dimension``. Without an argument, the parameter name is the
-    attribute name.
+    In a view class, ``axis = Param[int]("dimension")`` makes ``view.axis`` the value of the equation's parameter
+    ``dimension``. Without an argument, ``Param`` reads the parameter that has the name of the attribute.
     """
 
     def __init__(self, name: str = "") -> None:
-        """Stores the name of the parameter. An empty name stands for the attribute name."""
+        """Stores the name of the parameter to read. An empty name stands for the name of the attribute."""
         self._name = name
 
     def __set_name__(self, _: type, name: str) -> None:
@@ -102,24 +102,24 @@ class Dot(View, names=("dot_general",)):
 
     @property
     def contracting(self) -> Axes:
-        """The axes of the left and of the right operand that are summed over: ([1], [0]) for ``x @ w``."""
+        """The axes of the left and the right operand that are summed over: ([1], [0]) for ``x @ w``."""
         return self.eqn.params["dimension_numbers"][0]
 
     @property
     def batch(self) -> Axes:
-        """The batch axes of the left and of the right operand, which become the first axes of the output."""
+        """The batch axes of the left and the right operand, which become the first axes of the output."""
         return self.eqn.params["dimension_numbers"][1]
 
 
 class RaggedDot(View, names=("ragged_dot_general",)):
     """A ``jax.lax.ragged_dot_general``: a matrix product for each group of rows of the left operand.
 
-    The third operand holds the size of each group. The first rows are in the first group, the next rows are in the
-    second group, and so on. Any remaining rows give zeros. The output has one of three forms:
+    The third operand holds the number of rows in each group. The first rows form the first group, the next rows the
+    second group, and so on. For any remaining rows, the result is zero. The equation computes one of three results:
 
     - each row times the matrix of its group;
-    - for each group, a sum over its rows;
-    - if the rows are along a batch axis, the product for each row.
+    - for each group, the product of both operands, summed over the rows of the group;
+    - if the rows lie along a batch axis, the batched product of each row.
     """
 
     precision = Param[Any]()
@@ -127,22 +127,22 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
-        """The dimension numbers, which describe contracting axes, batch axes and axes with groups."""
+        """JAX's dimension numbers: the contracting axes, the batch axes and the axes of rows and groups."""
         return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
     def contracting(self) -> Axes:
-        """The axes of the left and of the right operand that are summed over, without ``group``."""
+        """The axes of the left and the right operand that are summed over. The axis ``group`` is not one of them."""
         return self._numbers.dot_dimension_numbers[0]
 
     @property
     def batch(self) -> Axes:
-        """The batch axes of the left and of the right operand, which the output keeps."""
+        """The batch axes of the left and the right operand, which the output keeps."""
         return self._numbers.dot_dimension_numbers[1]
 
     @property
     def ragged(self) -> int:
-        """The axis of rows in the left operand."""
+        """The axis of the left operand along which rows are divided into groups."""
         (axis,) = self._numbers.lhs_ragged_dimensions
         return axis
 
@@ -153,16 +153,16 @@ class RaggedDot(View, names=("ragged_dot_general",)):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no group offset, so that all groups are computed, and the rows are not a batch axis."""
+        """Whether all groups are computed, because there is no group offset, and the rows lie along no batch axis."""
         return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
 
     @property
     def axes_of_sizes(self) -> Sequence[int]:
         """The axes of the left operand along which group sizes may differ, in the order of the third operand.
 
-        The third operand has these axes before its last axis. If it has only one axis, there are none. Otherwise, JAX
-        requires the batch axes, followed by the axes before the axis of rows. If rows are summed over, these are
-        contracting axes; otherwise, they are the remaining axes.
+        The third operand, which holds the group sizes, has these axes before its last axis. If it has only one axis,
+        the result is empty. Otherwise, JAX requires all batch axes, followed by the axes that come before the row axis:
+        contracting axes if rows are summed over, and otherwise axes that are neither batch nor contracting axes.
         """
         if self.operands[2].aval.ndim == 1:
             return ()
@@ -176,55 +176,55 @@ class Conv(View, names=("conv_general_dilated",)):
     """A ``jax.lax.conv_general_dilated``."""
 
     dimension_numbers = Param[lax.ConvDimensionNumbers]()
-    """The batch axis, the feature axes and the axes of positions in the data, the kernel and the output."""
+    """The batch axis, the feature axes and the spatial axes of the data, the kernel and the output."""
     feature_group_count = Param[int]()
-    """The number of groups of input features, each with its own kernels."""
+    """The number of groups of input features. Each group has its own kernels."""
     batch_group_count = Param[int]()
-    """The number of groups of examples, each with its own kernels."""
+    """The number of groups of examples in the batch. Each group has its own kernels."""
     precision = Param[Any]()
     """The precision of both operands."""
 
     @property
     def window(self) -> dict[str, Any]:
-        """The parameters that describe how the window moves, by name."""
+        """The strides, padding and dilations of the convolution, by parameter name."""
         return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
 
 
 class Gather(View, names=("gather",)):
-    """A ``jax.lax.gather``: slices of the first operand, at the indices in the second."""
+    """A ``jax.lax.gather``: takes slices of the first operand at the indices in the second operand."""
 
     dimension_numbers = Param[lax.GatherDimensionNumbers]()
-    """The correspondence between axes of the operands and axes of the output."""
+    """JAX's dimension numbers, which say how axes of the operands become axes of the output."""
     mode = Param[lax.GatherScatterMode]()
     """How out-of-bounds indices are handled."""
     fill_value = Param[Any]()
-    """The value for an out-of-bounds index in a mode that fills; None for the default of the dtype."""
+    """The result for an out-of-bounds index in the mode ``"fill"``; None for JAX's default value for the dtype."""
     slice_sizes = Param[Sequence[int]]()
-    """The size of a slice along each axis of the operand."""
+    """The size of a slice along each axis of the first operand."""
 
     @property
     def hints(self) -> dict[str, bool]:
-        """The parameters that promise properties of the indices, by name."""
+        """The parameters in which the caller promises that the indices are sorted or unique, by name."""
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
     def removed_axes(self) -> tuple[int, ...]:
-        """The axes of the operand that slices lack: collapsed axes, which have size 1 in each slice, and batch axes."""
+        """The operand axes that slices lack: batch axes, and collapsed axes, along which each slice has one entry."""
         return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes of the operand, except batch axes, that slices take in part or that are collapsed."""
+        """The non-batch axes of the first operand that are collapsed, or that slices take only in part."""
         sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m != n or i in self.dimension_numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
-        """The axis along which the look-up is a ``jnp.take``; None for any other look-up.
+        """The axis along which this gather equals a ``jnp.take``; None for any other gather.
 
-        The indices have a single column, which points into this axis. Slices lack this axis, and are whole along all
-        other axes.
+        In a ``jnp.take``, the indices have a single column, which points into this axis. The output drops the axis, and
+        takes all other axes whole.
         """
         numbers = self.dimension_numbers
         if self.entry_axis_and_column is None or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
@@ -234,11 +234,11 @@ class Gather(View, names=("gather",)):
 
     @property
     def entry_axis_and_column(self) -> tuple[int, int] | None:
-        """The axis of the operand along which slices have one entry, and the column of the indices that chooses it.
+        """The operand axis along which slices have one entry, and the column of the indices that selects this entry.
 
-        For the look-up of matrices ``w[experts]`` of shape (tokens, i, o), the result is (0, 0). The result is None if
-        slices are not whole along all other axes, if there are batch axes, or if an index along another axis may be out
-        of bounds and fill the slice.
+        For ``w[experts]``, which looks up a matrix for each token, the result is (0, 0). The result is None if slices
+        are not whole along all other axes, if there are batch axes, or if an out-of-bounds index along another axis may
+        fill the slice.
         """
         shape = self.operands[0].aval.shape
         axes = tuple(self.dimension_numbers.start_index_map)
@@ -247,7 +247,7 @@ class Gather(View, names=("gather",)):
         if self.dimension_numbers.operand_batching_dims or len(cut_axes) != 1:
             return None
         # Slices are whole along the other axes, so they begin at 0, and indices into these axes can be ignored. In the
-        # mode that fills, however, an out-of-bounds index along any axis fills the whole slice.
+        # mode "fill", however, an out-of-bounds index along any axis fills the whole slice.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
         (axis,) = cut_axes
@@ -258,10 +258,10 @@ class Gather(View, names=("gather",)):
 
 
 class Reduce(View, names=("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")):
-    """A reduction along axes. The subclass ``ReduceSum`` is for sums."""
+    """A reduction over axes, such as a maximum. Sums have the subclass ``ReduceSum``."""
 
     axes = Param[Sequence[int]]()
-    """The axes that are removed."""
+    """The axes that are reduced, which the output lacks."""
 
 
 class ReduceSum(Reduce, names=("reduce_sum",)):
@@ -269,17 +269,17 @@ class ReduceSum(Reduce, names=("reduce_sum",)):
 
 
 class ReduceIndex(Reduce, names=("argmax", "argmin")):
-    """The index of the largest or smallest entry along axes."""
+    """An ``argmax`` or ``argmin``: the index of the largest or smallest entry along an axis."""
 
 
 class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")):
-    """A reduction of windows, such as pooling."""
+    """A reduction over sliding windows, such as pooling."""
 
     @property
     def keeps_axis(self) -> Sequence[bool]:
-        """Whether each axis is unchanged, because windows have size 1 and stride 1 along it.
+        """For each axis, whether the reduction leaves the axis unchanged, like the batch and channel axes in pooling.
 
-        The axis must also have no dilation or padding. In pooling, the batch axis and the channel axis are unchanged.
+        An axis is unchanged if windows have size 1 and stride 1 along the axis, without dilation or padding.
         """
         params = self.eqn.params
         pads = params["padding"]
@@ -289,14 +289,14 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
 
 
 class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):
-    """A cumulative reduction along an axis."""
+    """A cumulative reduction along an axis, such as ``cumsum``."""
 
     axis = Param[int]()
-    """The axis."""
+    """The axis along which entries are accumulated."""
 
 
 class Sort(View, names=("sort",)):
-    """A ``jax.lax.sort``, which sorts the first operands and reorders all other operands alike."""
+    """A ``jax.lax.sort``, which sorts by its first operands and reorders all other operands in the same way."""
 
     axis = Param[int]("dimension")
     """The axis along which entries are sorted."""
@@ -307,33 +307,33 @@ class TopK(View, names=("top_k",)):
 
     @property
     def axis(self) -> int:
-        """The axis, as a non-negative number.
+        """The axis along which the largest entries are found, as a non-negative integer.
 
-        Older versions of JAX always use the last axis and lack this parameter.
+        Older versions of JAX lack this parameter, and always use the last axis.
         """
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
 
 
-# ---- moves: entries are rearranged, repeated or selected
+# ---- operations that rearrange, repeat or select entries
 
 
 class Transpose(View, names=("transpose",)):
     """A ``jax.lax.transpose``."""
 
     permutation = Param[Sequence[int]]()
-    """The axis of the operand that becomes each axis of the output."""
+    """For each axis of the output, the axis of the operand that becomes it."""
 
 
 class Reshape(View, names=("reshape",)):
     """A ``jax.lax.reshape``."""
 
     new_sizes = Param[Sequence[int]]()
-    """The new shape."""
+    """The shape of the output."""
 
     @property
     def dimensions(self) -> Sequence[int] | None:
-        """The order in which the axes of the operand are read; None for the order of the operand."""
+        """The order in which the axes of the operand are read; None if they are read in their own order."""
         return self.eqn.params.get("dimensions")
 
 
@@ -350,9 +350,9 @@ class Broadcast(View, names=("broadcast_in_dim",)):
     """A ``jax.lax.broadcast_in_dim``."""
 
     shape = Param[Sequence[int]]()
-    """The new shape."""
+    """The shape of the output."""
     broadcast_dimensions = Param[Sequence[int]]()
-    """The axis of the output that each axis of the operand becomes."""
+    """For each axis of the operand, the axis of the output that it becomes."""
 
 
 class Slice(View, names=("slice",)):
@@ -362,7 +362,7 @@ class Slice(View, names=("slice",)):
     def bounds(self) -> Iterable[tuple[int, int, int]]:
         """The start, the limit and the stride of the slice along each axis.
 
-        JAX stores None instead of strides if all strides are 1.
+        If all strides are 1, JAX stores None instead of the strides.
         """
         starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
@@ -372,7 +372,7 @@ class DynamicSlice(View, names=("dynamic_slice",)):
     """A ``jax.lax.dynamic_slice``. The operands after the first are the start indices."""
 
     slice_sizes = Param[Sequence[int]]()
-    """The size along each axis."""
+    """The size of the slice along each axis."""
 
 
 class SplitAxis(View, names=("split",)):
@@ -383,7 +383,7 @@ class SplitAxis(View, names=("split",)):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The size of each output along this axis, as ints."""
+        """The size of each output along the split axis, as ints."""
         return [int(n) for n in self.eqn.params["sizes"]]
 
 
@@ -395,21 +395,21 @@ class Reverse(View, names=("rev",)):
 
 
 class ReadInStep(View, names=("reparax_read",)):
-    """A call of ``read_in_step`` in ``numerics/tie.py``. It returns an array that a step of a loop reads."""
+    """A call of ``read_in_step`` in ``numerics/tie.py``, which returns its operand, a weight that a loop step reads."""
 
 
 class Vary(View, names=("pvary",)):
-    """An array marked as varying over the shards of a ``jax.shard_map``."""
+    """Marks an array as varying over mesh axes inside a ``jax.shard_map``."""
 
     axes = Param[Sequence[str]]()
-    """The mesh axes."""
+    """The names of the mesh axes over which the array is marked as varying."""
 
 
 class Iota(View, names=("iota",)):
     """A ``jax.lax.broadcasted_iota``."""
 
     shape = Param[Sequence[int]]()
-    """The shape."""
+    """The shape of the output."""
     dimension = Param[int]()
     """The axis along which entries count from 0."""
 
@@ -429,7 +429,7 @@ class Stack(View, names=("stack",)):
 
 
 class Unstack(View, names=("unstack",)):
-    """The entries of an array along an axis, each as an output. Since JAX 0.11.1, iteration unstacks an array."""
+    """Splits an array along an axis into one output per entry. Iterating over an array does so since JAX 0.11.1."""
 
     axis = Param[int]()
     """The axis that is removed."""
@@ -439,7 +439,7 @@ class Pad(View, names=("pad",)):
     """A ``jax.lax.pad``."""
 
     padding = Param[Sequence[tuple[int, int, int]]]("padding_config")
-    """The numbers of entries added before, after and between the entries of each axis."""
+    """For each axis, the numbers of entries added before, after and between its entries."""
 
 
 class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
@@ -451,7 +451,7 @@ class Barrier(View, names=("optimization_barrier",)):
 
 
 class Named(View, names=("name",)):
-    """A ``jax.ad_checkpoint.checkpoint_name``."""
+    """A ``jax.ad_checkpoint.checkpoint_name``, which names a value for policies of ``jax.checkpoint``."""
 
     name = Param[str]()
     """The name of the value."""
@@ -468,11 +468,11 @@ class Pointwise(
         *("erf", "erfc", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
     ),
 ):
-    """An elementwise operation. Operations without a subclass take longer than an addition, or are rare."""
+    """An elementwise operation. Operations that have no subclass are slower than an addition, or rare."""
 
 
 class Add(Pointwise, names=("add", "add_any")):
-    """A sum of two arrays. Derivatives add arrays by a separate primitive."""
+    """A sum of two arrays. In derivatives, JAX adds cotangents with a separate primitive, ``add_any``."""
 
 
 class Subtract(Pointwise, names=("sub",)):
@@ -498,7 +498,7 @@ class Arithmetic(
         *("and", "or", "xor", "not", "shift_left", "shift_right_logical"),
     ),
 ):
-    """Another operation that takes about as long as an addition, including comparisons and operations on bits."""
+    """Another elementwise operation that takes about as long as an addition, such as a comparison or bit operation."""
 
 
 class Select(Pointwise, names=("select_n",)):
@@ -524,14 +524,14 @@ class Copy(Pointwise, names=("copy",)):
     """A copy of an array."""
 
 
-# ---- equations that hold programs
+# ---- equations that contain jaxprs
 
 
 class Jit(View, names=("jit",)):
     """A call of ``jax.jit``."""
 
     name = Param[str]()
-    """The name of the function."""
+    """The name of the jitted function."""
 
 
 class CustomJvp(View, names=("custom_jvp_call",)):
@@ -542,9 +542,9 @@ class Checkpoint(View, names=("remat2",)):
     """A call of ``jax.checkpoint``."""
 
     policy = Param[Any]()
-    """The policy that decides which values may be stored; None to store nothing."""
+    """The policy that decides which intermediate values are stored; None if all are recomputed."""
     prevent_cse = Param[Any]()
-    """Whether the compiler must recompute values instead of reusing values of the forward pass."""
+    """Whether the compiler must recompute values in the backward pass instead of reusing those of the forward pass."""
     differentiated = Param[bool]()
     """Whether the equation is part of a derivative."""
 
@@ -561,12 +561,12 @@ class While(View, names=("while",)):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of constants of the condition and of the body. All other operands are carried."""
+        """The number of constant operands of the condition, and that of the body. All other operands are carried."""
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 
 class Cond(View, names=("cond",)):
-    """A ``jax.lax.switch`` or ``cond``."""
+    """A ``jax.lax.cond`` or ``jax.lax.switch``."""
 
 
 class ShardMap(View, names=("shard_map",)):
@@ -581,16 +581,16 @@ class ShardMap(View, names=("shard_map",)):
         return self.eqn.params["mesh"].shape
 
 
-# ---- the kind of an equation
+# ---- the view of an equation
 
 
 def view_class_of(eqn: JaxprEqn) -> type[View]:
-    """Returns the class of the view of an equation, which is ``View`` if no subclass is registered for it."""
+    """Returns the view class of an equation: ``View`` if no subclass is registered for its primitive."""
     kind = KINDS.get(eqn.primitive.name, View)
     # A bitcast between dtypes of different sizes adds or removes an axis, so it is not elementwise.
     return View if kind is Bitcast and kind(eqn).operands[0].aval.shape != kind(eqn).type.shape else kind
 
 
 def view_of(eqn: JaxprEqn) -> View:
-    """Returns the view of an equation."""
+    """Returns the typed view of an equation, such as a ``Dot`` for a ``dot_general``."""
     return view_class_of(eqn)(eqn)

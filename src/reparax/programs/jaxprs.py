@@ -1,12 +1,12 @@
-"""Reads, rebuilds and runs programs that JAX traces, and collects what reparax assumes about these programs.
+"""Reads, rebuilds and runs jaxprs, and collects the assumptions that reparax makes about the jaxprs of JAX.
 
-A program is a ``Jaxpr``, which is a list of equations. An equation reads atoms, which are variables or literals, and
-computes variables. Calls such as ``jit``, loops and ``cond`` are equations that contain programs, called their bodies.
-Assumptions about single equations are in ``equations``.
+A jaxpr is a list of equations. An equation reads atoms, which are variables or literals, and computes variables. Calls
+such as ``jit``, loops and ``cond`` are equations that contain jaxprs, called their bodies. Assumptions about single
+equations are in ``equations``.
 
-Because JAX documents little of this, each assumption has a test in ``tests/programs/test_jaxprs.py``, which names the
-version of JAX that last changed the behavior. Where possible, the code reads types rather than parameter names.
-Anything unknown raises an error.
+JAX documents little of the structure of jaxprs. Each assumption therefore has a test in
+``tests/programs/test_jaxprs.py`` that names the version of JAX that last changed the behavior. Where possible, the code
+reads types rather than parameter names. A parameter that is unknown here raises an error.
 """
 
 import functools
@@ -35,15 +35,16 @@ T = TypeVar("T")
 Env = dict[Any, Any]
 """Maps each variable to its value, or to the atom (variable or literal) that replaces the variable."""
 Body = Callable[..., list[Any]]
-"""A function that computes the outputs of a program from the values of its inputs."""
+"""A function that computes the outputs of a jaxpr from the values of its inputs."""
 
-# Since JAX 0.11.0, ``ClosedJaxpr`` is the same class as ``Jaxpr``. JAX may remove the name.
+# Since JAX 0.11.0, ``ClosedJaxpr`` is the same class as ``Jaxpr``, and JAX may remove the first name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
-# The types of programs. Exact types are compared because this is fast, and every equation is searched for programs.
+# The types of jaxprs. Every equation is searched for jaxprs, so exact types are compared, which is faster than
+# ``isinstance``.
 _PROGRAMS = {Jaxpr, _Closed}
 
-# Each equation of these primitives contains one program, and runs it once on the operands of the equation.
+# Each equation of these primitives contains one jaxpr, and runs it once on the operands of the equation.
 _CALLS = {
     *("jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"),
     *("reparax_split", "reparax_linear"),
@@ -51,30 +52,31 @@ _CALLS = {
 
 _BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
-# The parameter that holds the program of our own primitives. JAX treats every equation with this parameter as a call,
+# The parameter in which our own primitives hold their jaxpr. JAX treats every equation with this parameter as a call,
 # and looks inside the call.
 PROGRAM = "call_jaxpr"
 
-# The parameters of scans and ``shard_map`` equations, which we rebuild: some are read, and others can be ignored.
+# The parameters of scans and of ``shard_map`` that are read when such an equation is rebuilt, and those that are
+# ignored.
 _SCAN_PARAMS = ("length", "reverse", "unroll")
 _SCAN_IGNORED_PARAMS = {
     "jaxpr",
-    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. We use types instead.
-    *("linear", "_split_transpose"),  # Until JAX 0.9.2: hints for the transpose.
+    *("num_consts", "num_carry", "ft_in", "ft_out"),  # The last two exist since JAX 0.11.0. Types are read instead.
+    *("linear", "_split_transpose"),  # Hints for the transpose, until JAX 0.9.2.
 }
 _SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
 _AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # The first name is used since JAX 0.10.2.
 
 
 def is_tested() -> bool:
-    """Returns whether the running JAX is not newer than the tested versions."""
+    """Returns whether the installed JAX is not newer than the versions with which reparax was tested."""
     return jax.__version_info__ <= tuple(map(int, NEWEST.split(".")))
 
 
 def unreadable(what: str) -> RuntimeError:
-    """Returns the error for a program that reparax cannot read.
+    """Returns the error to raise for a jaxpr that reparax cannot read.
 
-    ``what`` names the part of the program that is unknown, such as "a scan".
+    ``what`` names the unknown part of the jaxpr, such as "a scan with the parameter 'x'".
     """
     return RuntimeError(
         f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
@@ -83,7 +85,7 @@ def unreadable(what: str) -> RuntimeError:
 
 
 def check_this_jax(works: Callable[[], bool]) -> None:
-    """Raises an error if JAX is newer than the tested versions and ``works`` raises an error or returns False."""
+    """Raises an error if JAX is newer than the tested versions and ``works()`` raises an error or returns False."""
     if is_tested():
         return
     try:
@@ -95,20 +97,20 @@ def check_this_jax(works: Callable[[], bool]) -> None:
 
 
 def small_network(w: Array, x: Array) -> Array:
-    """Computes a network with a product in a call, in a loop and in a ``jax.checkpoint``, to test reading programs."""
+    """Computes a network with a matrix product in a ``jit``, a scan and a ``checkpoint``, to test reading jaxprs."""
     x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
     return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
 
 
-# ---- programs
+# ---- jaxprs
 
 
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
-    """Turns the constants of a program into its first inputs, and returns the program and the values of the constants.
+    """Turns the constants of a jaxpr into its first inputs, and returns the jaxpr and the values of the constants.
 
-    JAX represents a program with constants either as a closed jaxpr or as a jaxpr that holds its constants. Both are
-    accepted. A jaxpr without constants is returned unchanged, with an empty list.
+    ``program`` is either a closed jaxpr or, since JAX 0.11.0, a jaxpr that holds the values of its constants. A jaxpr
+    without constants is returned unchanged, with an empty list.
     """
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
@@ -118,12 +120,12 @@ def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def _jaxpr_of(program: Any) -> Jaxpr:
-    """Returns the jaxpr of a program. The program is either this jaxpr or a closed jaxpr that contains it."""
+    """Returns the jaxpr inside a closed jaxpr; a plain jaxpr is returned unchanged."""
     return getattr(program, "jaxpr", program)
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """Returns the variables among ``atoms``, in order and without duplicates; literals are left out."""
+    """Returns the variables among ``atoms``, in order and without duplicates; leaves out literals."""
     return list(dict.fromkeys([v for v in atoms if not isinstance(v, Literal)]))
 
 
@@ -133,27 +135,27 @@ def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
 
 
 def count_reads(jaxpr: Jaxpr) -> Counter[Var]:
-    """Counts the equations that read each variable. The outputs of the program together count as one more equation."""
+    """Counts the equations that read each variable. If the jaxpr returns the variable, this counts as one more read."""
     return Counter(v for atoms in [jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)] for v in variables(atoms))
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """Looks up the value of each atom.
+    """Looks up the value of each atom, that is, of each variable or literal.
 
-    Literals become arrays, because JAX may hold their values in a private type.
+    Literals are converted to arrays, because JAX may hold their values in a private type.
     """
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def types(program: Any) -> list[Any]:
-    """Returns the types of the outputs of a program, that is, their shapes and dtypes."""
+    """Returns the types of the outputs of a jaxpr, which describe their shapes and dtypes."""
     return [v.aval for v in _jaxpr_of(program).outvars]
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
-    """Builds the program that consists of some equations of ``jaxpr`` and has the outputs ``outvars``.
+    """Builds a jaxpr from some equations of ``jaxpr``, with the outputs ``outvars``.
 
-    The inputs of the new program are all variables that the equations read, or that ``outvars`` contains, unless one of
+    The inputs of the new jaxpr are all variables that the equations read, or that ``outvars`` contains, unless one of
     the equations computes them. For example, the equations ``b = tanh(a)`` and ``c = b @ w`` with the output c have the
     inputs (a, w).
     """
@@ -164,9 +166,9 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 
 def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
-    """Replaces each input ``v`` in ``atom_of`` by ``atom_of[v]``, so that it is no longer an input of the program.
+    """Replaces each input ``v`` in ``atom_of`` by ``atom_of[v]``, so that ``v`` is no longer an input of the jaxpr.
 
-    A variable that replaces an input is a free variable of the result, unless it is among the remaining inputs.
+    A variable that replaces an input is a free variable of the result, unless it is one of the remaining inputs.
     """
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in atom_of],
@@ -176,31 +178,31 @@ def substitute_inputs(jaxpr: Jaxpr, atom_of: Env) -> Jaxpr:
 
 
 def _substitute(atoms: Iterable[Any], atom_of: Env) -> list[Any]:
-    """Replaces each variable ``v`` in ``atom_of`` by ``atom_of[v]``, and keeps all other atoms."""
+    """Replaces each variable ``v`` in ``atom_of`` by ``atom_of[v]``; keeps literals and all other variables."""
     return [v if isinstance(v, Literal) else atom_of.get(v, v) for v in atoms]
 
 
 def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
-    """Replaces the operands of an equation.
+    """Returns an equation with the operands ``atoms``.
 
-    If the operands do not change, the same object is returned, because its ``id`` may identify the equation.
+    If the operands do not change, the same object is returned, because its ``id`` may identify the equation elsewhere.
     """
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
 def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
-    """Inlines the calls for which ``is_inlined`` is true, also inside inlined bodies.
+    """Inlines the calls for which ``is_inlined`` is true, including calls inside inlined bodies.
 
-    The constants of inlined bodies become the first inputs of the program, and the second result has the values of
-    these constants. The result is None if two of the calls share one body. An inlined body keeps its variables, so
-    inlining a body twice would compute the same variables twice.
+    The constants of inlined bodies become the first inputs of the jaxpr. The second result is a list of their values.
+    The result is None if two of the calls share one body: an inlined body keeps its variables, so inlining it twice
+    would define the same variables twice.
     """
     inlined_bodies, consts = set[int](), dict[Var, Any]()
 
     def inline(program: Jaxpr, atom_of: Env) -> tuple[list[JaxprEqn], list[Any]] | None:
-        """Returns the equations and the outputs of a program, with ``atom_of[v]`` in place of its input ``v``.
+        """Returns the equations and outputs of a jaxpr, with ``atom_of[v]`` in place of each input ``v``.
 
-        The result is None if a body occurs twice. The function also adds entries to ``inlined_bodies`` and ``consts``.
+        The result is None if a body occurs twice. The function also updates ``inlined_bodies`` and ``consts``.
         """
         eqns, atom_of = list[JaxprEqn](), dict(atom_of)
         for eqn in program.eqns:
@@ -208,7 +210,8 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
             if not is_inlined(eqn):
                 eqns.append(_with_operands(eqn, operands))
                 continue
-            # Each call of ``body`` may return a new jaxpr, so the program that JAX stores identifies the body.
+            # Each call of ``body`` may return a new jaxpr, so the ``id`` of the object that JAX stores identifies the
+            # body.
             body_id, (body_jaxpr, body_consts) = id(_programs_in(eqn)[0]), body(eqn)
             if body_id in inlined_bodies:
                 return None
@@ -230,10 +233,9 @@ def inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> tuple[
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """Joins parts into one program that has the inputs ``invars`` and runs the parts in order.
+    """Joins several jaxprs into one that runs them in order and has the inputs ``invars``.
 
-    The outputs of the program are the outputs of the last part. A part may read variables that an earlier part
-    computes.
+    The outputs of the result are those of the last jaxpr. A jaxpr may read variables that an earlier one computes.
     """
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
@@ -241,14 +243,14 @@ def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Removes the equations that no output of a program needs, but keeps all its inputs."""
+    """Removes the equations of a jaxpr that none of its outputs needs, but keeps all its inputs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """Keeps only the used outputs of a program, and the equations and inputs that they need.
+    """Keeps only the used outputs of a jaxpr, and the equations and inputs that they need.
 
-    The second result holds, for each input of ``jaxpr``, whether the input is kept.
+    The second result is a list that says, for each input of ``jaxpr``, whether it is kept.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
@@ -256,19 +258,19 @@ def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[b
 def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """Returns the batched program that ``jax.vmap`` computes, for the batching rule of one of our primitives.
+    """Returns the batched jaxpr that ``jax.vmap`` makes of a jaxpr, for the batching rule of one of our primitives.
 
     Args:
-      jaxpr: The program.
-      args: The values of its inputs.
+      jaxpr: The jaxpr of one batch element.
+      args: The values of the inputs, batched where ``dims`` says so.
       dims: The batch axis of each input; None for an input without a batch.
       axis: The description of the batch axis that JAX passes to batching rules. It has the name and size of the axis.
 
     Returns:
-      The batched program with its constants as first inputs, the values of these constants, and the batch axis of each
-      output. The batch axis is 0, or None if the output does not depend on the batch, as JAX expects.
+      The batched jaxpr with its constants as first inputs, the values of these constants, and the batch axis of each
+      output. As JAX expects, this axis is 0, or None if the output does not depend on the batch.
     """
-    name = None if type(axis.name) is object else axis.name  # An unnamed axis has a bare object as name.
+    name = None if type(axis.name) is object else axis.name  # JAX names an unnamed axis by a bare object.
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     out_dims: list[int | None] = []
 
@@ -283,13 +285,13 @@ def batch_program(
     return *consts_first(jax.make_jaxpr(batched)(*args)), out_dims
 
 
-# ---- running programs
+# ---- running jaxprs
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Computes the outputs of a program without constants, given the values of its inputs.
+    """Computes the outputs of a jaxpr without constants, given the values of its inputs.
 
-    If the program is differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal
+    If the jaxpr is being differentiated or calls a ``jax.custom_jvp``, its equations run one by one, so that equal
     equations can share their derivative. Each value is then dropped after its last use to save memory.
     """
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
@@ -307,7 +309,7 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _as_function(jaxpr: Jaxpr) -> Body:
-    """Converts a program without constants to a function of its inputs."""
+    """Converts a jaxpr without constants to a function from its inputs to a list of its outputs."""
     return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))
 
 
@@ -317,10 +319,10 @@ def _is_linearized(x: Any) -> bool:
 
 
 def _any_is_traced(args: Sequence[Any]) -> bool:
-    """Returns whether the numbers of any value are unknown, because a transform such as ``jit`` traces this value.
+    """Returns whether the contents of any of ``args`` are unknown, because a transform such as ``jit`` traces it.
 
-    Differentiation alone does not hide the numbers: they are the primal of the value. The primal may be a value that is
-    being differentiated too.
+    Differentiation alone does not hide the contents of an array, because its tracer holds them as the primal. In a
+    second derivative, the primal is again a tracer with a primal.
     """
     primals = list(args)
     while any(map(_is_linearized, primals)):
@@ -329,11 +331,11 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
 
 
 def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Computes the outputs of an equation of ``program``, given the values of the different variables that it reads.
+    """Computes the outputs of an equation of ``program`` from the values of the distinct variables that it reads.
 
-    JAX differentiates a primitive for every equation, but a function only once. Equal equations therefore call one
-    shared function. The function is inlined, so it does not appear in the program. The equations that it adds get the
-    source line and the name scope of ``eqn``.
+    JAX differentiates a primitive anew for every equation, but a jitted function only once. Equal equations therefore
+    call one shared function. The function is inlined, so it does not appear in the resulting jaxpr. The equations that
+    it adds get the source line and the name scope of ``eqn``.
     """
     function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
     if function is None:
@@ -344,15 +346,15 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
-    """Returns whether equal equations should share a function to save time that JAX would need to differentiate each.
+    """Returns whether to evaluate an equation by a function shared with equal equations, which JAX differentiates once.
 
-    An equation without a body should share a function if the equation is differentiated. An equation with a body should
-    share a function only inside a trace, and only if it is a ``jax.custom_jvp`` or a differentiated ``jax.checkpoint``.
+    An equation without a body is worth sharing if it is being differentiated. An equation with a body is worth sharing
+    only inside a trace, and only if it is a ``jax.custom_jvp`` or a ``jax.checkpoint`` that is being differentiated.
     """
     is_linearized = any(map(_is_linearized, args))
     if not _programs_in(eqn):
         return is_linearized
-    # Outside of a trace, JAX would compile the shared function repeatedly, because JAX does not compare programs by
+    # Outside of a trace, JAX would compile the shared function repeatedly, because JAX does not compare jaxprs by
     # content.
     kind = equations.view_class_of(eqn)
     return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
@@ -361,8 +363,8 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     """Returns the function that computes all equations equal to ``eqn``; None if its parameters cannot be hashed.
 
-    Equal equations have equal parameters and types, and repeat operands at the same positions: ``x * x`` equals
-    ``y * y``, but not ``x * y``.
+    Equal equations have the same primitive, parameters and operand types, and repeat operands at the same positions:
+    ``x * x`` equals ``y * y``, but not ``x * y``.
     """
     number_of: dict[Any, int] = {}
     key = key_of(eqn, [None if isinstance(v, Literal) else number_of.setdefault(v, len(number_of)) for v in eqn.invars])
@@ -373,8 +375,8 @@ def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
     if function is None:
         if len(_SHARED_FUNCTIONS) >= _MOST_SHARED_FUNCTIONS:
             _SHARED_FUNCTIONS.clear()
-        # Because the function outlives the program, it must not hold the other equations of the program or the source
-        # lines of this equation.
+        # Because the cached function outlives the jaxpr, it must not hold the other equations of the jaxpr or the
+        # source lines of this equation.
         eqn_without_lines = eqn.replace(source_info=source_info_util.new_source_info())
         function = _SHARED_FUNCTIONS[key] = inlined(_as_function(part(program, [eqn_without_lines], eqn.outvars)))
     return function
@@ -384,7 +386,7 @@ def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Returns a dictionary key that is equal for equations that compute the same function of the same operands.
 
     ``operands`` holds a hashable value that identifies each operand, such as an int. A literal is identified by its
-    type and its numbers instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
+    type and contents instead. Hashing the key raises a TypeError if a parameter of the equation cannot be hashed.
     """
     pairs = zip(eqn.invars, operands, strict=True)
     atoms = ((v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else x) for v, x in pairs)
@@ -393,10 +395,10 @@ def key_of(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 _SHARED_FUNCTIONS: dict[tuple[Any, ...], Body] = {}
 _MOST_SHARED_FUNCTIONS = 4096
-"""The largest number of cached functions. When the cache is full, all functions are dropped before another is added."""
+"""The largest number of cached functions. When the cache is full, it is emptied before another function is added."""
 
 
-# ---- linear programs
+# ---- linear jaxprs
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
@@ -405,20 +407,20 @@ def residuals(linear: Any) -> tuple[list[Any], Any]:
 
 
 def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program of a function from ``jax.linearize``, and the values that the function stores.
+    """Returns the jaxpr of a function from ``jax.linearize``, and the values that the function stores.
 
-    The stored values are the first inputs of the program. Usually, the function holds its program. The function is
-    traced if JAX stores the program elsewhere, or if the program leaves out outputs that are zeros.
+    The stored values are the first inputs of the jaxpr. Usually, the function holds its jaxpr. If not, or if that jaxpr
+    leaves out outputs that are zeros, the function is traced.
 
     Args:
-      linear: The function.
+      linear: The function from ``jax.linearize``.
       points: Values with the types of the function's arguments.
       n_outs: The number of arrays that the function returns.
     """
     stored_values = jax.tree.leaves(linear)
     closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
     candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
-    # Since JAX 0.11.0, the stored values are the first inputs of the program. Before, they are its constants.
+    # Since JAX 0.11.0, the stored values are the first inputs of the jaxpr. In older versions, they are its constants.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
@@ -426,14 +428,14 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
 
 
 def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
-    """Transposes a program whose outputs are linear in the inputs ``moving``.
+    """Transposes a jaxpr whose outputs are linear in the inputs ``moving``.
 
-    Returns the transposed program and the values of its constants. The transposed program computes the cotangents of
+    Returns the transposed jaxpr and the values of its constants. The transposed jaxpr computes the cotangents of
     ``moving``. Its inputs are its constants, followed by the cotangents of the outputs of ``jaxpr``. All other inputs
-    of ``jaxpr`` are free variables of the transposed program. For ``y = x @ w`` with ``moving`` (x,), it computes
+    of ``jaxpr`` are free variables of the transposed jaxpr. For ``y = x @ w`` with ``moving`` (x,), it computes
     ``x_bar = y_bar @ w.T`` from its input y_bar and the free variable w.
     """
-    # In the list of inputs without duplicates, ``moving`` comes first, and the remaining inputs follow.
+    # ``variables`` removes duplicates and keeps the order, so ``fixed`` has the inputs that are not in ``moving``.
     fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
     call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
 
@@ -443,11 +445,10 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
         return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
 
     program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
-    # Replace the inputs that stand for ``fixed``, which follow the constants. The last inputs are the cotangents, and
-    # remain.
+    # The inputs that follow the constants stand for ``fixed``, and are replaced by its variables. The cotangents, which
+    # are the last inputs, remain.
     program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
-    # The program consists of the transposed call, which is a ``jit``. This call is inlined, but calls inside it are
-    # not.
+    # The transposed jaxpr consists of a single ``jit``. It is inlined, but calls inside it are not.
     outermost = set(map(id, program.eqns))
     inlined_program = inline_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
     assert inlined_program is not None
@@ -455,10 +456,10 @@ def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
 
 
 def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
-    """Returns the parameters of an equation that calls a program by ``jax.jit``.
+    """Returns the parameters of a ``jit`` equation that calls a jaxpr.
 
-    The parameters are those of a traced call with one input and one output. A parameter that is a tuple, such as the
-    shardings, is repeated for each input or output of ``jaxpr``.
+    The parameters are copied from a traced ``jit`` with one input and one output. A parameter that is a tuple, such as
+    the shardings, is repeated for each input or output of ``jaxpr``.
     """
     counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
     with jax.disable_jit(disable=False):
@@ -467,15 +468,15 @@ def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
     return params | {"jaxpr": jaxpr if _Closed is Jaxpr else _Closed(jaxpr, [])}
 
 
-# To transpose a function, JAX first traces it, which would trace every equation of a program again. If the function
-# binds this primitive instead, the trace has a single call of the program. JAX then transposes the program of this call
-# without tracing it again.
+# To transpose a function, JAX first traces it, which would trace every equation of a jaxpr again. If the function binds
+# this primitive instead, the trace has a single call of the jaxpr. JAX then transposes this jaxpr without tracing it
+# again.
 _STAGED = Primitive("reparax_staged")
 _STAGED.multiple_results = True
 
 
 def _stage_call(trace: Any, *tracers: Any, call: dict[str, Any]) -> Any:
-    """Adds a ``jit`` with the parameters ``call`` to a trace, as one equation, and returns its outputs."""
+    """Adds a single ``jit`` equation with the parameters ``call`` to a trace, and returns its outputs."""
     return trace.default_process_primitive(jit_p, tracers, call)
 
 
@@ -491,8 +492,8 @@ def type_of(v: Any) -> Any:
 
 
 def varying_axes(types: Sequence[Any]) -> frozenset[str]:
-    """Returns the mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
-    # Since JAX 0.10, types of arrays have the attribute ``manual_axis_type``; before, ``vma``. Other types have
+    """Returns the names of the mesh axes over which arrays of these types may vary inside a ``shard_map``."""
+    # Since JAX 0.10, types of arrays have the attribute ``manual_axis_type``; older ones have ``vma``. Other types have
     # neither.
     parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
@@ -501,18 +502,18 @@ def varying_axes(types: Sequence[Any]) -> frozenset[str]:
 
 
 def has_known_varying_axes(type_: Any) -> bool:
-    """Returns whether :func:`varying_axes` of the type of an array can be trusted.
+    """Returns whether the result of :func:`varying_axes` for the type of an array can be trusted.
 
-    Inside a ``shard_map``, a type without varying axes cannot be trusted, because no type has any if
+    Inside a ``shard_map``, an empty set of varying axes cannot be trusted, because types list none if
     ``check_vma=False``.
     """
     return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
-    """Returns whether a program, or one inside it, uses mutable arrays (``jax.new_ref``).
+    """Returns whether a jaxpr, or one inside it, uses mutable arrays (``jax.new_ref``).
 
-    An inner program whose inputs are mutable arrays does not count, because such a program is a kernel.
+    An inner jaxpr whose inputs are mutable arrays is ignored, because such a jaxpr is a kernel.
     """
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
@@ -529,7 +530,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
 
 
 def _any_is_ref(variables: Iterable[Var]) -> bool:
-    """Returns whether any of these variables is a mutable array."""
+    """Returns whether any of these variables is a mutable array (``jax.new_ref``)."""
     return any(type(v.aval).__name__ == "AbstractRef" for v in variables)
 
 
@@ -537,11 +538,11 @@ def _any_is_ref(variables: Iterable[Var]) -> bool:
 
 
 def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
-    """Returns the function and the operands of a call, given what JAX passes to ``bind`` when it evaluates the call.
+    """Returns the function and the operands of a call, given the arguments of ``bind`` when JAX evaluates the call.
 
-    When JAX evaluates a call, it passes a function in place of the program.
+    When JAX evaluates a call such as a ``custom_jvp``, it passes a function in place of the jaxpr.
     """
-    # Before JAX 0.9.2, the function is the first operand.
+    # Before JAX 0.9.2, the function is the first operand. Since then, it is the parameter ``subfuns``.
     function, *operands = (*params.get("subfuns", ()), *args)
     return lambda *args: function.call_wrapped(*args), operands
 
@@ -549,18 +550,18 @@ def function_and_operands(args: Sequence[Any], params: Env) -> tuple[Body, Seque
 def params_of_our_equation(eqn: JaxprEqn) -> Env:
     """Returns the parameters of an equation of one of our own primitives, for the module that defines the primitive.
 
-    Assumptions about the parameters of JAX's primitives belong in this module and in ``equations``.
+    Only this module and ``equations`` read the parameters of JAX's own primitives.
     """
     return eqn.params
 
 
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Returns the programs inside an equation, without the values of their constants; most equations have none."""
+    """Returns the jaxprs inside an equation, such as the branches of a cond, without the values of their constants."""
     return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
 
 def _programs_in(eqn: JaxprEqn) -> list[Any]:
-    """Returns the programs among the parameters of an equation as JAX stores them, with or without constants."""
+    """Returns the jaxprs among the parameters of an equation, as JAX stores them: closed or not."""
     programs: list[Any] = []
     for value in eqn.params.values():
         if type(value) in _PROGRAMS:
@@ -571,17 +572,17 @@ def _programs_in(eqn: JaxprEqn) -> list[Any]:
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
-    """Returns the first or only program inside an equation, with its constants as first inputs, and their values."""
+    """Returns the first jaxpr inside an equation, with its constants as first inputs, and the constants' values."""
     return bodies(eqn)[0]
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
-    """Returns the programs inside an equation, each with its constants as first inputs and with their values."""
+    """Returns the jaxprs inside an equation, each with its constants as first inputs and with the constants' values."""
     return [consts_first(program) for program in _programs_in(eqn)]
 
 
 def has_sharding(eqn: JaxprEqn) -> bool:
-    """Returns whether a call of ``jax.jit`` specifies shardings of its inputs or outputs."""
+    """Returns whether a ``jit`` equation specifies shardings of its inputs or outputs."""
     shardings = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
@@ -612,17 +613,17 @@ def is_scan(eqn: JaxprEqn) -> bool:
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a cond: its first operand selects a program to run on the other operands."""
+    """Returns whether an equation is a cond, whose first operand selects a jaxpr to run on the other operands."""
     return equations.view_class_of(eqn) is equations.Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation runs its only program once, on its own operands, like ``jax.checkpoint``."""
+    """Returns whether an equation runs its only jaxpr once, on its own operands, like ``jax.checkpoint``."""
     return eqn.primitive.name in _CALLS
 
 
 def holds_body(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a scan, a cond or a call, whose bodies we read. A while loop is none of these."""
+    """Returns whether an equation is a scan, a cond or a call, whose bodies are analyzed. While loops are not."""
     return eqn.primitive.name in _BODIES
 
 
@@ -634,12 +635,12 @@ def is_jit(eqn: JaxprEqn) -> bool:
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """Counts the constant operands and the carried operands of a scan. All other operands are sliced at each step.
 
-    Constants come first, then carried operands, then sliced operands. A scan with one constant, one carried value and
-    one sliced array has the counts (1, 1).
+    Constants come first, then carried operands, then sliced operands. For a scan with two constants, one carried value
+    and one sliced array, the result is (2, 1).
     """
     _read_parameters(scan, _SCAN_PARAMS, _SCAN_IGNORED_PARAMS)
     inner_jaxpr = inner_programs(scan)[0]
-    # The outputs are the carried values, followed by the stacked ones.
+    # The outputs of a scan are the carried values, followed by the stacked values.
     n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
     return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 
@@ -647,27 +648,27 @@ def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """Counts the operands that a scan slices, or the outputs that it stacks.
 
-    Outside of the body, a sliced or stacked array has one axis more than inside. ``outside`` holds all operands or
+    A sliced or stacked array has one axis more outside of the body than inside. ``outside`` holds all operands or
     outputs of the scan, and ``inside`` holds all inputs or outputs of its body.
     """
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
 
 def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """Returns a context in which new equations get the source lines of ``eqn``."""
+    """Returns a context manager under which newly traced equations get the source lines of ``eqn``."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """Returns a number that identifies the traceback of an equation while this traceback exists.
+    """Returns an integer that identifies the traceback of an equation as long as this traceback exists.
 
-    Equations from the same line may share the number.
+    Equations from the same source line may share the integer.
     """
     return id(eqn.source_info.traceback)
 
 
 def lines(eqn: JaxprEqn) -> list[str]:
-    """Returns the source lines of an equation, beginning with the innermost."""
+    """Returns the source lines of an equation's traceback, beginning with the innermost."""
     return source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
 
 
@@ -675,9 +676,9 @@ def lines(eqn: JaxprEqn) -> list[str]:
 
 
 def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """Returns the function that runs a ``jit``, scan or ``shard_map`` with another body; None for all other equations.
+    """Returns a function that runs a ``jit``, scan or ``shard_map`` with another body; None for all other equations.
 
-    The function takes the body and then the operands: ``runner_of(eqn)(body, *operands)`` returns the outputs.
+    The function takes the new body and the operands: ``runner_of(eqn)(body, *operands)`` returns the outputs.
     """
     functions: dict[type[equations.View], Callable[..., Any]] = {
         equations.Jit: _run_jit,
@@ -689,10 +690,10 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
-    """Returns the parameters ``names`` of an equation.
+    """Returns a dict of those parameters of an equation that are in ``names``.
 
     Raises an error if a parameter in ``names`` is missing. Also raises an error if the equation has a parameter that is
-    neither in ``names`` nor in ``ignored``, because a parameter that another version of JAX added may change the
+    neither in ``names`` nor in ``ignored``, because a parameter that is new in another version of JAX may change the
     result.
     """
     if missing := [name for name in names if name not in eqn.params]:
@@ -705,7 +706,7 @@ def _read_parameters(eqn: JaxprEqn, names: Sequence[str], ignored: set[str]) -> 
 def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     """Runs a ``jit`` with another body. The body runs inline unless the ``jit`` specifies shardings.
 
-    All parameters except the shardings are dropped.
+    All parameters of the original ``jit`` except its shardings are dropped.
     """
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not has_sharding(eqn):
@@ -715,10 +716,10 @@ def _run_jit(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 
 
 def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a scan with another body, and returns the carried and then the stacked outputs.
+    """Runs a scan with another body, and returns the carried outputs, followed by the stacked outputs.
 
-    ``args`` holds the constants, the initial carried values and the sliced operands. It may have more sliced operands
-    than the original scan.
+    ``args`` holds the constants, the initial carried values and the sliced operands. There may be more sliced operands
+    than in the original scan.
     """
     n_consts, n_carry = scan_counts(eqn)
     consts = args[:n_consts]
@@ -726,7 +727,7 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
     xs = args[n_consts + n_carry :]
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-        """Runs one step. The body returns the next carried values, followed by the values to stack."""
+        """Runs one step of the scan. The body returns the next carried values, followed by the values to stack."""
         outs = body(*consts, *carry, *x)
         return outs[:n_carry], outs[n_carry:]
 
@@ -738,10 +739,10 @@ def _run_scan(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
 
 
 def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs a cond with other branches, on its operands without the ``index`` that selects a branch.
+    """Runs a cond with other branches. ``index`` selects the branch to run on ``operands``.
 
-    If the cond selects a branch by platform, as ``jax.lax.platform_dependent`` does, so does the new cond. Only the
-    branch for the current platform is then compiled.
+    If the original cond selects a branch by platform, as ``jax.lax.platform_dependent`` does, so does the new cond.
+    Only the branch for the current platform is then compiled.
     """
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
@@ -753,15 +754,15 @@ def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seq
 
 
 def _run_shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    """Runs a ``shard_map`` with another body and the partition specs of its own inputs."""
+    """Runs a ``shard_map`` with another body and with its original partition specs."""
     return run_sharded(eqn, body, eqn.params.get("in_specs"), args)
 
 
 def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Runs a ``shard_map`` with another body and other operands ``args``, whose partition specs are ``in_specs``.
 
-    The specs of an operand that is a tree must have the same tree structure. The mesh and the specs of the outputs are
-    taken from the equation, so the body must return the same number of outputs.
+    If an operand is a tree, its specs must have the same tree structure. The mesh and the specs of the outputs are
+    taken from the equation, so the body must return as many outputs as the original one.
     """
     axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
     settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
@@ -771,7 +772,7 @@ def run_sharded(eqn: JaxprEqn, body: Body, in_specs: Any, args: Sequence[Any]) -
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:
-    """Marks an array as varying over the mesh axes ``names``; returns the array itself if there are none."""
+    """Marks an array as varying over the mesh axes ``names``; returns the array unchanged if ``names`` is empty."""
     axes = tuple(sorted(names))
     if not axes:
         return x

@@ -1,9 +1,9 @@
-"""Computes the arrays of sums and products, and estimates the cost. Factors are multiplied pair by pair.
+"""Computes the array of a ``Sum`` or ``Product`` by multiplying its factors pair by pair, and estimates the cost.
 
-``cheapest_order`` finds the order from the labels of the factors alone, and ``multiply_pair`` multiplies two factors.
-The product of a pair has the labels in ``keep``, which other factors or the output have too, and is summed over all
-other labels. ``sums`` explains factors, labels, products and sums. A factor is fixed if it gets no gradient. A product
-of fixed factors is fixed too.
+``cheapest_order`` finds the order of multiplication from the labels of the factors alone, and ``multiply_pair``
+multiplies two factors. The product of a pair is summed over all labels that are not in ``keep``, the labels of other
+factors and of the output. The module ``sums`` defines factors, labels, products and sums. A factor is fixed if it gets
+no gradient. A product of fixed factors is fixed too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Numerics:
     """The numeric settings with which factors are multiplied.
 
     Attributes:
-      dtype: The dtype to which both operands of each product are cast.
-      result: The dtype of each result.
+      dtype: The dtype to which both operands of each multiplication are cast.
+      result: The dtype of the result of each multiplication.
       precision: The ``precision`` of ``jax.lax.dot_general``.
     """
 
@@ -41,27 +41,27 @@ class Numerics:
     precision: Any
 
 
-# ---- arrays of products
+# ---- the array of a product
 
 
 def array_of_sum(x: Sum) -> Any:
-    """Computes the array of a sum with the dtype and precision of the sum."""
+    """Computes the array that a ``Sum`` represents, with the dtype and precision of the ``Sum``."""
     return array_of_products(x.products, x.shape, Numerics(x.dtype, x.dtype, x.precision))
 
 
 def array_of_products(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """Computes the sum of the arrays of several products, in the given shape.
+    """Computes the arrays of several products, and returns their sum in the given shape.
 
-    JAX traces and differentiates equal calls only once. Because a label equals only itself, the labels are first
-    replaced by shared, numbered labels. Calls for weights with the same structure and sizes, such as the weights of
-    several layers, are then equal.
+    JAX traces and differentiates calls with equal arguments only once. Because an axis label equals only itself, the
+    labels are first replaced by shared, numbered labels. Calls for weights with the same structure and sizes, such as
+    the weights of several layers, then have equal arguments.
     """
     return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), numerics)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], numerics: Numerics) -> Any:
-    """Implements :func:`array_of_products` for products whose labels :func:`with_numbers` has replaced."""
+    """Implements :func:`array_of_products` for products whose labels were replaced by :func:`with_numbers`."""
     return functools.reduce(jnp.add, [array_of_product(product, shape, numerics) for product in products])
 
 
@@ -69,23 +69,22 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
     """Computes the array of a product, in the given shape, which may also split or merge the axes of the product.
 
     The factors are multiplied pair by pair, in the cheapest order: for example, ``a``, ``b``, ``c`` become ``a``,
-    ``b c`` and then ``a b c``. The array of the last factor is then reshaped.
+    ``b c`` and then ``a b c``. The last remaining factor is then reshaped.
     """
     order = {label: i for i, label in enumerate(product.labels_of_axes)}
     out_labels = frozenset(order)
     factors, segments, link = split_off_segments(product.factors, out_labels)
 
     def first_place(factor: Factor) -> int:
-        """Returns the smallest position of a factor's labels in the output.
+        """Returns the smallest position, among the output labels, of any label of a factor.
 
-        The result is the number of output labels if the output has none of the factor's labels, and 0 for a factor
-        without labels.
+        If no output label is on the factor, the result is the number of output labels. A factor without labels gives 0.
         """
         return min((order.get(label, len(order)) for label in factor.labels), default=0)
 
     for pair in cheapest_order(tuple(map(FactorType.of, factors)), out_labels, link)[1]:
-        # The axes of the first operand come first in the result. Sorting the pair by the order of the output saves most
-        # final transposes.
+        # The axes of the first operand come first in the result. Sorting the pair by the order of the output axes makes
+        # most final transposes unnecessary.
         a, b = sorted((factors[i] for i in pair), key=first_place)
         other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
         keep = out_labels.union(*(factor.labels for factor in other_factors))
@@ -100,7 +99,8 @@ def array_of_product(product: Product, shape: Sequence[int], numerics: Numerics)
 def cost(product: Product) -> float:
     """Estimates the cost of computing the array of a product and the gradients of its factors, in the cheapest order.
 
-    The unit is one operation of a matrix product. Writing one number to memory costs ``ENTRY`` of these units.
+    The unit is one floating-point operation of a matrix product. Writing one array entry to memory costs ``ENTRY``
+    units.
     """
     product = with_numbers(product)
     out_labels = frozenset(product.labels_of_axes)
@@ -109,10 +109,10 @@ def cost(product: Product) -> float:
 
 
 def with_numbers(product: Product) -> Product:
-    """Replaces the labels of a product by shared labels, numbered in the order in which they first occur.
+    """Replaces the axis labels of a product by shared labels, numbered in the order in which they first occur.
 
-    Products of the same structure and sizes get the same label objects, so that caches treat these products as equal.
-    Two weights ``a @ b`` of equal shapes are an example.
+    Products of the same structure and sizes, such as two weights ``a @ b`` of equal shapes, get the same label objects,
+    so that caches treat these products as equal.
     """
     numbered: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
@@ -122,19 +122,19 @@ def with_numbers(product: Product) -> Product:
 
 @functools.lru_cache(maxsize=4096)
 def _numbered_label(number: int, size: int) -> Label:
-    """Returns the shared label for a number and a size.
+    """Returns the shared axis label for a number and a size.
 
-    The cache returns the same object in every call.
+    Because of the cache, every call with the same arguments returns the same object.
     """
     del number  # The number is used only in the key of the cache.
     return Label(size)
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """Lays out the array of the last factor along the axes of the product, and then reshapes it.
+    """Lays out the last remaining factor along the axes of the product, and returns it as an array of shape ``shape``.
 
-    If two axes of the product have the same label, the entries along this label are placed on a diagonal: (3,) becomes
-    (3, 3).
+    If two axes of the product have the same label, the entries along this label are placed on a diagonal: the shape
+    (3,) becomes (3, 3).
     """
     all_labels = product.labels_of_axes
     different_labels = list(dict.fromkeys(all_labels))
@@ -145,17 +145,20 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
 
 # ---- the order of products
 #
-# The cost of a product depends only on the labels of its factors and on which factors are fixed. The cheapest order is
-# therefore found before any array is computed, and only once for products of equal sizes.
+# The cost of a product depends only on the labels of its factors and on which factors are fixed, that is, get no
+# gradient. The cheapest order is therefore found before any array is computed, and only once for products of equal
+# sizes.
 
 ENTRY = 16
-"""The estimated cost of writing one number to memory. The unit is one operation of a matrix product."""
+"""The estimated cost of writing one array entry to memory, in floating-point operations of a matrix product."""
 
 _MAX_COMPARED = 5
-"""The largest number of factors for which all orders are compared. Of more factors, the cheapest pair comes first."""
+"""The largest number of factors for which all orders are compared. Of more factors, the cheapest pair is multiplied
+first."""
 
 Order = tuple[tuple[int, int], ...]
-"""The pairs to multiply, as positions in the list of remaining factors. Each result is appended to this list."""
+"""The pairs of factors to multiply, as positions in the list of remaining factors. Each result is appended to this
+list."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class FactorType:
 
     Attributes:
       labels: All labels of the factor.
-      circulant_labels: The labels of the two matrix axes of a circulant factor; empty for any other factor.
+      circulant_labels: If the factor is a circulant matrix, the labels of its two matrix axes; otherwise empty.
       fixed: Whether the factor gets no gradient.
     """
 
@@ -174,8 +177,8 @@ class FactorType:
 
     @classmethod
     def of(cls, factor: Factor) -> FactorType:
-        """Returns the type of a factor."""
-        # A circulant factor has batch axes before the last two.
+        """Returns the properties of a factor that determine the cost of its products."""
+        # Any axes of a circulant factor before the last two are batch axes.
         circulant_labels = factor.labels[-2:] if isinstance(factor.array, Circulant) else ()
         return cls(frozenset(factor.labels), frozenset(circulant_labels), factor.fixed)
 
@@ -184,9 +187,9 @@ class FactorType:
 def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
     """Finds the cheapest order in which to multiply factors. Returns the cost, including gradients, and the order.
 
-    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) is ``b c`` and then ``a (b c)``. The product is
-    summed over all labels that are not in ``out_labels``. If the factors are multiplied for each group of rows,
-    ``link`` has the labels of rows and groups; otherwise, ``link`` is None.
+    For three factors ``a``, ``b`` and ``c``, the order ((1, 2), (0, 1)) computes ``b c`` and then ``a (b c)``. The
+    product is summed over all labels that are not in ``out_labels``. If each group of rows is multiplied by its own
+    matrix, ``link`` has the labels of rows and groups; otherwise, ``link`` is None.
     """
     if len(factors) == 1:
         return 0.0, ()
@@ -204,10 +207,10 @@ def cheapest_order(factors: tuple[FactorType, ...], out_labels: Labels, link: Li
 def _multiply_types(
     factors: tuple[FactorType, ...], pair: tuple[int, int], out_labels: Labels, link: Link | None
 ) -> tuple[float, tuple[FactorType, ...]]:
-    """Returns the cost of multiplying the factors at two positions, and the types of the remaining factors.
+    """Returns the cost of multiplying the factors at two positions, and the types of the factors that are left.
 
-    The product of the pair is the last remaining factor. For the labels (i, r), (r, o) and (o,), the pair (0, 1) leaves
-    (o,) and (i, o).
+    The product of the pair comes last. For factors with the labels (i, r), (r, o) and (o,), the pair (0, 1) leaves
+    factors with the labels (o,) and (i, o).
     """
     a, b = (factors[i] for i in pair)
     other_factors = [factor for i, factor in enumerate(factors) if i not in pair]
@@ -220,9 +223,9 @@ def _multiply_types(
 def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labels: Labels) -> float:
     """Estimates the cost of a product of two factors that loops over ``loop_labels`` and keeps ``result_labels``.
 
-    If the product sums, each entry of the loop costs a multiplication and an addition. If the product is elementwise,
-    only writing the result counts. The gradient of each factor that is not fixed costs another product over the same
-    loop, which sums over the labels that the factor lacks.
+    If the product sums over a label, each iteration of the loop costs a multiplication and an addition. If the product
+    is elementwise, only the cost of writing the result is counted. The gradient of each factor that is not fixed costs
+    another product over the same loop, which sums over the labels that the factor lacks.
     """
     n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
     factors_with_gradient = [factor for factor in (a, b) if not factor.fixed]
@@ -241,7 +244,7 @@ def _cost_of_pair(a: FactorType, b: FactorType, loop_labels: Labels, result_labe
 
 
 def _entries_along(labels: Labels) -> int:
-    """Counts the entries of an array that has an axis for each label."""
+    """Counts the entries of an array that has one axis for each label."""
     return count_entries([label.size for label in labels])
 
 
@@ -249,15 +252,15 @@ def _entries_along(labels: Labels) -> int:
 
 
 def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Factor:
-    """Multiplies two factors, and sums over labels that are not in ``keep``.
+    """Multiplies two factors, and sums over all labels that are not in ``keep``.
 
-    With the labels (i, r) and (r, o), and i and o in ``keep``, the result has the labels (i, o).
+    For factors with the labels (i, r) and (r, o), and a ``keep`` of i and o, the result has the labels (i, o).
     """
     for circulant, other in ((a, b), (b, a)):
         label = fourier_label(FactorType.of(circulant), FactorType.of(other), keep)
         if label is not None:
             return _multiply_circulant(circulant, other, label, keep, numerics)
-    # Summing over labels of only one factor first makes the product smaller.
+    # Summing over labels that only one factor has before multiplying makes the product smaller.
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     x, y = a.dense.astype(numerics.dtype), b.dense.astype(numerics.dtype)
     pair = _Pair.of(a, b, keep)
@@ -273,7 +276,7 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Fac
 
 
 class _Pair(NamedTuple):
-    """The labels of two factors, sorted by their role in a ``dot_general``.
+    """The labels of two factors, classified by their role in a ``dot_general``.
 
     Attributes:
       contracting: Labels of both factors that are summed over.
@@ -289,9 +292,9 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(cls, a: Factor, b: Factor, keep: Labels) -> _Pair:
-        """Sorts the labels of two factors.
+        """Classifies the labels of two factors, whose product keeps only the labels in ``keep``.
 
-        The product sums over labels that both factors have and that are not in ``keep``.
+        Labels that both factors have and that are not in ``keep`` are contracted.
         """
         return cls(
             contracting=[label for label in a.labels if label in b.labels and label not in keep],
@@ -304,25 +307,25 @@ class _Pair(NamedTuple):
 def dot_numbers(
     lhs: Sequence[Label], rhs: Sequence[Label], contracting: Sequence[Label], batch: Sequence[Label]
 ) -> tuple[Any, Any]:
-    """Returns the dimension numbers of a ``dot_general`` of arrays with the labels ``lhs`` and ``rhs``.
+    """Returns the dimension numbers of a ``dot_general`` of two arrays with the axis labels ``lhs`` and ``rhs``.
 
-    The ``dot_general`` sums over the labels ``contracting`` and has the batch labels ``batch``. Both arrays must have
-    all of these labels.
+    The ``dot_general`` sums over the labels ``contracting``, and its batch axes have the labels ``batch``. Both arrays
+    must have all of these labels.
     """
 
     def axes(labels: Sequence[Label]) -> tuple[list[int], list[int]]:
-        """Returns the axes with these labels in each array."""
+        """Returns the positions of the axes with these labels in the first array and in the second array."""
         return [lhs.index(label) for label in labels], [rhs.index(label) for label in labels]
 
     return axes(contracting), axes(batch)
 
 
 def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
-    """Returns the label that Fourier transforms can sum over in a product of a circulant ``a`` with ``b``.
+    """Returns the label of the axis that Fourier transforms can sum over in a product of a circulant ``a`` with ``b``.
 
-    The product must multiply the matrices ``a`` by vectors. ``b`` must have exactly one of the two matrix axes of
-    ``a``. The product must sum over this axis, and keep the other matrix axis and the batch axes of ``a``. The result
-    is None for all other products.
+    The product must multiply the circulant matrices ``a`` by vectors in ``b``: ``b`` must have exactly one of the two
+    matrix axes of ``a``, and the product must sum over this axis and keep the other matrix axis and the batch axes of
+    ``a``. The result is None for all other products.
     """
     contracting, rows = a.circulant_labels & b.labels, a.circulant_labels - b.labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
@@ -332,7 +335,8 @@ def fourier_label(a: FactorType, b: FactorType, keep: Labels) -> Label | None:
 def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: Labels, numerics: Numerics) -> Factor:
     """Multiplies a circulant matrix by another factor, and sums over ``label`` by Fourier transforms.
 
-    With the labels (row, column) and (n, column), ``label`` is column, and the result has the labels (n, row).
+    For factors with the labels (row, column) and (n, column), ``label`` is column, and the result has the labels (n,
+    row).
     """
     other = sum_except(other, keep.union(circulant.labels))
     *batch, row, column = circulant.labels
@@ -348,13 +352,13 @@ def _multiply_circulant(circulant: Factor, other: Factor, label: Label, keep: La
 
 
 def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
-    """Sums a factor over all labels that are not in ``keep``: (i, r) becomes (i,) if ``keep`` has only i."""
+    """Sums a factor over all labels that are not in ``keep``: labels (i, r) become (i,) if ``keep`` has only i."""
     axes = [i for i, label in enumerate(factor.labels) if label not in keep]
     if not axes:
         return factor
     labels = tuple(label for label in factor.labels if label in keep)
     sizes = [label.size for label in labels]
-    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # A reshape is enough, and costs nothing.
+    is_trivial = all(factor.labels[i].size == 1 for i in axes)  # A reshape, which is free, then replaces the sum.
     array = factor.dense.reshape(sizes) if is_trivial else jnp.sum(factor.dense, axis=axes)
     return Factor(array, labels, factor.fixed)
 
@@ -362,8 +366,8 @@ def sum_except(factor: Factor, keep: Labels | set[Label]) -> Factor:
 def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> Any:
     """Puts the axes of ``x`` in the order of ``new_labels``, and adds axes of size 1 for labels that ``x`` lacks.
 
-    For example, an array of shape (4, 3) with the labels (i, o) gets the shape (3, 1, 4) for the labels (o, n, i).
-    ``new_labels`` must contain all of ``labels``.
+    For example, an array of shape (4, 3) with the labels (i, o) gets the shape (3, 1, 4) if ``new_labels`` is (o, n,
+    i). ``new_labels`` must contain all of ``labels``.
     """
     order = [labels.index(label) for label in new_labels if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in new_labels])
@@ -371,21 +375,21 @@ def lay_along(x: Any, labels: Sequence[Label], new_labels: Sequence[Label]) -> A
 
 # ---- rows in groups
 #
-# ``Segments`` is a matrix of ones and zeros that assigns each row to a group, such as each token to an expert. Because
-# a product with this matrix would cost rows times groups operations, the matrix is split off. The other factors are
-# multiplied pair by pair. The pair that combines rows with groups becomes a ``ragged_dot_general``, which takes the
-# sizes of the groups in place of the matrix.
+# ``Segments`` is a matrix of ones and zeros that assigns each row to a group, such as each token to an expert. The
+# number of operations of a product with this matrix would grow with rows times groups, so the matrix is split off. The
+# other factors are multiplied pair by pair. The pair that combines rows with groups becomes a ``ragged_dot_general``,
+# which takes the sizes of the groups in place of the matrix.
 
 
 @dataclass(frozen=True)
 class Link:
-    """The two labels that a factor of ``Segments`` links: rows, such as tokens, and groups, such as experts.
+    """The two axis labels that a ``Segments`` factor links: rows, such as tokens, and groups, such as experts.
 
     Attributes:
-      rows: The label of the rows.
-      group: The label of the groups.
-      keeps_rows: Whether the output of the whole product has rows, each multiplied by the entries of its group.
-        Otherwise, the output has groups, each with a sum over its rows.
+      rows: The label of the row axis.
+      group: The label of the group axis.
+      keeps_rows: Whether the output of the whole product has a row axis, along which each row is multiplied by the
+        entries of its group. Otherwise, the output has a group axis, along which the rows of each group are summed.
     """
 
     rows: Label
@@ -395,9 +399,9 @@ class Link:
     def loop_and_result_labels(self, labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
         """Returns the labels over which the product of a pair of factors loops, and the labels of its result.
 
-        ``labels`` holds the labels of both factors, and ``keep`` the labels of other factors and of the output. If the
-        output has rows, a product with rows does not loop over groups, because each row reads only the entries of its
-        own group. A result without rows keeps the label of groups until a later product combines it with rows.
+        ``labels`` holds the labels of both factors, and ``keep`` holds those of other factors and of the output. If the
+        output has a row axis, a product with rows does not loop over groups, because each row reads only the entries of
+        its own group. A result without a row axis keeps the group axis until a later product combines it with rows.
         """
         group = frozenset([self.group])
         if self.rows not in labels:
@@ -409,7 +413,7 @@ class Link:
     def sums_rows(self, labels: Labels, keep: Labels) -> bool:
         """Returns whether the product of a pair of factors sums the rows of each group.
 
-        The arguments are those of :meth:`loop_and_result_labels`.
+        ``labels`` holds the labels of both factors, and ``keep`` holds those of other factors and of the output.
         """
         return not self.keeps_rows and self.rows in labels and self.rows not in keep
 
@@ -417,10 +421,10 @@ class Link:
 def split_off_segments(
     factors: Sequence[Factor], out_labels: Labels
 ) -> tuple[list[Factor], Factor | None, Link | None]:
-    """Returns the factors to multiply in pairs, the factor of ``Segments`` split off from them, and its link.
+    """Splits off a ``Segments`` factor. Returns the factors to multiply in pairs, the ``Segments`` factor and its link.
 
-    The second and third results are None if there is no factor of ``Segments``, or if no pair can use it. If no pair
-    can use the factor, it stays in the first result, as a matrix of ones and zeros or as its sum over the groups.
+    The second and third results are None if there is no ``Segments`` factor, or if no pair can use it. In the latter
+    case, it stays in the first result, as a matrix of ones and zeros or as the sum of this matrix over the groups.
     """
     segments = next((factor for factor in factors if isinstance(factor.array, Segments)), None)
     if segments is None:
@@ -428,11 +432,12 @@ def split_off_segments(
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
-    # The sum of the matrix over groups is one for each row that is in a group.
+    # If neither the output nor another factor has groups, the matrix is summed over groups. Each row in a group gives
+    # one.
     if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
     # If no other factor has rows, no pair combines rows with groups. The output must have either rows or groups,
-    # because a ``ragged_dot_general`` computes no output with both or neither.
+    # because the output of a ``ragged_dot_general`` never has both or neither.
     if rows not in other_labels or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
@@ -441,9 +446,9 @@ def split_off_segments(
 def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """Multiplies two factors, and ``segments`` if the pair needs it, and sums over labels that are not in ``keep``.
 
-    The pair needs ``segments`` if it sums the rows of each group, or if the output has rows, one factor has rows, and
-    the other has groups. In the second case, each row is multiplied by the entries of its group. Any other pair is
-    multiplied by :func:`multiply_pair`.
+    There are two kinds of pairs that need ``segments``, which assigns rows to groups. In the first, the rows of each
+    group are summed. In the second, one factor has rows, the other has groups, and each row of the output is multiplied
+    by the entries of its group. Any other pair is multiplied by :func:`multiply_pair`.
     """
     labels = frozenset(a.labels + b.labels)
     _, result_labels = link.loop_and_result_labels(labels, keep)
@@ -458,8 +463,8 @@ def multiply_in_groups(a: Factor, b: Factor, keep: Labels, numerics: Numerics, s
 def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """Multiplies each row of ``a`` by the entries of ``b`` for the group of this row.
 
-    With the labels (rows, i) and (group, i, o), and rows and o in ``keep``, the result has the labels (rows, o): token
-    ``n`` of expert ``e`` gives ``a[n] @ b[e]``.
+    For factors with the labels (rows, i) and (group, i, o), and a ``keep`` of rows and o, the result has the labels
+    (rows, o). For example, token ``n`` of expert ``e`` gives ``a[n] @ b[e]``.
     """
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
@@ -467,8 +472,8 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
     # A ``ragged_dot_general`` must sum over a label, and its left operand must have the batch axes of the group sizes.
     if not pair.contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
-    # Axes of ``a`` along which group sizes differ must come before the axis of rows. The sizes must have all axes that
-    # come before the rows.
+    # ``ragged_dot_general`` requires axes of ``a`` along which group sizes differ to come before the row axis. The
+    # sizes must have all axes that come before the row axis.
     outer_labels = [*pair.batch, *(label for label in batch_labels if label not in pair.batch)]
     row_labels = [*outer_labels, link.rows, *(x for x in pair.free_a if x not in (*outer_labels, link.rows))]
     labels = (*row_labels, *pair.contracting)
@@ -485,12 +490,12 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
 
 
 def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Factor:
-    """Replaces groups by rows in ``parts``. A row gets the entries of its group, or zeros if it is in no group.
+    """Replaces the group axis of ``parts`` by a row axis: a row gets the entries of its group, or zeros without one.
 
     With 6 rows in 3 groups, the shape (3, 8) becomes (6, 8).
     """
     *batch_labels, rows, group = segments.labels
-    if batch_labels:  # Groups differ between batch entries, so multiply.
+    if batch_labels:  # Each batch entry has its own groups, so multiply.
         keep = frozenset([*segments.labels, *parts.labels]) - {group}
         return multiply_pair(replace(segments, array=segments.dense), parts, keep, numerics)
     axis = parts.labels.index(group)
@@ -501,11 +506,12 @@ def _part_of_each_row(parts: Factor, segments: Factor, numerics: Numerics) -> Fa
 def _sum_rows_per_group(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segments: Factor, link: Link) -> Factor:
     """Multiplies two factors, and sums over the rows of each group and over all other labels not in ``keep``.
 
-    With the labels (rows, i) and (rows, o), the result has the labels (group, i, o), like the gradient of expert
-    weights.
+    For factors with the labels (rows, i) and (rows, o), the result has the labels (group, i, o), like the gradient of
+    the weights of a mixture of experts.
     """
     if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
-        # A ``ragged_dot_general`` needs rows in both operands, and the same groups for the whole batch.
+        # To sum rows by group, a ``ragged_dot_general`` needs rows in both operands, and the same groups for the whole
+        # batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)
         dense = replace(segments, array=segments.dense)
         return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), numerics), other, keep, numerics)

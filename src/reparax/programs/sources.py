@@ -1,4 +1,4 @@
-"""Finds the source lines of equations and the paths of parameters, for reports."""
+"""Finds the source lines of jaxpr equations and the paths of parameters, for reports such as that of ``explain``."""
 
 import os
 import re
@@ -14,18 +14,18 @@ from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, Traced
 from reparax.programs.equations import Conv, view_of
 
-# Reports skip source lines of this package, and replace file names of notebook cells because they mean nothing to
-# users.
+# Reports skip source lines of this package. They also replace the generated file names of notebook cells, which mean
+# nothing to users.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
 def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
-    """Maps the origin (``jaxprs.origin``) of each equation, also of those in inner programs, to its source line.
+    """Maps the origin (``jaxprs.origin``) of each equation, including those of inner jaxprs, to its source line.
 
     The source line is in the user's code, as in :func:`line_of`. Because JAX cuts off tracebacks inside some equations,
-    an equation without a source line gets the line of the equation around it. An outermost equation without a source
-    line gets ``outside``.
+    an equation without a source line gets the line of the equation that contains it. An outermost equation without a
+    source line gets ``outside``.
     """
     line_of_origin: dict[int, str] = {}
     for eqn in program.eqns:
@@ -37,19 +37,19 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """Returns the innermost source line of an equation outside of reparax, such as "model.py:12:4 (loss)".
+    """Returns the innermost source line of an equation that is not in reparax, such as "model.py:12:4 (loss)".
 
-    The file of a notebook cell is written as ``<cell>``. The result is an empty string if there is no such line.
+    The file of a notebook cell is written as ``<cell>``. The result is an empty string if no such line is known.
     """
     line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", line)
 
 
 def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> str:
-    """Describes how an equation reads a weight, for a report, as in "tanh needs the array: model.py:12".
+    """Describes in a report how an equation reads a weight, as in "tanh needs the array: model.py:12".
 
-    ``does`` says what the equation does with the weight, and ``lines`` comes from :func:`lines_by_origin`. ``eqn`` is
-    None if the program returns the weight.
+    ``does`` says what the equation does with the weight, such as "needs the array". ``lines`` is a result of
+    :func:`lines_by_origin`. ``eqn`` is None if the jaxpr returns the weight.
     """
     if eqn is None:
         return "it is returned, or carried"
@@ -61,14 +61,14 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
     """Returns the source line that computed the ``i``-th output of an equation, or an empty string if it is unknown.
 
-    For a ``jit``, the line inside the call is returned if it is known. ``lines`` comes from :func:`lines_by_origin`.
+    For a ``jit``, the result is the line inside the call, if known. ``lines`` is a result of :func:`lines_by_origin`.
     """
     line = _line_inside(eqn, i, lines) if jaxprs.is_jit(eqn) else ""
     return line or line_of(eqn) or lines.get(jaxprs.origin(eqn), "")
 
 
 def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
-    """Returns the line inside a call that computed the ``i``-th output of the call.
+    """Returns the source line inside a call, such as a ``jit``, that computed the ``i``-th output of the call.
 
     The result is an empty string if the line is unknown, or if the output is an operand or a literal, which no equation
     inside the call computed.
@@ -80,9 +80,9 @@ def _line_inside(call: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
 
 
 def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
-    """Maps the position of each input of a program to its path among the arguments, such as ``raw/layer/kernel``.
+    """Maps the position of each input of a traced call to its path in the arguments, such as ``raw/layer/kernel``.
 
-    Constants of the program, which come first, and typed keys have no path.
+    Two kinds of inputs are left out: constants of the jaxpr, which come first, and typed PRNG keys.
     """
     paths = dict(enumerate(arguments.paths, start=len(call.inputs) - len(arguments.paths)))
     types = [jaxprs.type_of(v).dtype for v in call.program.invars]
@@ -90,14 +90,15 @@ def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
 
 
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
-    """Returns the path of a weight, which is the common prefix of the paths of the inputs that the weight depends on.
+    """Returns the path of a weight: the common prefix of the paths of the inputs on which the weight depends.
 
-    ``origins`` holds the positions of these inputs, and ``paths`` comes from :func:`paths_of`. The path ends before a
-    name that starts with ``@``: "raw/w/@lora/a" and "raw/w/@lora/b" give "raw/w". If there is no common prefix, the
-    result is "of several parameters" or "closed over".
+    ``origins`` holds the positions of the inputs on which the weight depends, and ``paths`` is a result of
+    :func:`paths_of`. The path ends before a name that starts with ``@``: "raw/w/@lora/a" and "raw/w/@lora/b" give
+    "raw/w". If there is no common prefix, the result is "of several parameters", or "closed over" if the inputs have no
+    paths.
     """
     split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in split_paths}) > 1:  # Several arguments hold parts of one tree, so skip names.
+    if len({names[0] for names in split_paths}) > 1:  # Different arguments hold parts of a tree.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
     for names in zip(*split_paths, strict=False):

@@ -1,11 +1,11 @@
 """Computes one step's part of a stacked value, such as the weight of one layer, from the same parts of other values.
 
-The part of a value at step ``i`` along an axis has the entries at index ``i`` of this axis. The axis stays, with size
-1: (5, 8, 3) becomes (1, 8, 3). Most equations can compute a part of their output by applying the same operation to
-parts of their operands. For ``y = tanh(x)``, for example, the part of ``y`` is ``tanh`` of the part of ``x``. If an
-equation mixes entries along the axis, as ``cumsum`` does, it needs the whole operand. ``plan`` finds the parts that
-must be read to compute given parts, and ``StepPlan.run`` computes these. A ``PartRule`` describes how one equation
-computes a part of its output.
+The part of a value at step ``i`` along an axis is the slice at index ``i`` of this axis. The axis is kept, with size 1:
+the shape (5, 8, 3) becomes (1, 8, 3). Most equations can compute a part of their output by applying the same operation
+to parts of their operands. For ``y = tanh(x)``, for example, the part of ``y`` is ``tanh`` of the part of ``x``. If an
+equation mixes entries along the axis, as ``cumsum`` does, it needs the whole operand. ``plan`` finds which parts must
+be read to compute the requested parts, and ``StepPlan.run`` computes the requested parts. A ``PartRule`` describes how
+one equation computes a part of its output.
 """
 
 import math
@@ -23,23 +23,24 @@ from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.contractions import contraction_of
 
 LARGE = 2**16
-"""The largest size in bytes of a value that is computed again at each step. Larger values would take too long."""
+"""The largest size, in bytes, of a value that may be computed again at each step. Larger values would take too long."""
 
 Axis = int | None
-"""The axis along which a part is taken. None stands for the whole value."""
+"""The axis along which a step's part of a value is sliced. None stands for the whole value."""
 Part = tuple[Var, Axis]
-"""A value of the program, and the axis along which its part is taken."""
+"""A step's part of a value: the variable that holds the value, and the axis along which the part is sliced."""
 
 
 class PartRule(NamedTuple):
-    """A rule that computes parts of one or several outputs from parts of the operands.
+    """A rule that computes one step's slice of one or several outputs from slices of the operands.
 
-    For ``y = transpose(x)`` and the part of ``y`` along axis 0, ``axes`` is [1], and ``function(step, part_of_x)`` is
-    ``transpose(part_of_x)``.
+    For ``y = transpose(x)`` and the part (slice) of ``y`` along axis 0, ``axes`` is [1], and
+    ``function(step, part_of_x)`` is ``transpose(part_of_x)``.
 
     Attributes:
-      axes: The axis of the part to read, for each operand.
-      function: Computes the part, or the list of parts, from the index of the step and the parts of the operands.
+      axes: For each operand, the axis along which its part is sliced; None to read the whole operand.
+      function: A function that computes the part of the output, or a list of parts, from the index of the step and the
+        parts of the operands.
     """
 
     axes: list[Axis]
@@ -47,7 +48,7 @@ class PartRule(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A part of an output of an equation, the equation, and the rule that computes the part."""
+    """One computation of a plan: the part of an output to compute, its equation, and the rule that computes it."""
 
     part: Part
     eqn: JaxprEqn
@@ -56,10 +57,10 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan for computing parts of values in one step. :func:`plan` creates it.
+    """A plan, made by :func:`plan`, for computing one step's slices (parts) of values.
 
     Attributes:
-      parts: The parts to read: parts of inputs of the program, and of values that cannot be computed by parts.
+      parts: The parts to read. They are parts of inputs of the jaxpr, and of values that cannot be computed by parts.
       outputs: The parts to return.
       computations: The parts to compute, in order. Each computation reads only ``parts`` and the results of earlier
         computations.
@@ -70,7 +71,7 @@ class StepPlan:
     computations: list[Computation]
 
     def run(self, step: Any, values: Sequence[Any]) -> list[Any]:
-        """Computes the parts ``outputs`` at the step with this index, given the values of the parts ``parts``."""
+        """Computes the parts ``outputs`` at the step with the index ``step``, given the values of ``self.parts``."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
         for part, eqn, rule in self.computations:
             pairs = zip(eqn.invars, rule.axes, strict=True)
@@ -81,23 +82,23 @@ class StepPlan:
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """Plans how to compute parts of a program's values, tracing each part back through as many equations as possible.
+    """Plans how to compute parts of a jaxpr's values, tracing each part back through as many equations as possible.
 
     For ``y = tanh(x @ w)`` and the part of ``y`` along axis 0, the plan reads the part of ``x`` along axis 0 and the
-    whole ``w``. It computes the part of the product first, and then the part of ``y``.
+    whole ``w``. It first computes the part of the matrix product, and then the part of ``y``.
 
     Args:
-      jaxpr: The program.
-      outputs: The parts to compute, of any values of the program.
-      differentiable: Whether the result may be differentiated. If true, a ``jax.custom_jvp`` is computed by parts only
-        if its derivative can be computed by parts too. If false, a ``jax.custom_jvp`` is computed as a plain call of
+      jaxpr: The jaxpr that computes the values.
+      outputs: The parts to compute, which may be parts of any values of the jaxpr.
+      differentiable: Whether the parts may be differentiated. If true, a ``jax.custom_jvp`` is computed by parts only
+        if its derivative can be computed by parts too. If false, a ``jax.custom_jvp`` is computed like a plain call of
         its function.
     """
     needed_axes: dict[Var, list[Axis]] = {}
     computations: list[Computation] = []
 
     def need(v: Any, axis: Axis) -> None:
-        """Adds a part to ``needed_axes`` without duplicates. Literals are skipped because a plan never reads them."""
+        """Adds a part to ``needed_axes`` unless it is there already. Skips literals, which a plan never reads."""
         if not isinstance(v, Literal) and axis not in needed_axes.setdefault(v, []):
             needed_axes[v].append(axis)
 
@@ -116,17 +117,16 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) 
 
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
-    """Returns the rule that computes a part of the ``i``-th output of an equation.
+    """Returns the rule that computes one step's part of the ``i``-th output of an equation, sliced along ``axis``.
 
-    The result is None if the part must be taken from the whole output instead. This is the case if the equation mixes
-    entries along the axis or must run exactly once. It is also the case if the output is sharded, because an axis of
-    size 1 cannot be split over a mesh.
+    The result is None if the part must be sliced from the whole output instead: if the equation mixes entries along the
+    axis, if it has effects and must run exactly once, or if the output is sharded. An axis of size 1 cannot be sharded.
     """
     view = equations.view_of(eqn)
     if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
         return None
-    # A whole value is read, not computed. Broadcasts and iotas are exceptions: they are computed so that they need not
-    # be stored.
+    # Whole values are read, not computed, except broadcasts and iotas: computing these is cheap, so they need not be
+    # stored.
     if axis is None:
         is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
         return PartRule([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
@@ -146,9 +146,9 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
 
 
 def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
-    """Returns the rule for the part of an iota along its counting axis.
+    """Returns the rule for one step's part of an iota, sliced along the axis along which it counts.
 
-    Every entry of this part equals the index of the step.
+    Every entry of such a part equals the index of the step.
     """
     shape = _with_size_one(view.shape, axis)
     return PartRule([], lambda step: lax.broadcast(lax.convert_element_type(step, view.type.dtype), shape))
@@ -160,15 +160,15 @@ def _is_sharded(v: Any) -> bool:
 
 
 def _same_equation(view: equations.View, **new_params: Any) -> Callable[..., Any]:
-    """Returns a function for a rule. It runs the equation itself on the parts, with some parameters changed.
+    """Returns a function for a ``PartRule`` that runs the equation itself on parts, with some parameters changed.
 
-    The function ignores its first argument, the index of the step, which every rule receives before the parts.
+    The function ignores its first argument, the index of the step, which every such function receives before the parts.
     """
     return lambda _, *operands: view.bind(*operands, **new_params)
 
 
 def _with_size_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
-    """Replaces the size at ``axis`` by 1: (5, 8, 3) and axis 0 give (1, 8, 3)."""
+    """Replaces the size at position ``axis`` by 1: (5, 8, 3) and axis 0 give (1, 8, 3)."""
     return tuple(1 if i == axis else n for i, n in enumerate(sizes))
 
 
@@ -178,19 +178,19 @@ def _shape_of(v: Any) -> tuple[int, ...]:
 
 
 def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
-    """Returns the axis of the part of each operand that the equation needs to compute a part of its output.
+    """Returns, for each operand, the axis along which to slice it to compute the slice of the output along ``axis``.
 
-    ``axis`` is the axis of the part of the output. For ``x @ w`` and axis 0, the result is [0, None]: row ``i`` of the
-    product needs row ``i`` of ``x`` and the whole ``w``. The result is None if the equation mixes entries along the
-    axis, or if this function has no case for the equation.
+    For ``x @ w`` and axis 0, the result is [0, None]: row ``i`` of the product needs row ``i`` of ``x`` and the whole
+    ``w``. The function returns None instead of a list if the equation mixes entries along the axis, or if this function
+    has no case for the equation.
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # A scalar, or an operand of size 1 along the axis, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
-        case equations.Broadcast() if len(shapes) == 1:  # Other operands are sizes unknown while tracing.
-            # If the axis is new, or has size 1 in the operand, the whole operand is needed.
+        case equations.Broadcast() if len(shapes) == 1:  # Others: dynamic sizes.
+            # If the axis is new, or if the operand has size 1 along it, the whole operand is needed.
             axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
             return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
         case equations.Iota():
@@ -216,7 +216,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
 
 
 def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
-    """Returns the axes of an operand except ``removed_axes``.
+    """Returns the axes of an array of shape ``shape``, except those in ``removed_axes``.
 
     For the shape (5, 8, 3) and the removed axis 1, the result is [0, 2].
     """
@@ -226,24 +226,24 @@ def _remaining_axes(shape: Sequence[int], removed_axes: Sequence[int]) -> list[i
 def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: int) -> list[Axis] | None:
     """Returns the axis of the operand of a reshape that becomes ``axis`` of its output, as a list of one element.
 
-    For a reshape from (5, 8, 3) to (5, 24), the result is [0] for axis 0. For axis 1, the result is None because this
+    For a reshape from (5, 8, 3) to (5, 24), the result for axis 0 is [0]. The result for axis 1 is None, because this
     axis merges two axes of the operand.
     """
-    # An axis of the operand equals ``axis`` if both have the same size and the same product of the sizes before them.
+    # An axis of the operand becomes ``axis`` if both have the same size and the same product of the sizes before them.
     n_before = math.prod(shape[:axis])
     same = [i for i, n in enumerate(old_shape) if n == shape[axis] and math.prod(old_shape[:i]) == n_before]
     return [same[0]] if same else None
 
 
 def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
-    """Returns the axis of each operand of a product or look-up that becomes ``axis`` of the output.
+    """Returns, for each operand of a ``dot_general`` or ``gather``, its axis that becomes ``axis`` of the output.
 
-    An operand that lacks this axis gets None. For the look-up ``table[indices]`` and axis 0 of ``indices``, the result
-    is [None, 0], because each step looks up its own indices in the whole table. The function returns None instead of a
-    list if a step would read only a part of the table.
+    For an operand that has no such axis, the list contains None. For a ``gather`` that computes ``table[indices]`` and
+    for axis 0 of ``indices``, the result is [None, 0], because each step looks up its own indices in the whole table.
+    The function returns None instead of a list if a step would read only a part of the table.
     """
     if isinstance(view, equations.Gather):
-        # Axes at ``offset_dims`` come from the table, and batching axes come from both operands.
+        # Output axes in ``offset_dims`` come from the table, and batch axes come from both operands.
         numbers = view.dimension_numbers
         if numbers.operand_batching_dims or axis in numbers.offset_dims:
             return None
@@ -252,10 +252,10 @@ def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) 
 
 
 def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
-    """Returns new values of parameters with which an equation computes the part of its output along an axis.
+    """Returns the parameters to change, with their new values, so that an equation computes a slice of its output.
 
-    Only parameters that hold a size of the output change. For example, a broadcast to (5, 8) computes a part along axis
-    0 with the shape (1, 8).
+    Only parameters that hold sizes of the output change. For example, to compute a slice along axis 0 of a broadcast to
+    (5, 8), the new ``shape`` is (1, 8).
     """
     match view:
         case equations.Broadcast() | equations.Iota():
@@ -263,16 +263,16 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
         case equations.Reshape():
             return {"new_sizes": _with_size_one(view.new_sizes, axis)}
         case equations.Slice():
-            # The slice takes this axis whole, so the part has only the index 0.
+            # The equation takes this axis whole. In a part, the axis has the size 1.
             return {"limit_indices": _with_size_one([limit for _, limit, _ in view.bounds], axis)}
         case _:
             return {}
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
-    """Returns the rule that computes a part of the ``i``-th output of a call by computing the call's body by parts.
+    """Returns the rule that computes one step's part of the ``i``-th output of a call, such as a ``jit``, by its body.
 
-    The result is None if :func:`_parts_in_body` returns None for the body.
+    The result is None if the body cannot be computed by parts, that is, if :func:`_parts_in_body` returns None.
     """
     jaxpr, consts = jaxprs.body(eqn)
     rule = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
@@ -280,36 +280,36 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> 
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """Returns the rule that computes a part of the output of a ``jax.custom_jvp`` by a new custom function of parts.
+    """Returns the rule that computes one step's part of the output of a ``jax.custom_jvp`` by a new ``custom_jvp``.
 
-    The custom derivative of the new function computes the original derivative by parts. The result is None if the
-    function or its derivative cannot be computed by parts, or if the two need parts along different axes. The result is
-    also None if the equation reads a literal, reads a value twice, or has an operand or output without a tangent,
-    because the derivative would then not have exactly one tangent for each operand.
+    The new function takes parts of the operands, and its derivative rule computes the original derivative by parts. The
+    result is None if the function or its derivative cannot be computed by parts, or if the two need parts along
+    different axes. The result is also None if the equation reads a literal, reads a value twice, or has an operand or
+    output without a tangent, because the derivative would then not have exactly one tangent for each operand.
     """
     rule = _part_of_call(eqn, 0, axis, differentiable=False)
-    # ``part`` builds a program of this single equation. It replaces all equations of the given jaxpr, so any jaxpr is
-    # suitable.
+    # ``part`` builds a jaxpr of this single equation. Any jaxpr will do as its first argument, whose equations are
+    # replaced.
     call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
     if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
     jvp, consts = _program_of_jvp(call)
 
     def jvp_rule(*, differentiable: bool) -> Any:
-        """Returns the JVP rule.
+        """Returns a ``PartRule`` for the JVP of the equation.
 
         The rule computes parts of the output and of its tangent from parts of the operands and of their tangents.
         """
         return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
 
-    # The derivative may call the function itself, so the rule for the derivative of the derivative is created only when
+    # The derivative may call the function itself, so the rule for the derivative's own derivative is created only when
     # needed.
     first_jvp_rule = jvp_rule(differentiable=False)
     if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
         return None
 
     def part_of_output(step: Any, *operands: Any) -> Any:
-        """Computes the part of the output, with a custom derivative that takes the primals and the tangents."""
+        """Computes the part of the output by a ``custom_jvp``, whose rule takes the primals and the tangents."""
         function = jax.custom_jvp(lambda *parts: rule.function(step, *parts))
         function.defjvp(lambda *args: tuple(jvp_rule(differentiable=True).function(step, *consts, *chain(*args))))
         return function(*operands)
@@ -318,10 +318,10 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
 
 def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program that computes the JVP of ``program``, and the values of its constants.
+    """Returns the jaxpr that computes the JVP of ``program``, and the values of its constants.
 
     The inputs of the JVP are its constants, the inputs of ``program``, and a tangent for each input of ``program``. Its
-    outputs are the outputs of ``program`` and their tangents.
+    outputs are the outputs of ``program``, followed by their tangents.
     """
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in program.invars]
 
@@ -332,15 +332,15 @@ def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
-    """Returns the rule that computes parts of a body's outputs from parts of its inputs.
+    """Returns the rule that computes one step's parts of the outputs of a body from parts of its inputs.
 
     The first ``n_consts`` inputs are constants. The function of the rule takes the index of the step, the values of the
     constants and the parts of the other inputs, and returns a list of parts. The ``axes`` of the rule leave out the
     constants.
 
-    If the plan needs the whole of a value that the body computes, such as a norm over the axis, each step computes this
-    value again from whole inputs. The result is None if such a value is large, if only a part of such a value is
-    needed, if an input is needed along two axes, or if an output is a literal.
+    If a part depends on the whole of a value that the body computes, such as a norm over the axis, each step computes
+    this value again from whole inputs. The result is None if such a value is large, if only a part of it is needed, if
+    an input is needed along two axes, or if an output is a literal.
     """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
@@ -349,16 +349,16 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in parts_inside):
         return None
     whole_values = [v for v, _ in parts_inside]
-    # ``prefix`` is the program that computes these whole values. It has only the inputs that it needs.
+    # ``prefix`` is the jaxpr that computes these whole values. It has only the inputs that it needs.
     prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
     input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
     input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
     axes = dict(input_parts)
-    if any(axes[v] != axis for v, axis in input_parts):  # Some input is needed along two axes.
+    if any(axes[v] != axis for v, axis in input_parts):  # An input is needed along two axes.
         return None
 
     def parts_of_outputs(step: Any, *inputs: Any) -> list[Any]:
-        """Computes the parts of the outputs at one step, given the parts or whole values of all inputs of the body."""
+        """Computes the parts of the outputs at one step, given the part or the whole of each input of the body."""
         env = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
         return body_plan.run(step, jaxprs.values(env, [v for v, _ in body_plan.parts]))

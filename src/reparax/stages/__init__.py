@@ -1,1 +1,1 @@
-"""The stages of the library, one family per folder. They are only formulas; the base classes are in ``core``."""
+"""The stages of the library, one family per folder. They define only formulas; their base classes are in ``core``."""

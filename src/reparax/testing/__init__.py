@@ -1,6 +1,6 @@
-"""Checks for your own tests: ``check_laws`` checks the laws of a stage, and ``check_step`` a training step.
+"""Provides checks for your own tests: ``check_laws`` for the laws of a stage, and ``check_step`` for a training step.
 
-It imports core, numerics and training; nothing imports it.
+This package imports ``core``, ``numerics`` and ``training``. No other package of reparax imports it.
 """
 
 from reparax.testing._laws import check_laws as check_laws

@@ -1,4 +1,4 @@
-"""Helpers for the laws: functions compiled once for all laws, comparisons of trees, errors, and file formats."""
+"""Provides helpers for ``check_laws``: compiled functions, comparisons of trees, errors and file formats."""
 
 import functools
 import importlib.util
@@ -30,25 +30,25 @@ from reparax.training import combine, partition, transfer
 
 
 def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
-    """Applies stages to a raw tree. Without a key, random stages are replaced by their means."""
+    """Returns the effective tree of ``stages`` for a raw tree; without a key, random stages give their means."""
     chain = Chain(tuple(stages))
     planned = plan_stages("apply", tuple(chain.deterministic if key is None else chain), flatten(raw))
     return nest(planned.effective_of(run_steps(planned.steps, planned.raw.arrays, key)))
 
 
 def init_stage(stage: Parametrization, tree: PyTree, key: Array) -> PyTree:
-    """Initializes a raw tree of one stage."""
+    """Returns the raw tree of a single stage, initialized from the arrays of ``tree``."""
     return nest(initialize((stage,), flatten(tree), key))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """Updates ``raw`` once. If the chain reads gradients, the effective weights are passed as gradients."""
+    """Returns the raw tree after one ``p.update``; the effective weights serve as gradients if the chain needs any."""
     reads = any("grad" in stage.update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
 compiled = partial(jax.jit, static_argnums=0)
-"""Compiles a function of a chain. Equal chains share one program if the types of the other arguments are equal."""
+"""Compiles a function whose first argument is a chain. Equal chains share a program for arguments of equal types."""
 compiled_init = compiled(lambda p, params, key: p.init(params, key))
 compiled_apply = compiled(lambda p, raw, key: p.apply(raw, key))
 compiled_update = compiled(update_raw)
@@ -72,11 +72,11 @@ class RoundTrip(NamedTuple):
 
 @compiled
 def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[RoundTrip], list[RoundTrip]]:
-    """Computes two round trips for each stage alone, starting with the last stage.
+    """Applies ``init`` and then ``apply`` of each stage alone to two trees, starting with the last stage.
 
     Returns:
-      The round trips of the trees that the stages get when ``params`` are initialized, and the round trips of points
-      in the stages' own images.
+      Two lists of round trips, with an entry for each stage. The first list starts from the trees that the stages get
+      when ``params`` are initialized. The second list starts from points in the images of the stages.
     """
     starts = list[RoundTrip]()
     images = list[RoundTrip]()
@@ -85,7 +85,7 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
         raw = init_stage(stage, tree, key)
         starts.append(RoundTrip(tree, apply_raw([stage], raw)))
         point = apply_raw([stage], _move_traced(raw))
-        if jax.tree.leaves(partition(raw)[1]):  # Fixed values belong to their initial point.
+        if jax.tree.leaves(partition(raw)[1]):  # Fixed values fit only their own initial point.
             point = apply_raw([stage], init_stage(stage, point, key))
         images.append(RoundTrip(point, apply_raw([stage], init_stage(stage, point, key))))
         tree = raw
@@ -102,7 +102,7 @@ def _move_traced(raw: PyTree) -> PyTree:
 
 @compiled
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
-    """Computes a generic linear function of the effective tree, and its gradient with respect to trainable values."""
+    """Returns a random linear function of the effective tree, and its gradient with respect to the trainable values."""
     free, rest = trainable(raw)
 
     def objective(free: PyTree) -> Array:
@@ -116,7 +116,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
 @compiled
 def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, keys: Array) -> dict[str, PyTree]:
-    """Returns the results of JAX's transformations, keyed by name, for one raw tree or for batches of two.
+    """Returns a dict with results of ``init`` and ``apply`` under ``vmap``, ``scan`` and ``shard_map``, keyed by name.
 
     One program computes all results, because compilation takes most of the time.
     """
@@ -136,7 +136,7 @@ def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, k
 
 @compiled
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
-    """Returns the results of a chain's methods and the gradient of ``apply``, keyed by name."""
+    """Returns a dict with the results of a chain's methods and the gradient of ``apply``, keyed by name."""
     raw = p.init(params, key)
     return {
         "init": raw,
@@ -148,9 +148,9 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
 
 
 class Doubled(Reparametrization):
-    """The stage that the law ``chains`` puts beside the tested chain. The stage doubles any raw value but integers."""
+    """A stage that doubles its raw value, except integers. The law ``chains`` puts it before and behind a chain."""
 
-    kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no stage has the same kind.
+    kind: ClassVar[str] = "doubled_in_a_law"  # The name is unusual, so that no tested stage has the same kind.
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
     dtypes: ClassVar[type] = np.generic
 
@@ -163,9 +163,9 @@ class Doubled(Reparametrization):
 
 @compiled
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
-    """Returns the effective trees of ``p`` behind and before another stage, each with the expected tree."""
+    """Returns pairs of actual and expected effective trees of ``p`` "behind" and "before" a ``Doubled`` stage."""
     doubled = Doubled()
-    # A stage that moves weights cannot move weights that an earlier stage computes, so do not update it.
+    # A stage that moves weights cannot move weights that an earlier stage computes, so the chain is not updated.
     moves_weights = any(stage.moves_weights for stage in stages_of(p))
 
     def after_update(chain: Parametrization, params: PyTree) -> PyTree:
@@ -184,10 +184,10 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
-    """Accumulates the deviations of a stage's draws from the mean that the stage claims.
+    """Returns the mean that a random stage claims, and sums of the deviations of its draws from this mean.
 
-    The stage at ``index`` is applied to the output of the earlier stages without noise, so the result still contains
-    the marker dicts of later stages.
+    The stage at ``index`` is applied to the output of the earlier stages without noise. In the result, marker dicts of
+    raw values still stand for the parameters that later stages compute.
 
     Returns:
       The claimed mean, and the sums over ``keys`` of the deviations (see ``_deviations_of_draw``) and of their squares.
@@ -207,7 +207,7 @@ def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tupl
 
 
 def _deviations_of_draw(draw: Array, mean: Array) -> Array:
-    """Returns the deviation of each entry of a draw, then their average, then their average weighted by the mean."""
+    """Returns the deviation of each entry of a draw, then the average deviation, plain and weighted by the mean."""
     entries = jnp.ravel(comparable(draw) - mean)
     largest = jnp.maximum(jnp.max(jnp.abs(mean), initial=0.0), jnp.finfo(mean.dtype).tiny)
     units = jnp.ravel(jnp.conj(mean)) / largest.astype(mean.dtype)
@@ -239,7 +239,7 @@ class Case:
     """A law to check for one chain, one tree of parameters and one key.
 
     Attributes:
-      law: The name of the law, as errors write it.
+      law: The name of the law, as it appears in errors.
       chain: The chain, or a single stage.
       params: The model's parameters.
       key: The key of all draws.
@@ -265,7 +265,7 @@ class Case:
         return replace(self, chain=stage)
 
     def require(self, holds: object, message: str) -> None:
-        """Raises an AssertionError with ``message``, unless the law holds."""
+        """Raises an AssertionError that contains ``message`` if ``holds`` is false."""
         if not holds:
             raise self.error(message)
 
@@ -280,7 +280,7 @@ class Case:
         except (ValueError, TypeError):
             return
         except Exception as error:
-            raise self.error(f"{message}, and ends in a bare {error!r}") from error
+            raise self.error(f"{message}, and raises {error!r} instead of a ValueError or TypeError") from error
         raise self.error(message)
 
     def require_close(self, actual: PyTree, expected: PyTree, bound: float, message: str) -> None:
@@ -291,10 +291,10 @@ class Case:
     def require_same_types(self, actual: PyTree, expected: PyTree, who: str) -> None:
         """Requires that two trees have the same structure, and that arrays have the same shape, dtype and weak type."""
         structure, expected_structure = jax.tree.structure(actual), jax.tree.structure(expected)
-        self.require(structure == expected_structure, f"{who} gives {structure}, not {expected_structure}")
+        self.require(structure == expected_structure, f"{who} returns {structure}, not {expected_structure}")
         for path, *arrays in paired(actual, expected):
             type, expected_type = map(_describe_type, arrays)
-            self.require(type == expected_type, f"{who} makes {path!r} {type}, but it was {expected_type}")
+            self.require(type == expected_type, f"{who} returns {path!r} as {type}, but its input was {expected_type}")
 
 
 def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:
@@ -303,7 +303,7 @@ def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:
 
 
 def errors(actual: PyTree, expected: PyTree) -> Iterator[tuple[str, float]]:
-    """Yields each expected array's path and the largest difference, relative to the array's largest entry."""
+    """Yields the path of each expected array and its largest deviation, relative to the array's largest entry."""
     for path, *arrays in paired(actual, expected):
         x, y = (np.asarray(w).astype(complex) for w in arrays)
         if x.shape == y.shape:
@@ -318,12 +318,12 @@ def largest_entry(x: np.ndarray) -> float:
 
 
 def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:
-    """Lists the leaves of a tree with their paths."""
+    """Returns a list with a pair of path and array for each leaf of a tree."""
     return [(path_text(path), leaf) for path, leaf in items(tree)]
 
 
 def paired(tree: PyTree, other: PyTree) -> Iterator[tuple[str, Any, Any]]:
-    """Pairs the leaves of two trees, with the path of each leaf in the first tree."""
+    """Yields a path of the first tree, its leaf, and the leaf of the second tree, for all leaves in order."""
     leaves = zip(named_arrays(tree), named_arrays(other), strict=True)
     return ((path, x, y) for (path, x), (_, y) in leaves)
 
@@ -340,18 +340,18 @@ def equal(a: PyTree, b: PyTree) -> bool:
 
 
 def _bits(tree: PyTree) -> list[tuple[str, Any, tuple[int, ...], bytes]]:
-    """Lists the path, dtype, shape and bits of each array in a tree."""
+    """Returns a list with the path, dtype, shape and bytes of each array in a tree."""
     arrays = [(path, np.asarray(w)) for path, w in named_arrays(tree)]
     return [(path, x.dtype, x.shape, x.tobytes()) for path, x in arrays]
 
 
 def array_paths(tree: PyTree) -> list[str]:
-    """Lists the paths of a tree's leaves."""
+    """Returns the paths of all leaves of a tree, in order."""
     return [path for path, _ in named_arrays(tree)]
 
 
 def _describe_type(w: Array) -> str:
-    """Describes the dtype and shape of an array, and whether its type is weak, as text."""
+    """Returns the dtype and shape of an array as text, such as "float32[4, 3]", with a note if its type is weak."""
     weak = "weakly typed " if jax.typeof(w).weak_type else ""
     return f"{weak}{w.dtype}{list(w.shape)}"
 
@@ -394,7 +394,7 @@ def move_along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
 def wrong_trees(raw: PyTree) -> Iterator[PyTree]:
     """Yields copies of a raw tree with one wrong leaf each: a missing leaf, a wrong shape or a wrong dtype.
 
-    Each leaf is wrong at least once, and each kind of error occurs, unless the tree has no leaves.
+    Each leaf is wrong in at least one copy, and each of the three errors occurs, unless the tree has no leaves.
     """
     leaves, treedef = jax.tree.flatten(raw)
     for count in range(max(3, len(leaves)) if leaves else 0):
@@ -419,7 +419,7 @@ def clear_first_row(w: Array) -> np.ndarray:
 
 
 def large(w: Array) -> Array:
-    """Converts ``w`` to float16, with 300 as its largest magnitude. Complex numbers and integers do not change."""
+    """Scales real ``w`` to a largest magnitude of 300 and casts it to float16; returns other arrays unchanged."""
     if not jnp.issubdtype(w.dtype, jnp.floating):
         return w
     wide = np.asarray(w).astype(np.float32)
@@ -453,7 +453,7 @@ def picklable(p: Parametrization) -> bool:
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Returns whether ``p`` holds a predicate or a function that is not from jax, and so cannot be written as JSON."""
+    """Returns whether ``p`` cannot be written as JSON, because it holds a predicate or a function not from JAX."""
     try:
         p.to_json()
     except ValueError:
@@ -467,7 +467,7 @@ def stages_of(p: Parametrization) -> tuple[Parametrization, ...]:
 
 
 def without_means(p: Parametrization) -> Parametrization:
-    """Removes the random stages whose mean is not the array itself, because ``init`` ignores their mean."""
+    """Removes random stages whose mean differs from the input array; ``init`` does not account for that mean."""
 
     def has_other_mean(stage: Parametrization) -> bool:
         mean = stage.deterministic
@@ -478,19 +478,19 @@ def without_means(p: Parametrization) -> Parametrization:
 
 
 def by_pickle(raw: PyTree) -> PyTree:
-    """Writes and reads a raw tree with pickle, as NumPy arrays."""
+    """Writes a raw tree with pickle, as NumPy arrays, and returns what pickle reads back."""
     return pickle.loads(pickle.dumps(jax.tree.map(np.asarray, raw)))
 
 
 def by_flax(raw: PyTree) -> PyTree:
-    """Writes and reads a raw tree as flax's msgpack bytes, with a target."""
+    """Writes a raw tree as flax's msgpack bytes, and returns what flax reads back into a target of equal structure."""
     from flax import serialization
 
     return serialization.from_bytes(jax.tree.map(jnp.zeros_like, raw), serialization.to_bytes(raw))
 
 
 def by_orbax(raw: PyTree, *, alone: bool = False) -> PyTree:
-    """Writes and reads a raw tree with orbax, with a template of shapes and dtypes unless ``alone`` is True."""
+    """Writes a raw tree with orbax and reads it back, with a template of shapes and dtypes unless ``alone``."""
     import orbax.checkpoint as ocp
 
     like = () if alone else (jax.tree.map(ocp.utils.to_shape_dtype_struct, raw),)
@@ -501,7 +501,7 @@ def by_orbax(raw: PyTree, *, alone: bool = False) -> PyTree:
 
 
 def by_safetensors(raw: PyTree) -> PyTree:
-    """Writes and reads a raw tree with safetensors, as a flat dict from paths to arrays."""
+    """Writes a raw tree with safetensors, as a flat dict from paths to arrays, and returns the tree read back."""
     from safetensors import numpy
 
     paths, leaves, treedef = flatten_with_names(raw)
@@ -511,7 +511,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
 
 def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
-    """Maps the name of each format whose library is installed and can store ``raw`` to the function of this format."""
+    """Maps each file format that is installed and can store ``raw`` to a function that writes and reads back a tree."""
     dtypes = [np.asarray(w).dtype.type for w in jax.tree.leaves(raw)]
     is_plain = all(issubclass(dtype, np.floating | np.integer) for dtype in dtypes)
     formats: list[tuple[str, Callable[[PyTree], PyTree], str, bool]] = [

@@ -1,4 +1,4 @@
-"""The laws of parametrizations: run ``check_laws`` on your own stage.
+"""Defines the laws of parametrizations, and ``check_laws``, which checks them for any stage or chain.
 
 A broken law raises an ``AssertionError`` that names the stage, the path and the size of the deviation.
 """
@@ -35,7 +35,7 @@ LAWS: dict[str, Callable[[Case], None]] = {}
 
 
 def law(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Adds a law to :data:`LAWS`; use it as a decorator."""
+    """Adds a function that checks a law to :data:`LAWS`, under the function's name; use it as a decorator."""
     LAWS[check.__name__] = check
     return check
 
@@ -45,9 +45,9 @@ def check_laws(
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    If the gradient of your stage is not the gradient of its formula, as for rounding, set ``straight_through = True``.
-    If the mean of a random stage is not the array itself, define ``mean_leaf``. Give a random stage a nonzero strength,
-    because its draws must differ.
+    If the gradient of your stage intentionally differs from the gradient of its formula, as for rounding, set
+    ``straight_through = True``. If the mean of a random stage is not the array itself, define ``mean_leaf``. Give a
+    random stage a nonzero strength, because its draws must differ.
 
     Args:
       p: A stage or a chain.
@@ -72,7 +72,7 @@ def check_laws(
     require_chains("testing.check_laws(p, params)", p)
     names = LAWS if laws is None else [laws] if isinstance(laws, str) else list(laws)
     if unknown := [name for name in names if name not in LAWS]:
-        raise ValueError(f"check_laws got the law {unknown[0]!r}. Name some of {', '.join(map(repr, LAWS))}.")
+        raise ValueError(f"check_laws got {unknown[0]!r} as a law. Choose from {', '.join(map(repr, LAWS))}.")
     for name in names:
         LAWS[name](Case(name.replace("_", " "), p, params, jax.random.key(0) if key is None else key))
 
@@ -81,20 +81,20 @@ def check_laws(
 def right_inverse(case: Case) -> None:
     """Requires ``fold(init(w)) == w``, up to rounding, if each stage can represent the values that it gets from ``w``.
 
-    First, ``apply(init(...))`` of each stage must return every array in the stage's image unchanged. A point of the
-    image is found by changing raw values at random. If a stage has fixed values, these belong to the point from which
-    they were initialized. Therefore, ``apply(init(...))`` must be a projection: applying it twice must give the same
-    result.
+    First, ``apply(init(w)) == w`` must hold for each stage alone if ``w`` is in the stage's image, that is, if its
+    ``apply`` can compute ``w``. Such a ``w`` is found by changing raw values at random. If a stage has fixed values,
+    these belong to the point from which they were initialized. Therefore, ``apply(init(...))`` must be a projection:
+    applying it twice must give the same result.
 
     Then the chain must return a weight unchanged if each stage returns its own input tree unchanged. The last stage
     gets the weight, and each earlier stage gets the raw tree of the stage after it. If a stage changes its input, as
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` does for most weights, the initial weight may differ from the given
-    one. Random stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their
-    mean. A chain that contains a stage with ``starts_elsewhere = True`` is not checked.
+    one. Random stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` does not
+    account for their mean. A chain that contains a stage with ``starts_elsewhere = True`` is not checked.
     """
     if any(stage.starts_elsewhere for stage in case.chain):
         return
-    message = "apply(init(w)) is not w, a point of the image,"
+    message = "for a w that `apply` can return, apply(init(w)) differs from w"
     chain = evidence.without_means(case.chain)
 
     def round_trip(params: PyTree) -> PyTree:
@@ -114,15 +114,15 @@ def right_inverse(case: Case) -> None:
 
 @law
 def types(case: Case) -> None:
-    """Requires the model's paths and shardings, and its shapes and dtypes unless the chain has ``changes_type``."""
+    """Requires effective arrays to keep paths and shardings, and also shapes and dtypes unless ``changes_type``."""
     p, params = case.chain, case.params
     key = case.key if p.stochastic else None  # If the chain is deterministic, reuse the program compiled for fold.
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
-        same_paths = evidence.array_paths(effective) == evidence.array_paths(params)
-        case.require(same_paths, "the effective tree has different paths")
+        paths, expected_paths = evidence.array_paths(effective), evidence.array_paths(params)
+        case.require(paths == expected_paths, f"the effective tree has the paths {paths}, not {expected_paths}")
         for path, actual, expected in evidence.paired(effective, params):
             type, expected_type = (f"{w.dtype}{w.shape}" for w in (actual, expected))
-            case.require(type == expected_type or p.changes_type, f"{path!r} is {type}, but was {expected_type}")
+            case.require(type == expected_type or p.changes_type, f"{path!r} is {type}, but must be {expected_type}")
     _require_shardings(case, key)
 
 
@@ -142,7 +142,7 @@ def _require_shardings(case: Case, key: Array | None) -> None:
     for path, actual, expected in evidence.paired(evidence.compiled_apply(case.chain, raw, key), placed):
         source = sharding_of.get((path, expected.shape))
         follows = source != expected.sharding or actual.sharding.is_equivalent_to(expected.sharding, actual.ndim)
-        case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {expected.sharding}")
+        case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value has {source}")
 
 
 @law
@@ -168,7 +168,8 @@ def half_precision(case: Case) -> None:
             if expected < float(jnp.finfo(jnp.float16).max):
                 is_close = method not in ("fold", "update") or np.all(np.abs(x - y) <= expected / 4)
                 text = f"{method} gives {largest:.3g} as the largest entry of {path!r}, but {expected:.3g} in float32"
-                case.require(np.all(np.isfinite(x)) and is_close, f"{text}; compute so, and cast the result back")
+                is_right = is_close and np.all(np.isfinite(x))
+                case.require(is_right, f"{text}; compute in float32, and cast the result back")
 
 
 def _is_wrong_type(error: BaseException | None) -> bool:
@@ -178,18 +179,18 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 
 @law
 def value_semantics(case: Case) -> None:
-    """Requires that copies are equal, have equal hashes and share one trace, and that there are no pytree leaves."""
+    """Requires that a chain has no pytree leaves, and that its copies are equal, hash equally and share one trace."""
     p = case.chain
     copies = [copy.deepcopy(p)]
     if evidence.picklable(p):
         copies.append(pickle.loads(pickle.dumps(p)))
-    case.require(jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
+    case.require(jax.tree.leaves(p) == [], "it has pytree leaves, so it cannot be a static argument of `jax.jit`")
     traces: list[Parametrization] = []
     compiled_once = jax.jit(traces.append, static_argnums=0)
     for equal in [p, *copies]:
-        case.require(equal == p and hash(equal) == hash(p), "a copy of it is not equal to it")
+        case.require(equal == p and hash(equal) == hash(p), "a copy of it is not equal to it, or has another hash")
         compiled_once(equal)
-    case.require(len(traces) == 1, f"{len(copies) + 1} equal builds were traced {len(traces)} times")
+    case.require(len(traces) == 1, f"{len(copies) + 1} equal copies were traced {len(traces)} times, not once")
 
 
 @law
@@ -217,7 +218,7 @@ def transformations(case: Case) -> None:
     abstract = jax.eval_shape(p.init, params, key)
     named_trees = map(evidence.named_arrays, (abstract, raw))
     types, expected_types = ([(path, w.shape, w.dtype) for path, w in arrays] for arrays in named_trees)
-    case.require(types == expected_types, "eval_shape of init gives different shapes or dtypes")
+    case.require(types == expected_types, f"eval_shape of init gives {types}, not {expected_types}")
 
 
 @law
@@ -230,13 +231,13 @@ def keys(case: Case) -> None:
     p, raw, key = case.chain, case.raw, case.key
     draw, mean_draw = (evidence.compiled_apply(chain, raw, key) for chain in (p, p.deterministic))
     is_fixed = not p.deterministic.stochastic and evidence.equal(evidence.compiled_fold(p, raw), mean_draw)
-    case.require(is_fixed, "its deterministic chain is random")
-    case.require(evidence.equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
+    case.require(is_fixed, "`p.deterministic` gives other values with a key than without, or needs a key")
+    case.require(evidence.equal(p.apply(raw, key), p.apply(raw, key)), "equal keys give different values")
     changes = not evidence.equal(evidence.compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
     values = "the same values" if p.stochastic else "other values"
-    case.require(changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
+    case.require(changes == p.stochastic, f"`stochastic` is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
-        case.require_raises(lambda: p.apply(raw), "it draws without a key")
+        case.require_raises(lambda: p.apply(raw), "`apply` draws random numbers although it gets no key")
         _require_independent(case)
         if isinstance(case.params, dict):
             _require_draws_beside_new_parameter(case, case.params)
@@ -255,7 +256,7 @@ def _require_draws_beside_new_parameter(case: Case, params: dict[str, PyTree]) -
     # are not checked.
     if are_equal(p.fold(larger_raw), p.fold(raw)):
         same_draws = are_equal(p.apply(larger_raw, key), p.apply(raw, key))
-        case.require(same_draws, "the draws of old parameters change with a new one")
+        case.require(same_draws, "the draws of the parameters change if a new parameter is added")
 
 
 def _require_independent(case: Case) -> None:
@@ -282,7 +283,7 @@ def _require_independent(case: Case) -> None:
 
 @law
 def mean(case: Case) -> None:
-    """Requires the mean of each random stage to equal the result of its replacement in ``deterministic``.
+    """Requires the mean of each random stage's draws to equal the result of its replacement in ``p.deterministic``.
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, which are estimated
@@ -302,43 +303,43 @@ def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
         deviation, error = evidence.deviation(np.asarray(total), np.asarray(square), n=1024)
         excess = np.abs(deviation) - 6 * error - rounding * evidence.largest_entry(np.asarray(mean))
         worst = int(np.argmax(excess))
-        size = f"it is off by {abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}"
-        message = f"the mean of 1024 draws differs from `deterministic` at {path!r}: {size}"
+        size = f"by {abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}"
+        message = f"at {path!r}, the mean of 1024 draws differs from `p.deterministic` {size}"
         case_of_stage.require(excess[worst] <= 0, f"{message}; define `mean_leaf` or `deterministic`")
 
 
 @law
 def purity(case: Case) -> None:
-    """Requires that inputs do not change, and that random stages do not change the raw tree."""
+    """Requires that a chain's methods do not change their inputs, and that random stages do not change the raw tree."""
     p, key = case.chain, case.key
     copies = jax.tree.map(np.array, case.params), jax.tree.map(np.array, case.raw)
     originals = jax.tree.map(np.array, copies)
     p.init(copies[0], key)
     p.apply(copies[1], key)
     evidence.update_raw(p, copies[1], key)
-    case.require(evidence.equal(originals, copies), "it changes its input")
+    case.require(evidence.equal(originals, copies), "`init`, `apply` or `update` changes the arrays that it gets")
     raw_of_mean = evidence.compiled_init(p.deterministic, case.params, key)
-    case.require(evidence.equal(raw_of_mean, case.raw), "its random stages change the raw tree")
+    case.require(evidence.equal(raw_of_mean, case.raw), "`p.init` returns another raw tree than `p.deterministic.init`")
 
 
 @law
 def gradients(case: Case) -> None:
     """Requires that gradients agree with finite differences, are finite even at zero, and are nonzero for each array.
 
-    Gradients must be nonzero at a generic point only, because the initial gradient of a factor is zero if another
+    Gradients must be nonzero only at a generic point, because the initial gradient of a factor is zero if another
     factor is zero. Finite differences use double precision, or single precision if the chain does not support double
     precision. A chain with ``straight_through = True`` is not compared with finite differences.
     """
     p, params, key = case.chain, case.params, case.key
     for where, point in {
-        "its start": case.raw,
-        "a row of zeros": evidence.compiled_init(p, jax.tree.map(evidence.clear_first_row, params), key),
-        "zero": evidence.compiled_init(p, jax.tree.map(np.zeros_like, params), key),
+        "its initial values": case.raw,
+        "parameters with a zero row": evidence.compiled_init(p, jax.tree.map(evidence.clear_first_row, params), key),
+        "zero parameters": evidence.compiled_init(p, jax.tree.map(np.zeros_like, params), key),
     }.items():
         for path, g in evidence.named_arrays(evidence.slope(p, point, key)[1]):
-            case.require(np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
+            case.require(np.all(np.isfinite(g)), f"the gradient of {path!r} is not finite at {where}")
     for path, g in evidence.named_arrays(evidence.slope(p, case.moved, key)[1]):
-        case.require(g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
+        case.require(g.size == 0 or np.any(g), f"the gradient of {path!r} is zero, so no optimizer can train it")
     if p.straight_through:
         return
     with jax.enable_x64():
@@ -363,35 +364,35 @@ def _require_slope(case: Case, step: float, bound: float) -> None:
     pairs = evidence.paired(evidence.slope(case.chain, case.moved, case.key)[1], direction)
     gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for _, g, d in pairs))
     if not abs(gradient - difference) < bound * (1 + abs(difference)):
-        text = f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient"
+        text = f"finite differences give the slope {difference:.8g}, but the gradient gives {gradient:.8g}"
         raise case.error(f"{text}; {_advice_on_slope(case)}")
 
 
 def _advice_on_slope(case: Case) -> str:
-    """Suggests what to do about a gradient that differs from the slope."""
+    """Returns a clause that says what to do if a gradient differs from finite differences."""
     has_doubles = any(x.dtype == np.float64 for _, x in evidence.named_arrays(evidence.trainable(case.moved)[0]))
     # Rounding to float32 turns the result into a step function, which the gradient does not show.
     if has_doubles and "new_dtype=float32" in str(jax.make_jaxpr(case.chain.apply)(case.moved, case.key)):
-        return "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
+        return "the formula casts float64 to float32; cast to `jnp.promote_types(w.dtype, jnp.float32)` instead"
     return "if that is intended, set `straight_through = True`"
 
 
 @law
 def update(case: Case) -> None:
-    """Requires ``update`` to change only the numbers of fixed values, and to be deterministic for a tree and a key.
+    """Requires ``update`` to change only entries of fixed values, and to give equal results for equal trees and keys.
 
     Stages with ``moves_weights = True`` may also change trainable values.
     """
     p, key, raw = case.chain, case.key, case.moved
     first_result, second_result = evidence.update_raw(p, raw, key), evidence.update_raw(p, raw, key)
-    case.require(evidence.equal(first_result, second_result), "the same raw tree and key give different results")
+    case.require(evidence.equal(first_result, second_result), "equal raw trees and keys give different results")
     compiled_step = partial(evidence.compiled_update, p, key=key)
     ways = {
-        "it": lambda: first_result,
-        "under jit it": lambda: compiled_step(raw),
-        "a second one": lambda: compiled_step(compiled_step(raw)),
+        "update": lambda: first_result,
+        "update under jit": lambda: compiled_step(raw),
+        "a second update": lambda: compiled_step(compiled_step(raw)),
     }
-    for who, step in ways.items():  # Keep this order: a second update would fail on the result of a wrong first one.
+    for who, step in ways.items():  # Keep this order: the second update needs a correct first one.
         actual = step()
         case.require_same_types(actual, raw, who)
         if not any(stage.moves_weights for stage in evidence.stages_of(p)):
@@ -406,24 +407,24 @@ def update_base(case: Case) -> None:
         evidence.compiled_update_base(case.chain, case.moved),
         evidence.compiled_fold(case.chain, case.moved),
     )
-    case.require_same_types(rebased, case.moved, "it")
+    case.require_same_types(rebased, case.moved, "update_base")
     bound = evidence.rounding(case.moved, effective)
-    case.require_close(evidence.compiled_fold(case.chain, rebased), effective, bound, "the effective tree differs")
+    case.require_close(evidence.compiled_fold(case.chain, rebased), effective, bound, "it changes the effective tree")
 
 
 @law
 def transfer(case: Case) -> None:
-    """Requires that ``transfer(p, p, raw)`` does not change a single bit."""
+    """Requires that ``transfer(p, p, raw)`` returns a tree with the same paths and the same bits as ``raw``."""
     actual = evidence.compiled_transfer(case.chain, case.moved)
     same_paths = evidence.array_paths(actual) == evidence.array_paths(case.moved)
-    case.require(same_paths, "`transfer(p, p, raw)` has different paths")
+    case.require(same_paths, "`transfer(p, p, raw)` returns other paths than `raw` has")
     for path, w, old in evidence.paired(actual, case.moved):
         case.require(evidence.equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
 
 
 @law
 def chains(case: Case) -> None:
-    """Requires the same results before and behind another stage as alone, even after an update.
+    """Requires a chain to give the same results before and behind another stage as alone, even after an update.
 
     The other stage doubles its raw value. Behind the other stage, the tested chain has raw values that the other stage
     computes. Before the other stage, the tested chain acts on the other stage's raw values instead of the model's
@@ -432,18 +433,18 @@ def chains(case: Case) -> None:
     try:
         results = evidence.beside_another(case.chain, case.params, case.key)
     except Exception as error:
-        text = f"beside another stage it fails: {type(error).__name__}: {error}"
+        text = f"in a chain with another stage, it raises {type(error).__name__}: {error}"
         raise case.error(text.removesuffix(".")) from error
     for position, (actual, expected) in results.items():
         has_same_paths = evidence.array_paths(actual) == evidence.array_paths(expected)
-        case.require(has_same_paths, f"{position} another stage the effective tree has other paths")
-        message = f"{position} another stage it gives another array"
+        case.require(has_same_paths, f"{position} another stage, its effective tree has other paths")
+        message = f"{position} another stage, it gives another array"
         case.require_close(actual, expected, evidence.rounding(expected), message)
 
 
 @law
 def selection(case: Case) -> None:
-    """Requires an error if a selection matches nothing, for every form of ``where``."""
+    """Requires ``init`` to raise an error if ``where`` selects no array, for every form of ``where``."""
     name = "no such path"
 
     def none(path: str, array: Any) -> bool:
@@ -456,7 +457,7 @@ def selection(case: Case) -> None:
     selections = (name, none, selected({name: True}), all_but(name))
     for stage, where in itertools.product(evidence.stages_of(case.chain), selections):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
-            message = f"init takes {code(where)} as where, which matches nothing"
+            message = f"init accepts where={code(where)}, which matches no array"
             case.require_raises(partial(init_where, stage, where), message)
 
 
@@ -466,16 +467,16 @@ def checkpoints(case: Case) -> None:
     p, params, raw = case.chain, case.params, case.raw
     for way, there_and_back in evidence.installed_formats(raw).items():
         raw_again = there_and_back(raw)
-        case.require(evidence.equal(raw_again, raw), f"{way} returns a different raw tree")
+        case.require(evidence.equal(raw_again, raw), f"the raw tree differs after it was written and read with {way}")
         p.check(raw_again, like=params)
     if not evidence.has_functions(p):
-        case.require(from_json(p.to_json()) == p, "to_json and from_json return a different one")
+        case.require(from_json(p.to_json()) == p, "from_json(p.to_json()) is not equal to p")
     for wrong_raw in evidence.wrong_trees(raw):
-        case.require_raises(partial(p.check, wrong_raw, like=params), "check accepts a wrong tree")
+        case.require_raises(partial(p.check, wrong_raw, like=params), "check accepts a raw tree with a wrong leaf")
     if evidence.array_paths(raw) != evidence.array_paths(params):
         case.require_raises(lambda: p.apply(params, case.key), "apply accepts a tree that never went through init")
         case.require_raises(lambda: p.init(raw, case.key), "init accepts a raw tree")
-        case.require_raises(lambda: Chain().apply(raw), "another chain accepts its raw tree")
+        case.require_raises(lambda: Chain().apply(raw), "a chain without stages accepts its raw tree")
 
 
 @law
@@ -484,6 +485,6 @@ def plain_trees(case: Case) -> None:
     effective = case.chain.fold(case.raw)
     structure = jax.tree.structure(effective)
     expected = jax.tree.structure(case.params)
-    case.require(structure == expected, f"fold gives {structure}, not {expected}")
-    are_arrays = all(is_array(w) for _, w in evidence.named_arrays(effective))
-    case.require(are_arrays, "fold gives a leaf that is not an array")
+    case.require(structure == expected, f"fold returns the structure {structure}, but the parameters have {expected}")
+    for path, w in evidence.named_arrays(effective):
+        case.require(is_array(w), f"fold returns {path!r} as {type(w).__name__}, which is not an array")

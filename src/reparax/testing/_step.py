@@ -24,7 +24,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     checked.
 
     Args:
-      p: The chain.
+      p: The chain to which both raw trees belong.
       before: The raw tree before the step.
       after: The raw tree after the step.
 
@@ -44,9 +44,9 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
       >>> check_step(p, before, after)
       Traceback (most recent call last):
         ...
-      AssertionError: MagnitudePruning(sparsity=0.5).update makes other fixed values of this step:
-        w/@magnitude_pruning/@fixed/mask: got what it was before the step
-      Let the optimizer advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.
+      AssertionError: MagnitudePruning(sparsity=0.5).update gives other fixed values than this step:
+        w/@magnitude_pruning/@fixed/mask: the step did not change it
+      Let the optimizer update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step.
     """
     require_chains("testing.check_step(p, before, after)", p)
     p.check(after, since=before)
@@ -55,19 +55,19 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     rows = zip(items(new_values), jax.tree.leaves(old_values), jax.tree.leaves(expected_values), strict=True)
     # If `update` does not advance a value, it returns the same object.
     advanced = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
-    if lines := [f"\n  {path}: got {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
+    if lines := [f"\n  {path}: {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
         raise AssertionError(
-            f"{CallName(p, 'update')} makes other fixed values of this step:{''.join(lines)}\nLet the optimizer "
-            f"advance them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."
+            f"{CallName(p, 'update')} gives other fixed values than this step:{''.join(lines)}\nLet the optimizer "
+            f"update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."
         )
 
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
-    """Describes how a value differs from the expected value. The text is empty if the difference is only rounding."""
+    """Returns how a value differs from the expected value, as text; empty if the difference is only rounding."""
     eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
     ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
         return ""
     if evidence.equal(new, old):
-        return "what it was before the step"
-    return f"numbers that differ by {difference:.1e} of the largest"
+        return "the step did not change it"
+    return f"it differs by {difference:.1e} of the largest entry"

@@ -1,4 +1,4 @@
-"""Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables."""
+"""Functions for training raw trees: which values train, optimizers, conversion to other chains, and summary tables."""
 
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._optimizer import projected as projected

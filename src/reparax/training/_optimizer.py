@@ -1,8 +1,8 @@
-"""Optimizers for raw trees, which leave fixed values unchanged; projection; moments under a mask; state shardings.
+"""Makes optimizers for raw trees, which leave fixed values unchanged, and resets moments and shards optimizer states.
 
-A step with gradients, a state or parameters of the wrong tree raises a clear error. An optax transformation alone would
-fail with a less specific error, or silently broadcast arrays. Arguments are checked only after the transformation has
-failed or has changed a shape, so that a correct step costs nothing.
+If gradients, a state or parameters belong to another tree, a step raises an error that says so. An optax transformation
+alone would fail with a less specific error, or silently broadcast arrays. Arguments are checked only after the
+transformation has failed or has changed a shape, so that a correct step costs nothing.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply`
 def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by hand"] | None = None) -> T:
     """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
-    If the chain ``p`` is given, ``optax.apply_updates`` gives the result of the step of ``tx`` and then ``p.update``:
-    masks and other integers are exact, and floats are exact up to the rounding of one addition. Power iteration and
-    pruning therefore advance in each step without further code. Stages whose update needs a key or gradients do not
-    advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which advances the other
-    stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns them into integers.
-    Fixed values that advance must start at finite numbers, because adding updates turns infinity into NaN.
+    If the chain ``p`` is given, ``optax.apply_updates`` gives the same values as a step of ``tx`` followed by
+    ``p.update``: masks and other integers are exact, and floats are exact up to the rounding of one addition. Power
+    iteration and pruning therefore advance in each step without further code. Stages whose update needs a key or
+    gradients do not advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which
+    advances the other stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns
+    them into integers. Fixed values that advance must start at finite numbers, because adding updates turns infinity
+    into NaN.
 
     ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
-    does not change them, and its norms do not include them. Fixed values that do not advance get zero updates that keep
-    every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get the update None, as in
-    equinox. On a CPU, XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If your
-    tree has such leaves or fixed numbers, update only the free part::
+    does not change them, and its gradient norms do not include them. Fixed values that do not advance get zero updates
+    that keep every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get the update None, as
+    in equinox. On a CPU, XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If
+    your tree has such leaves or fixed numbers, update only the free part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
@@ -83,10 +84,11 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     The state is the state of ``tx`` for ``free``, so functions of optax that read it, such as
     ``schedule_free_eval_params``, also take ``free``.
 
-    Put every transformation inside ``tx``: a transformation that you chain after the optimizer, such as weight decay,
-    also moves fixed values and scales their updates. Masks and partitions around the optimizer hide fixed values from
-    it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be a function,
-    or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
+    Put every transformation inside ``tx``. A transformation that you chain after the optimizer, such as weight decay,
+    would also move fixed values and scale their updates. Masks and partitions around the optimizer would hide fixed
+    values from it. Gradients and parameters may cover the whole raw tree or only its free part. A mask of ``tx`` may be
+    a function, or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line
+    searches also work.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
@@ -95,9 +97,10 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
       updates: ``"by hand"``, instead of the chain, if you call ``raw = p.update(raw)`` after each step.
 
     Returns:
-      A transformation of the class of ``tx``, whose state is the state of ``tx`` for the free part. Its ``init`` raises
-      an error if the tree lacks the fixed values of ``p``. It also raises an error if neither ``p`` nor ``updates`` is
-      given and the tree has a stage that would be wrong without ``update``, such as :class:`SpectralNorm`.
+      A transformation of the same class as ``tx``. Its state is the state of ``tx`` for the free part. Its ``init``
+      raises an error if the tree lacks the fixed values of ``p``. It also raises an error if neither ``p`` nor
+      ``updates`` is given and the tree has a stage whose weights would be wrong without ``update``, such as
+      :class:`SpectralNorm`.
 
     Raises:
       TypeError: If ``tx`` is not a transformation, or ``p`` is not a chain.
@@ -131,7 +134,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
         raise TypeError(f"optimizer takes a chain second, but got {describe_non_stage(p)}")
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
-        raise ValueError(f"optimizer takes the chain, which it advances, or updates={BY_HAND!r}, but got both.")
+        raise ValueError(f"optimizer takes either a chain `p` or updates={BY_HAND!r}, but got both. Leave one out.")
     advancing, by_hand = p if p is not None and p.has_update else None, updates is not None
 
     def init(params: PyTree) -> PyTree:
@@ -148,7 +151,7 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
         if advancing is not None and params is None:
-            raise ValueError(f"optimizer.update needs the raw tree, of which it advances fixed values. {CALL}")
+            raise ValueError(f"optimizer.update needs the raw tree to advance fixed values, but got None. {CALL}")
         free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
         new_updates = combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1]))
@@ -168,8 +171,9 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
             return u
         if jnp.issubdtype(new.dtype, jax.dtypes.extended):
             raise ValueError(
-                f"optimizer.update cannot advance PRNG keys, to which nothing can be added. Call `raw = p.update(raw)` "
-                f"after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+                f"optimizer.update cannot advance fixed values that are PRNG keys, because no update can be added to a "
+                f"key. Call `raw = p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, "
+                f"updates={BY_HAND!r})`."
             )
         # Equal entries get a zero update, because infinity minus itself would be NaN.
         return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else jnp.where(new == w, 0, new - w)
@@ -183,12 +187,15 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
     if not getattr(type(raw), "holds_chain", False):
         return p.update(raw)
     if raw.p != p:
-        raise ValueError(f"optimizer got a model of the chain {raw.p!r}, but is to advance {p!r}. Pass the same chain.")
+        raise ValueError(
+            f"optimizer advances the fixed values of {p!r}, but got a model with the chain {raw.p!r}. Pass the same "
+            f"chain to both."
+        )
     return raw.update()
 
 
 def _require_advancing(p: Parametrization, raw: PyTree) -> None:
-    """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model that holds both."""
+    """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model with such a tree."""
     leaves = items(raw, is_placeholder)
     fixed = [x for path, x in leaves if FIXED in path]
     if not any(map(is_placeholder, fixed)):
@@ -200,10 +207,10 @@ def _require_advancing(p: Parametrization, raw: PyTree) -> None:
             if fixed or kinds.isdisjoint(stage.kind for stage in p):
                 raise
     raise ValueError(
-        f"optimizer.init needs the fixed values of the raw tree too, which {p!r} advances, but something keeps them "
-        f"apart. Put masks and partitions inside, `rpx.optimizer(optax.masked(tx, mask), p)`; filter a model of "
-        f"equinox by `eqx.is_array`; of a model that holds its chain pass `module.raw(variables)`, or let its calls "
-        f"advance them, with `tx` alone."
+        f"optimizer.init needs the whole raw tree, whose fixed values {p!r} advances, but they are missing. Put masks "
+        f"and partitions inside the optimizer, `rpx.optimizer(optax.masked(tx, mask), p)`. Filter a model of equinox "
+        f"by `eqx.is_array`. For a model that holds its chain, pass `module.raw(variables)`, or use `tx` alone and let "
+        f"the model's calls advance them."
     )
 
 
@@ -214,13 +221,13 @@ def _require_no_update(raw: PyTree) -> None:
             if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
                 raise ValueError(
                     f"optimizer.init found {mark!r} at {parameter_path(path)!r}, whose fixed values must advance in "
-                    f"each step, or the weights are wrong. Pass the chain, `rpx.optimizer(tx, p)`; or call `raw = "
-                    f"p.update(raw)` after each step, and say so: `rpx.optimizer(tx, updates={BY_HAND!r})`."
+                    f"each step, or the weights will be wrong. Pass the chain, `rpx.optimizer(tx, p)`. Or call `raw = "
+                    f"p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, updates={BY_HAND!r})`."
                 )
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """Restricts an extra argument of ``tx`` to the free part. Functions of raw trees become functions of that part."""
+    """Restricts an extra argument of ``tx`` to trainable values, or a function of raw trees to a function of these."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
     if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
@@ -229,7 +236,7 @@ def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
-    """Returns a function of the free part that adds the fixed values and calls ``function`` with the whole raw tree."""
+    """Returns a function of trainable values that adds the fixed ones and calls ``function`` with whole raw trees."""
 
     def complete(x: Any) -> Any:
         return combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x
@@ -238,7 +245,7 @@ def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree)
 
 
 def _neutral_update(x: Any) -> Any:
-    """Returns a zero that keeps every bit of ``x`` when added, or None if nothing can be added to ``x``.
+    """Returns zeros that keep every bit of ``x`` when added to it, or None if nothing can be added to ``x``.
 
     Subnormal numbers are the exception: XLA may treat them as zeros.
     """
@@ -253,8 +260,9 @@ def projected(p: Parametrization) -> Transformation:
     """Makes an optax transformation that projects parameters onto the image of ``p`` after each step.
 
     Use it to train the model's own parameters, without a raw tree. ``optax.chain(optax.adam(1e-3), projected(p))``
-    changes the updates so that parameters become ``p.fold(p.init(params + updates))``, which is the nearest point in
-    the image of ``p`` unless its stages define another one. Put the transformation last in the optax chain.
+    changes the updates so that parameters become ``p.fold(p.init(params + updates))``. This is the nearest point in the
+    image of ``p`` (the weights that ``p`` can represent), unless its stages define another one. Put the transformation
+    last in the optax chain.
 
     Args:
       p: A chain of stages whose ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
@@ -285,7 +293,7 @@ def projected(p: Parametrization) -> Transformation:
         del extra
         if params is None:
             raise ValueError(
-                f"{CallName(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"{CallName(p, 'projected')} needs the parameters that it projects, but got params=None. Call "
                 f"`tx.update(grads, state, params)`."
             )
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
@@ -293,8 +301,8 @@ def projected(p: Parametrization) -> Transformation:
         difference = None if has_one_structure else first_difference(updates, params)
         if difference is not None:
             raise ValueError(
-                f"{CallName(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
-                f"`tx.update(grads, state, params)`."
+                f"{CallName(p, 'projected')} takes updates with the structure of the parameters, but they differ: "
+                f"{difference}. Call `tx.update(grads, state, params)`."
             )
         updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
         nearest = p.fold(with_any_key(p.deterministic.init)(updated))
@@ -307,12 +315,12 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 
     While a mask hides a weight, the weight's moments are outdated, or do not come from its own gradients. This function
-    sets them to zero wherever a mask is 0 in ``before`` and 1 in ``after``. It covers the masks of :class:`RigL`,
-    :class:`SET`, :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
+    sets the moments to zero wherever a mask is 0 in ``before`` and 1 in ``after``. It covers the masks of
+    :class:`RigL`, :class:`SET`, :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
     reset, as in the reference code of RigL. Do not use it for optimizers whose states hold weights or step sizes
-    (``schedule_free``, ``rprop``), because these would be set to zero too.
+    (``schedule_free``, ``rprop``), because the weights or step sizes would be set to zero too.
 
     Args:
       state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight are
@@ -337,7 +345,7 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """
     activated = _activated_by_mask(before, after)
     paths, leaves, treedef = flatten_with_names(state)
-    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x) and FIXED not in path})
+    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x)})
 
     def reset(x: Any, raw_path: Names | None) -> Any:
         if raw_path is None or not is_array(x) or not is_aligned(raw_path):
@@ -350,13 +358,13 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     return treedef.unflatten(list(map(reset, leaves, raw_paths)))
 
 
-def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
-    """Maps each path in a state to the raw path it ends with; for example, ``0/mu/w/@rigl/w`` maps to ``w/@rigl/w``.
+def _raw_paths(state_paths: Sequence[Names], known_paths: AbstractSet[Names]) -> list[Names | None]:
+    """Maps each path in an optimizer state to the raw path that it ends with: ``0/mu/w/@rigl/w`` to ``w/@rigl/w``.
 
     A path that ends with no raw path, such as the path of a counter, maps to None. If a path ends with several raw
-    paths, the one whose prefix, here ``0/mu``, is shared by the most paths is chosen, because a raw tree begins there.
+    paths, the one whose prefix, here ``0/mu``, occurs in the most paths is chosen, because a raw tree begins there.
     """
-    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
+    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in known_paths] for path in state_paths]
     counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
 
     def raw_path(path: Names, starts: Sequence[int]) -> Names | None:
@@ -366,7 +374,7 @@ def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> 
 
 
 def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
-    """Returns where the mask of each marker dict changes from 0 to 1, by the path of the dict."""
+    """Returns, by the path of each stage's marker dict, a boolean array of where its mask changes from 0 to 1."""
     old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
     if not new:
         raise ValueError(
@@ -382,17 +390,17 @@ def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
 
 
 def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
-    """Collects the masks of a raw tree, by the path of the marker dict that holds the mask."""
+    """Returns the masks of a raw tree, by the path of the marker dict (such as ``@rigl``) that holds the mask."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
 
 def _covers(flags: Array, x: Any) -> bool:
-    """Returns whether ``flags`` has as many axes as ``x`` and broadcasts to its shape."""
+    """Returns whether ``flags`` has as many axes as ``x`` and broadcasts to the shape of ``x``."""
     return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
-    """Wraps an optimizer's ``update`` so that its errors say what is wrong with the arguments."""
+    """Wraps an optimizer's ``update``, so that errors say which argument does not fit the others, and how."""
 
     def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         def require_fitting(failure: Exception | None) -> None:
@@ -421,7 +429,7 @@ def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
 def _explain_arguments(
     init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
 ) -> str | None:
-    """Returns text on what is wrong with the arguments of ``update`` and what to do, or None if they fit each other."""
+    """Returns an error text on the arguments of ``update`` that do not fit and on what to do, or None if all fit."""
     if params is None:
         return _explain_state(init, state, updates)
     return (
@@ -441,7 +449,8 @@ def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
     return None
 
 
-# These phrases name the origin of an unexpected tree. The model's own tree has arrays where a raw tree has markers.
+# These phrases name the origin of an unexpected tree. The model's own tree has arrays where a raw tree has marker
+# dicts, such as {"@lora": ...}.
 THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
 ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
 FIXED_VALUES = "fixed values too"
@@ -472,7 +481,7 @@ _WRONG_STATE = {
 
 
 def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: PyTree) -> str | None:
-    """Says how gradients differ from the raw tree, and what to do; returns None if they fit or no advice would help."""
+    """Returns an error text if gradients differ from the raw tree, or None if they fit or no advice would help."""
     difference = first_difference(partition(updates)[0], partition(params)[0])
     if difference is None:
         return None
@@ -486,7 +495,7 @@ def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: P
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
-    """Returns text on what is wrong with a state and what to do, or None if it fits the raw tree or ``init`` fails."""
+    """Returns an error text if an optimizer state does not fit the raw tree, or None if it fits or ``init`` fails."""
     try:
         expected = jax.eval_shape(init, raw)
     except Exception:  # If `init` fails, the state is not the cause.
@@ -507,8 +516,8 @@ class Difference(NamedTuple):
     Attributes:
       path: The path at which the trees differ.
       expected: What should be there, in words.
-      found: What is there, in words.
-      source: What the tree belongs to, as one of the constants above, such as ``THE_MODEL``.
+      found: What is there instead, in words.
+      source: What the tree belongs to: one of the phrases ``THE_MODEL``, ``A_RAW_TREE``, ``ANOTHER_CHAIN`` and so on.
     """
 
     path: str
@@ -517,7 +526,7 @@ class Difference(NamedTuple):
     source: str
 
     def explain(self, texts: Mapping[str, str]) -> str:
-        """Formats the text for ``source``, where ``{swapped}`` is the difference as seen from the other tree."""
+        """Fills in the text for ``source``, where ``{swapped}`` is the difference as seen from the other tree."""
         swapped = self._replace(expected=self.found, found=self.expected)
         return texts[self.source].format(difference=self, swapped=swapped)
 
@@ -526,7 +535,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
-    """Returns the first difference between the arrays of two trees, or None; differences of stages come first."""
+    """Returns the first difference between two trees, or None. Differences of stages precede differences of shapes."""
     found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     paths = dict.fromkeys([*expected, *found])
     for difference_at in (_difference_of_stages, _difference_of_arrays):
@@ -541,9 +550,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
-    """Compares a parameter's first markers in two trees; returns None if they are equal or a tree lacks the parameter.
+    """Compares the outermost stages of a parameter in two trees. Returns None if they are of the same kind.
 
-    A plain array has no marker, which counts as the marker "".
+    The marker names, such as ``"@lora"``, are compared. A plain array counts as having the marker "". Returns None also
+    if a tree lacks the parameter.
     """
     if not found or not expected:
         return None
@@ -568,7 +578,7 @@ def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Differe
 
 
 def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
-    """Returns the shardings of an optimizer's state or a training state: each array is sharded like its raw array.
+    """Returns shardings for an optimizer's state or a training state: each array is sharded like its raw array.
 
     An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal.
     This holds for moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on
@@ -580,8 +590,7 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       shardings: The result of :meth:`Parametrization.shardings` for the raw tree.
 
     Raises:
-      ValueError: If a raw array has no sharding, in which case the error names the array, or if ``shardings`` contains
-        a ``PartitionSpec``.
+      ValueError: If an array of ``raw`` has no sharding, or if ``shardings`` contains a ``PartitionSpec``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -597,11 +606,14 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
     sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
     if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
-        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
+        raise ValueError(
+            "state_shardings takes NamedShardings as `shardings`, but got a PartitionSpec. Pass the result of "
+            "`p.shardings(specs, mesh, like=params)`."
+        )
     if missing := sorted(shapes.keys() - sharding_of.keys()):
         raise ValueError(
-            f"state_shardings: there is no sharding for {path_text(missing[0])!r} of the raw tree. Pass the raw tree, "
-            f"and the result of `p.shardings` for it."
+            f"state_shardings needs a sharding for each raw array, but got none for {path_text(missing[0])!r}. Pass "
+            f"the whole raw tree as `raw`, and the result of `p.shardings` for it as `shardings`."
         )
     replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
 

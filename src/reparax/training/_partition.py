@@ -1,4 +1,4 @@
-"""Splits a raw tree into free and fixed values, and labels its arrays."""
+"""Splits a raw tree into free (trainable) and fixed values, and labels its arrays."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def combine(free: T, fixed: T) -> T:
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
-    """Returns the end of a sentence that says where two trees differ; it is empty if only the types of nodes differ."""
+    """Returns the end of an error text that says where two trees differ; empty if only the types of nodes differ."""
     a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
 
 
 def is_none(x: object) -> bool:
-    """Returns whether a node is None, which JAX does not treat as a leaf."""
+    """Returns whether a node is None, which JAX does not treat as a leaf by default."""
     return x is None
 
 
@@ -90,7 +90,7 @@ def is_placeholder(x: object) -> bool:
 
 
 def is_parametrized(tree: PyTree) -> bool:
-    """Returns whether a tree has markers, such as ``"@lora"``, so that a model must read ``p.apply(tree)`` instead.
+    """Returns whether a tree has markers such as ``"@lora"``, so that the model must use ``p.apply(tree)`` instead.
 
     The result is False for a raw tree of a chain that has only noise, dropout and casts: these stages change arrays in
     place, so their raw tree looks like the model's parameters.
@@ -113,11 +113,12 @@ def is_parametrized(tree: PyTree) -> bool:
 
 
 def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
-    """Labels each value of a raw tree by its role, for ``optax.partition``.
+    """Labels each value of a raw tree as main, auxiliary or fixed, for ``optax.partition``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
-      main: The label for free main values, and for free arrays that no stage replaces.
+      main: The label for free main values, such as the ``v`` of weight norm, and for free arrays that no stage
+        replaces.
       aux: The label for free auxiliary values, such as the ``g`` of weight norm.
       fixed: The label for all values that :func:`partition` treats as fixed.
 
@@ -145,18 +146,19 @@ def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: A
 def decay_mask(raw: PyTree) -> PyTree:
     """Returns whether weight decay should shrink each value of a raw tree, for use as the ``mask`` of ``optax.adamw``.
 
-    The mask is True for free main values of two or more dimensions, except in these cases, where it is False:
+    The mask is True for free main values (such as the ``v`` of weight norm) of two or more dimensions. These exceptions
+    are False:
 
     * arrays of any shape whose names mark them as biases or scales: ``bias`` (alone or as a part of a name, as in
       ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``;
     * values of stages in which a smaller value does not mean a smaller weight, such as ``Orthogonal``, ``Positive`` and
       ``Simplex`` (stages declare this with ``decays = False``).
 
-    It is also False for auxiliary values, such as the ``g`` of weight norm, and for fixed values.
+    The mask is also False for auxiliary values, such as the ``g`` of weight norm, and for fixed values.
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
-    shrink the weights themselves, decay the lengths instead, with the mask
-    ``rpx.training.param_labels(raw, main=False, aux=True, fixed=False)``.
+    shrink the weights themselves, decay the lengths ``g`` instead, with the mask ``rpx.training.param_labels(raw,
+    main=False, aux=True, fixed=False)``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -190,7 +192,7 @@ def decay_mask(raw: PyTree) -> PyTree:
 
 
 def require_tree(who: str, raw: PyTree, write: str) -> None:
-    """Raises an error if ``raw`` is a string, or a chain, which JAX would treat as a tree without leaves."""
+    """Raises an error if ``raw`` is a string, or a chain of stages, which JAX would treat as a tree without leaves."""
     if isinstance(raw, Static | str):
         raise TypeError(f"{who} takes a raw tree, but got {raw!r}. Write `{write}`.")
 

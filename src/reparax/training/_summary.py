@@ -1,4 +1,4 @@
-"""A readable table of the raw tree of a model's parameters."""
+"""Makes a readable table of the raw tree of a model's parameters."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _CELL = "white-space: nowrap; padding: 0 0.5em"
 
 @dataclass(frozen=True)
 class Row:
-    """One array of the raw tree, or an empty node, such as the node of a tied parameter.
+    """A row of a summary: one array of the raw tree, or an empty marker dict, such as that of a tied parameter.
 
     Attributes:
       path: The parameter's path.
-      value: The markers and the name under which the raw tree holds the array; empty if no stage replaces it.
+      value: The path of the array relative to the parameter, such as ``@weight_norm/g``; empty if no stage replaces the
+        parameter.
       type: The dtype and shape of the array; empty if there is no array.
       free: The number of trainable entries.
       fixed: The number of entries that are not trainable, according to :func:`partition`.
       bytes: The size of the array in bytes.
-      off: The distance between the starting weight and the model's own: the largest difference relative to the largest
-        entry; 0 if it is only due to rounding, and None if only shapes are known.
+      off: The distance between the starting weight and the model's own weight: the largest difference relative to the
+        largest entry; 0 if the difference is only due to rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
       axes: The axes that these stages use, and how each axis is known: ``given``, from the class of a layer, from the
         name of the array, or ``a matrix``, for stages that treat an array of two axes as a matrix.
@@ -53,7 +54,7 @@ class Row:
     axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
-        """Builds the row for all parameters that share ``line``, with their counts summed and the given ``off``."""
+        """Returns a row for all parameters that share a line of the table, with summed counts and the given ``off``."""
         type, n = f"{line.times}{self.type}".rstrip(), line.count
         free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
         return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
@@ -70,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """The contents of a raw tree, which print as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
+    """A summary of a raw tree that prints as a table: plain text, rich text in ``rich.print``, HTML in a notebook.
 
     Parameters whose paths differ only in a number share one line, which shows their sums: ``layers/0..11``.
 
@@ -87,7 +88,7 @@ class Summary:
 
     @property
     def total(self) -> Row:
-        """The sums over all rows, and the largest ``off``."""
+        """A row with the sums over all rows, and with the largest ``off``."""
         free, fixed, bytes = (sum(getattr(row, name) for row in self.rows) for name in ("free", "fixed", "bytes"))
         return Row("total", "", "", free, fixed, bytes, off=_largest_off(self.rows), stages=())
 
@@ -110,7 +111,7 @@ class Summary:
 
     @property
     def _notes(self) -> list[str]:
-        """A line for each stage that leaves weights out."""
+        """A line for each stage that does not act on some weights, with their paths."""
         return [
             f"{stage} leaves out {', '.join(line.path for line in fold_lines([(path, ()) for path in paths]))}"
             for stage, paths in self.left_out
@@ -158,12 +159,13 @@ class Summary:
 
 
 def summary(p: Parametrization, params: PyTree) -> Summary:
-    """Returns a table of the raw tree of ``p``: stages, raw values, types, counts of trainable numbers, sizes, axes.
+    """Returns a table of the raw tree of ``p``: stages, raw values, types, sizes, axes, and counts of trainable values.
 
     The column ``off`` is the distance between the starting weights, ``p.fold(p.init(w))``, and the model's own ``w``:
-    the largest difference relative to the largest entry of ``w``, or ``-`` if it is only due to rounding. To compute
-    it, ``init`` and ``fold`` run once. For a table without this column, pass ``jax.eval_shape(lambda: params)``: then
-    ``p`` is only traced, and nothing is computed. A tied parameter has no value of its own, so it counts as 0.
+    the largest difference relative to the largest entry of ``w``, or ``-`` if the difference is only due to rounding.
+    To compute it, ``init`` and ``fold`` run once. For a table without this column, pass ``jax.eval_shape(lambda:
+    params)``: then ``p`` is only traced, and nothing is computed. A tied parameter has no value of its own, so it
+    counts as 0.
 
     Args:
       p: A stage or a chain.
@@ -215,7 +217,7 @@ class _Acting(NamedTuple):
 
 
 def _acting_stages(plan: Plan) -> dict[str, _Acting]:
-    """Collects the stages that act on each parameter, by its path."""
+    """Returns the stages that act on each parameter and their axes, by the parameter's path."""
     acting: dict[str, _Acting] = {}
     for step in plan.steps:
         for path, axes in _axes_by_parameter(plan, step).items():
@@ -225,7 +227,7 @@ def _acting_stages(plan: Plan) -> dict[str, _Acting]:
 
 
 def _axes_by_parameter(plan: Plan, step: Step) -> dict[str, list[str]]:
-    """Collects the axes that a stage uses for each parameter on which it acts, without repetitions."""
+    """Returns the axes that a stage uses for each parameter on which it acts, as texts without repetitions."""
     axes: dict[str, list[str]] = {}
     for site in step.sites:
         for place in site.arrays.values():

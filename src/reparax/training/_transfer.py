@@ -26,24 +26,24 @@ from reparax.training._partition import are_free, is_placeholder
 
 T = TypeVar("T")
 
-SHOWN = 3  # The largest number of arrays that an error lists.
+SHOWN = 3  # The maximum number of arrays that an error lists.
 
 
 def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
-    """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
+    """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``, with the same weights.
 
     If ``new`` cannot represent the current weights, for example because ``new`` is ``Orthogonal`` and the weights are
     not, ``transfer`` raises an error. With ``nearest=True``, the new chain instead starts at the same weights as
-    ``new.init(old.fold(raw))``. Weights are compared only where stages of ``new`` compute new values. They cannot be
-    compared under ``jax.jit`` and ``jax.eval_shape``, so new values require ``nearest=True`` there.
+    ``new.init(old.fold(raw))``. Weights are compared only where stages of ``new`` compute new raw values. They cannot
+    be compared under ``jax.jit`` and ``jax.eval_shape``, so new raw values require ``nearest=True`` there.
 
     A :class:`LoRA` whose rank, ``alpha``, ``use_rslora`` or ``init_weights`` changes keeps its base and its adapter:
     ``b`` is multiplied by the ratio of the two scales, and a larger rank adds newly initialized columns to ``a`` and
     zeros to ``b``. A smaller rank truncates the adapter by singular values, so it requires ``nearest=True`` if this
     changes the weights. Merging an adapter into the base of another one always requires ``nearest=True``.
 
-    A raw value is kept if the same stage made it at the same path (its ``where`` may differ) and all stages around it
-    are the same. These arrays are kept too:
+    A raw value is kept if the same stage made it at the same path (the stage's ``where`` may differ), and if all stages
+    whose marker dicts enclose it in the raw tree are the same. These arrays are kept too:
 
     * arrays that are only changed in place, such as the float32 weight under :class:`Cast`, if the same stages change
       them;
@@ -55,10 +55,11 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     are kept. For a LoRA of another rank, the moments of ``a`` are kept, and the moments of ``b`` are kept if the scale
     is the same. All other moments start at zero.
 
-    A state may have moments for only some of the trainable values, as under ``optax.masked``. New values then raise an
-    error, because the state does not show which of them need moments.
+    A state may have moments for only some of the trainable values, as under ``optax.masked``. In that case, new raw
+    values raise an error, because the state does not show which of them need moments.
 
-    ``transfer(p, p, raw)`` converts raw trees of older versions, in which markers were numbered over the whole tree.
+    ``transfer(p, p, raw)`` converts raw trees of older reparax versions, in which markers such as ``"@lora"`` were
+    numbered over the whole tree.
 
     Args:
       old: The chain that made the raw tree.
@@ -107,9 +108,9 @@ class _Converted:
     Attributes:
       raw: The raw tree of the new chain.
       kept: Maps the path of each kept raw value in the new tree to its path in the old tree.
-      grown: The same mapping for new values whose first entries are an old value, as in a LoRA of a larger rank.
+      grown: The same mapping for new values that extend an old value, as in a LoRA of a larger rank.
       fresh: The paths of parameters for which stages of the new chain computed values.
-      merges: The middle part of an error text for each adapter that was merged into the base of another.
+      merges: A part of an error text for each adapter that was merged into the base of another adapter.
       effective: The effective tree of the old chain.
     """
 
@@ -142,13 +143,13 @@ def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """Joins the first few texts with commas, and adds the number of texts left out."""
+    """Joins the first ``SHOWN`` texts with commas, and adds how many are left out."""
     rest = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join([*texts[:SHOWN], *rest])
 
 
 def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
-    """Converts a raw tree by going through the new chain backwards, as ``init`` does.
+    """Converts a raw tree by running the stages of the new chain from last to first, as ``init`` does.
 
     Each stage of the new chain keeps the old values where the same stage made them, and computes new ones elsewhere.
     """
@@ -178,11 +179,11 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
 
 
 Kept = dict[Names, Mapping[Names, Array]]
-"""Maps the path of each array that needs no new values to the old values that replace the array, by their paths."""
+"""Maps the path of each array that needs no new raw values to the old raw values that replace it, by their paths."""
 
 
 def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat, kept: Kept) -> Iterator[str]:
-    """Yields the paths of parameters for which a stage computes new values, or which it begins to change in place."""
+    """Yields the paths of parameters for which a stage computes new values, or which it newly changes in place."""
     acts = len(stage.deterministic) > 0
     for site, _, place in _places(sites):
         is_new_in_place = not site.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
@@ -191,12 +192,12 @@ def _fresh_parameters(stage: Parametrization, sites: Sequence[Site], tree: Flat,
 
 
 def _places(sites: Sequence[Site]) -> list[tuple[Site, str, Names]]:
-    """Lists each site once per array, together with the array's name and key path."""
+    """Lists, for each array on which a stage acts, the :class:`Site`, the array's name there, and its key path."""
     return [(site, name, place) for site in sites for name, place in site.arrays.items()]
 
 
 def _put_values(tree: Flat, values: Kept) -> Flat:
-    """Replaces each of the given paths of a tree, including everything below it, by the given values."""
+    """Replaces the array or marker dict at each path in ``values`` by the new arrays given for this path."""
     old_paths: dict[Names, list[Names]] = {place: [] for place in values}
     for path in tree.arrays:
         for place in (path[:n] for n in range(len(path) + 1) if path[:n] in values):
@@ -208,8 +209,8 @@ def _put_values(tree: Flat, values: Kept) -> Flat:
 class _Node:
     """An array produced by a stage, together with the raw values it was computed from and their paths.
 
-    ``written`` is the stage as it stands in the chain, and ``stage`` is a copy with the numbers and axes that it uses
-    for this array.
+    ``written`` is the stage as it stands in the chain, and ``stage`` is a copy with the hyperparameters and axes that
+    it uses for this array.
     """
 
     written: Parametrization
@@ -222,16 +223,16 @@ class _Node:
 class _OldChain:
     """A raw tree of the old chain with all arrays that its stages compute, and how the new tree reuses these arrays.
 
-    While the new chain is initialized from its last stage to its first, this object maps places of the new tree to
+    While the new chain is initialized from its last stage to its first, this object maps key paths of the new tree to
     arrays of the old tree.
 
     Attributes:
-      effective: The effective tree.
-      grown: Maps the place of each new value whose first entries are an old value to the path of the old value.
+      effective: The effective tree of the old chain.
+      grown: Maps the key path of each new raw value that extends an old one to the path of the old one.
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        """Applies each stage, and records the raw values that it reads, or the array that it changes in place."""
+        """Runs each stage of ``p``, and records the raw values that it reads, or the array that it changes in place."""
         plan = plan_for(p, raw, mean=True, advice="Pass the chain that made it as `old`.")
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
@@ -249,15 +250,15 @@ class _OldChain:
         self.effective = plan.effective_of(arrays)
         self.grown: dict[Names, Names] = {}
         self._paths = {place: _path_without_numbers(place) for place in self.effective.arrays}
-        self._opened = set[Names]()  # Places where a new stage stores an array unchanged as a raw value.
+        self._opened = set[Names]()  # Key paths where a new stage stores an array unchanged.
 
     def kept_paths(self, tree: Flat) -> dict[Names, Names]:
-        """Maps the place of each kept raw value in the new tree to the value's path in the old tree."""
+        """Maps the key path of each kept raw value in the new tree to its path in the old tree."""
         kept = {place: path for place, path in self._paths.items() if place not in self._opened}
         return {place: path for place, path in kept.items() if place in tree.arrays}
 
     def kept_values(self, sites: Sequence[Site], tree: Flat) -> Kept:
-        """Returns the old values of the arrays on which the same stage acted in the old chain."""
+        """Returns the old raw values of each array on which an equal stage acted in the old chain."""
         kept = Kept()
         for site, name, place in _places(sites):
             node, array = self._node_at(place), tree.arrays[place]
@@ -268,9 +269,10 @@ class _OldChain:
         return kept
 
     def converted_values(self, site: Site, name: str, started: Flat) -> Mapping[Names, Array] | None:
-        """Converts old values to values of the new stage, as for a LoRA of another rank.
+        """Converts old raw values to raw values of the new stage, as for a LoRA of another rank.
 
-        Returns None if the stage cannot convert them. ``started`` has the values that the new stage would start with.
+        Returns None if the stage cannot convert them. ``started`` has the raw values with which the new stage would
+        start.
         """
         node = self._node_at(site.arrays[name]) if site.nodes else None
         fields = site.stage._converts
@@ -284,7 +286,7 @@ class _OldChain:
         return self._place_values(site, name, node, values)
 
     def adapter_at(self, site: Site, place: Names) -> Parametrization | None:
-        """Returns the adapter that the old chain had for an array that becomes the base of a new adapter, or None."""
+        """Returns the old adapter of an array that becomes the base of a new adapter, or None if it had no adapter."""
         path = self._paths.get(place)
         if path is None or not _has_base(site.stage):
             return None
@@ -292,7 +294,7 @@ class _OldChain:
         return next(filter(_has_base, stages), None)
 
     def follow_unchanged(self, sites: Sequence[Site], tree: Flat, started: Flat) -> None:
-        """Records which raw values of new stages are unchanged arrays of the old tree."""
+        """Records which raw values of the stages at ``sites`` are unchanged arrays of the old tree."""
         arrays = {(place, id(tree.arrays[place])) for _, _, place in _places(sites) if place in self._paths}
         for value_place, x in started.arrays.items():
             for place in (value_place[:n] for n in range(len(value_place))):
@@ -301,12 +303,12 @@ class _OldChain:
                     self._opened.add(value_place)
 
     def _node_at(self, place: Names) -> _Node | None:
-        """Returns the record of how the old chain computed the array at ``place``, or None if no stage made it."""
+        """Returns the record of how the old chain computed the array at a key path, or None if no stage computed it."""
         path = self._paths.get(place)
         return None if path is None else self._nodes.get(path)
 
     def _place_values(self, site: Site, name: str, node: _Node, values: Mapping[str, Array]) -> Mapping[Names, Array]:
-        """Maps the raw values of an array to their places, and records which raw values come from the old tree."""
+        """Returns an array's raw values by their key paths, and records which of them come from the old tree."""
         placed = site.place_values(name, values)
         for value_place, x in placed.items():
             if value_place[-1] in node.paths and x is node.values[value_place[-1]]:
@@ -326,7 +328,7 @@ def _has_base(stage: Parametrization) -> bool:
 
 
 def _path_without_numbers(path: Names) -> Names:
-    """Removes the numbers of markers from a path, because these numbers only say how markers are nested."""
+    """Removes the numbers in markers such as ``@lora@2`` from a path: they only say how stages are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
@@ -342,7 +344,7 @@ def _act_alike(stage: Parametrization, other_stage: Parametrization, but: Collec
 
 
 def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
-    """Converts each part of a state that has the structure of the old raw tree."""
+    """Converts each part of an optimizer state that has the structure of a raw tree of ``old``."""
     if not jax.tree.leaves(state):
         return state
     is_part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw_part, old=old)
@@ -363,7 +365,7 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
 
 
 def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
-    """Converts a part of a state with the structure of ``raw``: keeps moments of kept values, and zeroes all others."""
+    """Converts moments with the structure of ``raw``: keeps those of kept values, and sets all others to zero."""
     kept, grown = dict[Names, Names](), dict[Names, Names]()
 
     def convert(raw: PyTree) -> PyTree:
@@ -393,11 +395,11 @@ def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Param
 
 
 class _Moments:
-    """A part of a state that has the structure of a raw tree.
+    """A part of an optimizer state that has the structure of a raw tree, such as Adam's first moments.
 
     Attributes:
       arrays: The moments, by their paths.
-      placeholder: The node that the state has in place of a missing moment; None if the state has no such node.
+      placeholder: The node that stands for a missing moment in the state; None if the state has no such node.
       holds_fixed: Whether fixed values have moments too.
     """
 
@@ -422,12 +424,12 @@ class _Moments:
 
 
 def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
-    """Collects the arrays of a tree by their paths, without the numbers of markers."""
+    """Returns the arrays of a tree by their paths, where markers such as ``@lora@2`` lack their numbers."""
     return {_path_without_numbers(path): x for path, x in items(tree) if is_array(x)}
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
-    """Returns the paths of the trainable values, without the numbers of markers."""
+    """Returns the paths of the trainable values, where markers such as ``@lora@2`` lack their numbers."""
     return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 
@@ -440,7 +442,7 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:
-    """Returns whether ``x`` is a raw tree, not an optimizer state; raises an error for a tuple that could be either."""
+    """Returns whether ``x`` is a raw tree and no optimizer state. Raises an error for a tuple that could be either."""
     if _holds_state(x):
         return False
     if not isinstance(x, tuple):
@@ -455,12 +457,12 @@ def _is_raw(x: PyTree, old: Parametrization) -> bool:
 
 
 def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
-    """Returns whether a part of a state is a raw tree of ``old``, judging by its markers."""
+    """Returns whether a part of an optimizer state has the markers of a raw tree of ``old``, such as ``@lora``."""
     return first_marker(places_of(x)) is not None and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
 
 
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
-    """Returns whether ``old`` could have made ``x``, judging by its markers."""
+    """Returns whether ``x`` may be a raw tree of ``old``: it has the markers, such as ``@lora``, of its stages."""
     try:
         plan_for(old, x, mean=True)
     except ValueError:
@@ -480,7 +482,7 @@ def _is_of_optax(x: object) -> bool:
 
 
 def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
-    """Maps the path of each array that differs from the expected one by more than rounding errors to their distance.
+    """Maps the paths of arrays that differ from ``expected`` by more than rounding errors to the relative difference.
 
     PRNG keys, and arrays whose shape changed, are left out.
     """
@@ -491,12 +493,12 @@ def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
         if arrays[path] is not w and is_numeric(w) and arrays[path].shape == w.shape
     }
     sizes = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
-    # The comparison is `not <=` rather than `>`, so that NaN counts as different.
+    # The comparison is `not <=` instead of `>`, so that NaN counts as different.
     return {path: float(sizes[path]) for path, pair in pairs.items() if not sizes[path] <= _rounding(*pair)}
 
 
 def has_numbers(tree: PyTree) -> bool:
-    """Returns whether the arrays of a tree have known numbers, instead of being traced or only shapes and dtypes."""
+    """Returns whether the arrays of a tree have concrete values: they are neither traced nor ``ShapeDtypeStruct``."""
     return not any(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in jax.tree.leaves(tree))
 
 
@@ -512,10 +514,10 @@ def _distance(x: Array, w: Array) -> Array:
 
 
 def _rounding(*arrays: Array) -> float:
-    """Returns the largest distance that rounding may cause.
+    """Returns the largest relative difference between arrays that rounding may cause.
 
-    The result is 4 times the machine epsilon of the arrays, or 64 times that of the dtype of the computation if this is
-    larger.
+    The result is 4 times the machine epsilon of the arrays' dtype, or 64 times the epsilon of the dtype in which they
+    are computed, if that is larger.
     """
     dtypes = [x.dtype for x in arrays if is_inexact(x)]
     units = [(4 * jnp.finfo(dtype).eps, 64 * min(jnp.finfo(dtype).eps, jnp.finfo(jnp.float32).eps)) for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""Transforms of a loss that save memory or operations or draw noise for each example, and reports on them.
+"""Provides transforms of a loss that save memory or operations or draw noise for each example, and reports on them.
 
 ``_remat`` (with three helper modules), ``_factored`` and ``_local`` define the transforms. Each of these modules starts
 with a description of how it works. ``_explain`` and ``_saved_residuals`` define the reports. To write a new transform,

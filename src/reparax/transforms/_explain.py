@@ -12,12 +12,13 @@ from reparax.transforms._factored import explain_sums
 
 
 def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
-    """Reports which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and why it forms others.
+    """Reports for which weights of ``fun(*args, **kwargs)`` :func:`factored` uses factors, and why it forms others.
 
-    For ``rpx.transforms.local_reparametrization(loss)``, the report says which noisy weights draw separately for each
-    row, and for how many rows. For the other noisy weights, it says where and why all rows share a single draw.
+    For ``rpx.transforms.local_reparametrization(loss)``, the report says which noisy weights are drawn separately for
+    each row of data, and for how many rows. For the other noisy weights, it says where and why all rows share a single
+    draw.
 
-    ``explain`` traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
+    ``explain`` traces ``fun`` and computes no arrays. Weights without factors, such as plain arrays, are not listed.
 
     Args:
       fun: The result of :func:`factored` or :func:`local_reparametrization`, possibly under ``jax.jit``; or a plain
@@ -50,7 +51,7 @@ def explain(fun: Callable[..., Any], /, *args: Any, argnums: Argnums = None, **k
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     who = check_call("explain", fun, argnums, follows_weights=True, own_options=given_options(argnums=argnums))
-    for function in (fun, getattr(fun, "__wrapped__", None)):  # `jax.jit` wraps a function and keeps it there.
+    for function in (fun, getattr(fun, "__wrapped__", None)):  # `jax.jit` keeps its function there.
         if hasattr(function, REPORTED):
             return getattr(function, REPORTED)(args, kwargs)
     report = explain_sums(who, fun, argnums, args, kwargs)

@@ -9,7 +9,7 @@ from reparax.core.reports import fold_lines
 
 @dataclass(frozen=True)
 class Weight:
-    """One line of a report: what a transform does with one weight.
+    """Describes what a transform does with one weight, as one line of a report.
 
     Attributes:
       path: The path of the parameter from which the weight is computed, or the common path of several parameters.
@@ -40,7 +40,7 @@ class Explained:
     titles: tuple[str, str]
 
     def __repr__(self) -> str:
-        """Returns a table: the head, then weights under each title. Equal weights of numbered layers share a line."""
+        """Returns a table: the head, then the weights under each title. Equal weights of numbered layers are folded."""
         n = sum(weight.is_transformed for weight in self.weights)
         lines = [self.head.format(f"{n} of {len(self.weights)}")]
         for title, flag in zip(self.titles, (True, False), strict=True):

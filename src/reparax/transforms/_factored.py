@@ -18,10 +18,10 @@ rewrite the network, because the jaxpr of the loss shows which arrays are multip
 True
 
 How it works. While a program is interpreted, a weight is represented by a :class:`reparax.programs.sums.Sum`, which is
-a sum of products of smaller arrays, called factors. A sum is created where an equation multiplies arrays of named
-arguments, or where a stage declares its terms (``declared_sum``). Transposes, casts and slices of the weight act on the
-factors. Products with data multiply by one factor after the other (``weight_use``). Forming a sum means computing its
-array.
+a sum of products of smaller arrays, called factors. A sum is created where an equation multiplies arrays from the
+arguments in ``argnums``, or where a stage declares its terms (``declared_sum``). Transposes, casts and slices of the
+weight act on the factors. Products with data multiply by one factor after the other (``weight_use``). Forming a sum
+means computing its array.
 
 ``Factoring`` holds these rules for the interpreter, which runs the program twice. The first run evaluates only types,
 and ``SumPlan`` records which equations read each sum, and what each read costs with the factors and with the array. The
@@ -64,14 +64,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SumRead:
-    """One read of a sum by an equation.
+    """Records that an equation reads a sum, which is a weight that is kept in factors.
 
     Attributes:
-      eqn: The equation that reads the sum; None if the sum is the result of a program or of a body.
+      eqn: The equation that reads the sum; None if a program, or the body of an equation, returns the sum.
       times: How often the equation runs.
       in_formula: Whether the equation is part of a parametrization rather than of the network.
-      cost_in_factors: The cost of the read with the factors; None if the equation needs the array.
-      cost_as_array: The cost of the read with the array. The cost counts as zero if the equation needs the array,
+      cost_in_factors: The estimated cost of the read with the factors; None if the equation needs the array.
+      cost_as_array: The estimated cost of the read with the array. It counts as zero if the equation needs the array,
         because the plan then cannot change the cost.
     """
 
@@ -83,19 +83,19 @@ class SumRead:
 
     @property
     def needs_array(self) -> bool:
-        """Whether the equation cannot use the factors."""
+        """Whether the equation needs the array of the weight, because it cannot use the factors."""
         return self.cost_in_factors is None
 
 
 @dataclass
 class Record:
-    """The record of one sum in a plan.
+    """Holds all that a plan knows about one sum, which is a weight that is kept in factors.
 
     Attributes:
       eqn: The equation that creates the sum.
       type: The shape and dtype of the sum.
-      origins: The numbers of the arguments on which the sum depends.
-      parents: The makers of the sums from which the sum is computed.
+      origins: The indices of the argument arrays on which the sum depends.
+      parents: The makers (identifiers) of the sums from which the sum is computed.
       cost_to_form: The cost of forming the sum and its parents.
       times: How often the sum is created.
       reads: All reads of the sum, except by equations that compute other sums from it.
@@ -121,8 +121,8 @@ class Record:
         A read that needs the array costs nothing by itself in either case. But if the sum stays in factors, the array
         must be formed for this read.
         """
-        # A sum in factors is formed again at each read that needs the array, perhaps more often than the sum is
-        # created. If a sum is created in a loop without steps, ``times`` is 0.
+        # The array of a sum in factors is computed at each read that needs the array, perhaps more often than the sum
+        # is created. In a loop without steps, ``times`` is 0.
         rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
         in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
         as_array = sum(read.times * read.cost_as_array for read in self.reads)
@@ -130,17 +130,17 @@ class Record:
 
     @property
     def is_cheaper_formed(self) -> bool:
-        """Whether forming the sum costs less than keeping its factors, or equally much if a read needs the array."""
+        """Whether forming the array costs less than keeping the factors, or the same if a read needs the array."""
         cost_in_factors, cost_formed = self.costs
         is_array_needed = any(read.needs_array for read in self.reads)
         return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
 
 class SumPlan:
-    """Records all reads of sums in a first run of a program, then decides which sums are formed in the second run.
+    """Records how a first run of a program reads weights in factors, then decides which weights the second run forms.
 
     Attributes:
-      records: Maps the maker of each sum to its record, in the order of the program.
+      records: Maps the maker (identifier) of each sum, a weight in factors, to its record, in the order of the program.
       is_decided: Whether :meth:`decide` has been called. No reads are recorded after this call.
     """
 
@@ -154,7 +154,7 @@ class SumPlan:
             self.records[x.maker].reads.append(read)
 
     def forms(self, maker: Hashable) -> bool:
-        """Returns whether a sum is formed where it is created.
+        """Returns whether the plan forms a sum, that is, computes its array, where the sum is created.
 
         A sum without a record is also formed. Such sums occur only in the second run, and are computed from sums that
         were formed.
@@ -162,7 +162,7 @@ class SumPlan:
         return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
-        """Decides which sums are formed, and sets ``is_formed`` of each record.
+        """Decides for which sums (weights in factors) to compute the array, and sets ``is_formed`` of each record.
 
         The method goes from the last sum to the first, for two reasons. If a sum stays in factors, its parents must
         stay in factors too. If a sum is formed, it reads its parents once more, and this read is added to the records
@@ -180,10 +180,10 @@ class SumPlan:
         self.is_decided = True
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-        """Yields a report entry for each sum that the network reads, with the reason why the sum is formed or not.
+        """Yields a report entry for each weight in factors that the network reads, with the reason to form it or not.
 
-        If only formulas of the parametrization read the sums of a parameter, the last of these sums is listed.
-        ``paths`` maps the numbers of arguments to paths. ``lines`` maps equations to source lines, as in ``sources``.
+        If only formulas of the parametrization read the weights in factors of a parameter, the last of these weights is
+        listed. ``paths`` maps the indices of argument arrays to paths, and ``lines`` maps equations to source lines.
         """
         listed = [(record, [read for read in record.reads if not read.in_formula]) for record in self.records.values()]
         listed = [(record, reads) for record, reads in listed if reads]
@@ -198,9 +198,9 @@ class SumPlan:
 
 
 def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-    """Yields the parts of a reason: how many products use the factors at what cost, and which reads need the array.
+    """Yields the reasons in a report entry: how many products use factors at what cost, and which reads need the array.
 
-    For example, the parts may be "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
+    For example, the reasons may be "2 products, 0.31 of the operations" and "abs needs the array: model.py:3".
     """
     n_products = sum(not read.needs_array for read in reads)
     if n_products:
@@ -215,7 +215,7 @@ def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str])
 
 
 def declares_terms(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a call of ``record_terms``, which declares the terms of its first output.
+    """Returns whether an equation is a call of ``record_terms``, which declares its first output to be a sum of terms.
 
     The name of the call holds the specs of the terms, such as ``"ir,rj->ij"``. The other outputs are the arrays of the
     terms, and an integer that serves as a sentinel. The derivative of the call has no sentinel.
@@ -253,7 +253,7 @@ def declared_sum(operation: Operation) -> Sum | None:
 
 
 def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
-    """Returns the arrays of the terms that an equation declares, as factors without labels.
+    """Returns the arrays of the terms that an equation declares, as factors whose axes have no labels yet.
 
     The arrays are outputs of the body of the call. The body is interpreted without its other outputs, so the declared
     array is not computed.
@@ -320,11 +320,11 @@ class WeightUse:
 
 
 def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
-    """Returns how an equation multiplies data by one sum, or None if the equation needs the array of the sum.
+    """Returns how an equation multiplies data by a weight in factors, or None if it needs the array of the weight.
 
-    An equation needs the array if it is not a product, look-up or convolution, if several of its operands are sums, if
-    it specifies the sharding of its output, or if the rule for this kind of equation returns None. The function
-    computes no arrays.
+    An equation needs the array if it is not a product, look-up or convolution, if several of its operands are weights
+    in factors, if it specifies the sharding of its output, or if the rule for this kind of equation returns None. The
+    function computes no arrays.
     """
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -334,12 +334,12 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
 
 
 def _is_fixed(x: Sum) -> bool:
-    """Returns whether none of the factors of a sum gets a gradient."""
+    """Returns whether no factor of a weight gets a gradient."""
     return all(factor.fixed for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
-    """Returns a product with one factor of the shape and dtype of a sum, for the cost of products with its array."""
+    """Returns a product whose only factor stands for the whole array of a sum, to estimate the cost with this array."""
     return Product.of(type_of(x), fixed=_is_fixed(x))
 
 
@@ -347,7 +347,7 @@ def _as_one_factor(x: Sum) -> Product:
 
 
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
-    """Returns the use of a weight in a matrix product, or in a product for each group of rows (``ragged_dot``).
+    """Returns how a matrix product, or a product for each group of rows (``ragged_dot``), uses a weight in factors.
 
     For ``x @ w`` with ``w = a @ b``, the result computes ``(x @ a) @ b``. Returns None if the operands have different
     dtypes, if the product may overflow in factors, if the product leaves out some groups, or if the factors cannot be
@@ -391,7 +391,7 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     """
     factors = [factor for product in weight.products for factor in product.factors]
     row_factors = [factor for product in rows.products for factor in product.factors]
-    # All matrices share a factor without the look-up axis. Such a factor keeps its labels and is not looked up.
+    # A factor without the look-up axis is shared by all matrices. It keeps its labels and is not looked up.
     looked_up = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
     # Entries are written in the forward pass, and again in the backward pass if the factor gets a gradient.
     cost_of_factors = sum((1 if factor.fixed else 2) * ENTRY * factor.size for factor in looked_up)
@@ -401,7 +401,7 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
 def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
     """Returns the cost of computing rows of a weight from factors, and of looking up the rows in the weight's array.
 
-    With the array, the gradient is as large as the whole weight, even if few rows are looked up.
+    If rows are looked up in the array, the gradient is as large as the whole weight, even for few rows.
     """
     cost_of_writing = ENTRY * sums.count_entries(rows.shape)
     cost_of_gradient = 0.0 if _is_fixed(weight) else ENTRY * sums.count_entries(weight.shape)
@@ -409,21 +409,21 @@ def _costs_of_rows(weight: Sum, rows: Sum) -> tuple[float, float]:
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
-    """Returns the use of a weight as a table whose rows are looked up along one axis; None for other look-ups.
+    """Returns how a look-up along one axis uses a weight in factors as its table; None for other look-ups.
 
     For ``w[ids]`` with ``w = a @ b``, the result computes ``a[ids] @ b``.
     """
     weight, indices = args
     if not isinstance(weight, Sum) or isinstance(indices, Sum) or view.axis is None or view.mode not in _MODES:
         return None
-    # A narrower integer dtype may be unable to hold the number of rows, with which the indices are compared.
+    # The indices are compared with the number of rows, which a narrower integer dtype may be unable to hold.
     indices = indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
     rows, size = look_up(view, weight, [indices], nearest=True), weight.shape[view.axis]
     if rows is None:
         return None
 
     def product() -> Any:
-        """Computes the rows from the factors."""
+        """Computes the looked-up rows from the factors of the table."""
         numerics = Numerics(weight.dtype, view.type.dtype, weight.precision)
         return _treat_out_of_bounds(view, array_of_products(rows.products, rows.shape, numerics), indices, size)
 
@@ -431,7 +431,7 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
-"""The modes for out-of-bounds indices that a look-up in factors supports."""
+"""The ``GatherScatterMode`` values that a look-up in a weight's factors supports."""
 
 
 def _treat_out_of_bounds(view: Gather, rows: Any, indices: Any, size: int) -> Any:
@@ -463,7 +463,7 @@ def _stop_gradient_outside(rows: Any, is_inside: Any) -> Any:
 
 @_stop_gradient_outside.defjvp
 def _stop_gradient_outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Implements the JVP rule: the tangent is zero for rows whose index is out of bounds."""
+    """Implements the JVP rule, by which the tangents of rows with an out-of-bounds index are zero."""
     return _stop_gradient_outside(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
@@ -488,9 +488,9 @@ class _SplitKernel(NamedTuple):
 
 
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
-    """Returns the use of a weight as the kernel of a convolution without groups.
+    """Returns how a convolution without groups uses a weight in factors as its kernel.
 
-    Returns None for all other convolutions, and for a kernel whose output channels form a diagonal with another axis.
+    Returns None if the convolution has groups, or if the kernel's output channels form a diagonal with another axis.
     """
     data, weight = args
     if not isinstance(weight, Sum) or not _multiplies_in_range(view):
@@ -535,7 +535,7 @@ class _Convolution:
 
         The cost also includes the multiplication of the factors of the kernel.
         """
-        # The passes compute the output, the gradient of the data and, if the kernel is trainable, its gradient.
+        # The passes compute the output, the gradient of the data, and the gradient of a trainable kernel.
         n_passes = 2 if all(factor.fixed for factor in split.kernel.factors) else 3
         output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
         n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
@@ -619,35 +619,36 @@ _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
-"""Maps each kind of equation to the function that returns the use of a weight, given the view and the operands."""
+"""Maps each kind of equation to a function that takes its view and operands, and returns how it uses a weight."""
 
 
 # ---- the rules, and the transform
 
 
 class Factoring:
-    """Rules of the interpreter that keep weights in factors, except the weights that a plan forms.
+    """Defines the interpreter's rules that keep weights in factors, except weights whose arrays a plan forms.
 
     Attributes:
       plan: The plan that decides which weights to form. Until then, the rules record the reads of weights in the plan.
-      analysis: The analysis that finds which values depend only on named arguments, and which values get gradients.
+      analysis: The analysis that finds which values depend only on the arguments in ``argnums``, and which values get
+        gradients.
     """
 
     counts_steps = False
 
     def __init__(self, plan: SumPlan) -> None:
-        """Takes a plan, either decided or still empty, and creates one analysis for all interpreted programs."""
+        """Takes a plan, either decided or still empty, and creates the analysis that all interpreted programs share."""
         self.plan = plan
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Returns whether an equation that reads no sums may create one, either itself or in its body."""
+        """Returns whether an equation that reads only arrays may create a weight in factors, itself or in its body."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
         return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
-        """Returns the outputs as sums, or as arrays computed from factors; None if the equation needs arrays.
+        """Returns an equation's outputs as sums (weights in factors) or as arrays; None if the equation needs arrays.
 
         If the result is None, the interpreter calls ``materialize`` for each operand that is a sum, and evaluates the
         equation on arrays.
@@ -672,7 +673,7 @@ class Factoring:
     def _multiply(self, operation: Operation) -> Outs:
         """Multiplies data by a weight in factors; returns None if the equation needs the array of the weight.
 
-        Until the plan is decided, the product is only recorded, and a stand-in of its type is returned.
+        Until the plan is decided, the product is only recorded, and a placeholder of its type is returned.
         """
         eqn, interpreter = operation.eqn, operation.interpreter
         use = weight_use(eqn, _with_data_formed(operation))
@@ -684,17 +685,17 @@ class Factoring:
         return [stand_in(eqn.outvars[0])]
 
     def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
-        """Computes the array of a sum for an equation that needs it, and records the read in the plan.
+        """Computes the array of a weight in factors for an equation that needs it, and records the read in the plan.
 
-        ``eqn`` is None if the sum is the result of a program or of a body.
+        ``eqn`` is None if a program, or the body of an equation, returns the weight.
         """
         self.plan.record_read(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
-        """Returns matrices that are looked up in a stacked weight, as a sum, or as an array if the plan forms them.
+        """Returns matrices that are looked up in a stacked weight, in factors, or as an array if the plan forms them.
 
-        The matrices have their own maker, and therefore their own record in the plan.
+        The matrices have their own maker, which identifies them, and therefore their own record in the plan.
         """
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
@@ -718,9 +719,9 @@ class Factoring:
         return record
 
     def _create_sum(self, operation: Operation, weight: Sum) -> Outs:
-        """Returns the outputs of an equation that creates the sum ``weight``, or None if the plan forms the sum.
+        """Returns the outputs of an equation that creates a weight in factors, or None if the plan forms its array.
 
-        The sum is the first output. An equation that declares terms has more outputs, which are None because nothing
+        The weight is the first output. An equation that declares terms has more outputs, which are None because nothing
         reads them.
         """
         weight = replace(weight, maker=operation.maker)
@@ -729,7 +730,7 @@ class Factoring:
         return None if self.plan.forms(weight.maker) else [weight, *(None for _ in operation.eqn.outvars[1:])]
 
     def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
-        """Returns the record of a sum that an equation creates from arrays, or from other sums, its parents."""
+        """Returns the plan's record of a sum that an equation creates from arrays, or from other sums (its parents)."""
         # The total cost is the cost of the equation times the number of its runs, plus the cost of forming the parents.
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
@@ -740,9 +741,10 @@ class Factoring:
 
 
 def _with_data_formed(operation: Operation) -> Sequence[Any]:
-    """Returns the operands; if several operands are sums, forms those that depend on data, such as looked-up matrices.
+    """Returns an equation's operands; if several are weights in factors, forms those that depend on data.
 
-    A product can use the factors of only one operand, so all other operands must be arrays.
+    Looked-up matrices depend on data, for example. A product can use the factors of only one operand, so all other
+    operands must be arrays.
     """
     args, eqn = operation.args, operation.eqn
     if sum(isinstance(x, Sum) for x in args) <= 1:
@@ -752,7 +754,7 @@ def _with_data_formed(operation: Operation) -> Sequence[Any]:
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation declares a sum, or has a body that may create a sum."""
+    """Returns whether an equation declares an array as a sum of terms, or has a body that may create such a sum."""
     return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner_programs(eqn)))
 
 
@@ -762,22 +764,22 @@ def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:
 
 
 def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
-    r"""Returns ``fun`` with products that multiply by the factors of weights and never form the weights.
+    r"""Returns ``fun`` with products that multiply data by the factors of weights, without forming the weights.
 
-    For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
-    then require no gradient of the whole ``W``. The factors are found in the jaxpr of ``fun``, so the network's code
-    does not change. Factors are found wherever arrays of parameters are multiplied, scaled or added, as in
-    :class:`LoRA`, :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`,
+    For a weight :math:`W = W_0 + c A B`, the result computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of
+    ``A`` and ``B`` then require no gradient of the whole ``W``. The factors are found in the jaxpr of ``fun``, so the
+    network's code does not change. Factors are found wherever arrays of parameters are multiplied, scaled or added, as
+    in :class:`LoRA`, :class:`Delta`, :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`,
     :class:`Gain`, :class:`Quantized`, chains of these, or your own formulas, and in stages that define ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
-    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For any other operation, the array is formed
-    once. The array is also formed in three more cases:
+    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For any other operation, the array of the weight
+    is formed once. It is also formed in three more cases:
 
     - in float16 and float8, and before a cast to a dtype of smaller range, because factors may overflow even if their
       product does not;
-    - before a cast to more digits, because the cast keeps an earlier rounding;
+    - before a cast to a dtype with more digits, because the result must keep the earlier rounding;
     - if the factors cost more operations than the array, including all gradients.
 
     :func:`explain` says which weights are formed, where and why. Values and gradients are the same as those of ``fun``,
@@ -824,7 +826,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
 
 
 def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> Explained:
-    """Returns the report of ``factored`` for these arguments, or for their shapes and dtypes; errors name ``who``."""
+    """Returns the report of ``factored`` for arguments, or for their shapes and dtypes; errors begin with ``who``."""
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     call = arguments.trace()
@@ -850,10 +852,10 @@ def _is_compatible() -> bool:
 
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
-    """Returns the plan for a program and the types of its inputs, and the facts about the inputs behind the plan.
+    """Returns the plan of which weights to form in a program, and the facts about inputs on which the plan is based.
 
     ``is_chosen`` says which inputs are parameters or keys. The program is interpreted once, for types only. The second
-    run, which computes values, must use the same facts, so that the same sums occur.
+    run, which computes values, must use the same facts, so that the same weights occur in factors.
     """
     plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)

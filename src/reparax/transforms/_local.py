@@ -6,8 +6,7 @@ interpreter follows these weights to their products with data. At a product, ``N
 weight from its standard deviations, and ``mean_and_noise`` computes the mean of the product and the noise for each row.
 
 If an equation needs the array of a weight, all rows of all products with this weight must share one draw. Only the
-whole program shows which draws must be shared, so the program is rewritten until ``_draws_to_share`` finds no more of
-them.
+whole program shows which draws must be shared, so it is rewritten until ``_draws_to_share`` finds no more.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ class NoisyWeight:
 
 
 def _draws_in(x: Sum) -> Iterator[tuple[Product, Factor, Draw]]:
-    """Yields a triple for each factor of a sum that is a draw: the product, the factor, and its ``Draw``."""
+    """Yields the product, the factor and its ``Draw`` for each factor of a noisy weight that holds random samples."""
     triples = ((product, factor, factor.draw) for product in x.products for factor in product.factors)
     return ((product, factor, draw) for product, factor, draw in triples if draw is not None)
 
 
 def has_independent_noise(x: Sum) -> bool:
-    """Returns whether a sum has noise that is independent between its entries, apart from repeated entries.
+    """Returns whether a weight, given as a sum of products, has noise that is independent between distinct entries.
 
     All draws in the sum must differ, as in ``m + s * e1 + t * e2``, so that their variances add up. Variances do not
     add up if a draw occurs twice, as in ``s * e + t * e``, or if a product has two draws, as in ``e1 * e2``. Returns
@@ -117,7 +116,7 @@ def _is_entrywise(product: Product, draw: Factor) -> bool:
 
 
 def _long_labels(labels: Iterable[Label]) -> set[Label]:
-    """Returns the labels of size above 1; labels of size 1 have no effect on repeats and sums."""
+    """Returns the labels (named axes) of size above 1; labels of size 1 have no effect on repeats and sums."""
     return {label for label in labels if label.size != 1}
 
 
@@ -159,7 +158,7 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: NoisyWeigh
 
 
 def _number_labels(std: Sum) -> Sum:
-    """Numbers the labels of standard deviations, so that equal structures compare equal and JAX traces them once."""
+    """Replaces axis labels by numbers, so that weights of equal structure compare equal and JAX traces them once."""
     return replace(std, products=tuple(map(with_numbers, std.products)), maker=None)
 
 
@@ -198,7 +197,7 @@ def _add_noise(
     """
 
     def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
-        """Draws the noise, which is not stored for the backward pass."""
+        """Draws the noise of the output, which the backward pass recomputes."""
         variance = _variance(view, weight_operand, data, _square_factors(std))
         # The cotangent of the variance contains the draw. Unless the standard deviations are scalars, their gradients
         # and the gradients of the data both read this cotangent.
@@ -225,12 +224,12 @@ def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]
 
 
 def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
-    """Returns the precision for squared operands; drops a ``DotAlgorithm``, because squares may have other dtypes."""
+    """Returns the precision for squared operands; None for a ``DotAlgorithm``, as squares may have other dtypes."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
 def _square(x: Any) -> Array:
-    """Squares data in float32 or wider."""
+    """Returns the squares of an array's entries, in float32 or wider."""
     return jnp.square(widened(x))
 
 
@@ -270,7 +269,7 @@ def _variance(view: equations.View | None, weight_operand: int, data: Sequence[A
             data = (_square(data[0]), *data[1:])
             numerics = Numerics(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
-            assert products is not None  # `_is_linear` has checked this.
+            assert products is not None  # `_is_linear` has checked that it exists.
             return array_of_products(products, view.type.shape, numerics)
         case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
@@ -305,12 +304,12 @@ def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """A record about a noisy weight, which serves as the ``maker`` of its ``Sum``.
+    """Holds facts about a noisy weight. The record serves as the ``maker`` of the ``Sum`` that represents the weight.
 
     Attributes:
       facts: The facts about the output of the equation that computed the weight.
       type: The type of the weight for reports, which is the type before the weight was moved or contracted.
-      steps: The depths of the enclosing scans in whose steps data changes the weight, but not its noise.
+      steps: The depths of the enclosing scans in which data changes the weight in each step, but not its noise.
     """
 
     facts: Facts
@@ -326,13 +325,13 @@ For ``x @ w`` with a draw of shape (in, out), like ``w``, the sides are {2} and 
 
 @dataclass(frozen=True)
 class NoisyRead:
-    """One read of a noisy weight.
+    """Records that an equation reads a noisy weight.
 
     Attributes:
-      eqn: The equation that reads the weight; None if the weight is the result of a program or of a body.
+      eqn: The equation that reads the weight; None if a program, or the body of an equation, returns the weight.
       weight: The record of the weight.
       sides: For each draw of the weight, the axes that the equation sums over and the axes that it keeps.
-      rows: The number of rows of the result that draw separately; None if all rows share one draw.
+      rows: The number of rows of the result that get their own draw; None if all rows share one draw.
     """
 
     eqn: JaxprEqn | None
@@ -342,35 +341,37 @@ class NoisyRead:
 
 
 Shared = dict[Hashable, list[tuple[JaxprEqn | None, str]]]
-"""Maps the source of each draw that all rows share to pairs of an equation that requires this and what it does.
+"""Maps each draw that all rows share to the reasons: pairs of an equation and of what it does with the draw.
 
-The second entry of a pair is text for the report, such as "takes one draw for all"."""
+A key is the ``source`` of a draw. The second entry of a pair is text for the report, such as "takes one draw for
+all"."""
 
 
 DRAW_ORIGIN = -1
-"""The origin of values that depend on a draw, in addition to the numbers of the arguments on which they depend."""
+"""Marks values that depend on a draw, as an origin beside the indices of the arguments on which they depend."""
 
 
 class _FactsOfDraws(AllFacts):
-    """Finds the usual facts about values, whether a value depends on a draw, and the formulas of keys and integers.
+    """Finds the facts of ``AllFacts`` about values, whether they depend on draws, and formulas of keys and integers.
 
-    Values with the same formula are equal. Therefore, draws of the same type are equal if their keys have the same
-    formula.
+    A formula is an index that stands for how a value is computed, so values with the same formula are equal. Therefore,
+    draws of the same type are equal if their keys have the same formula.
 
     Attributes:
       multiplies_data: Whether data is multiplied, perhaps in a loop, by a value that depends on a draw but not on data.
     """
 
     def __init__(self) -> None:
-        """Starts with no formulas."""
+        """Creates an analysis that has not found any formulas yet."""
         super().__init__()
         self._formulas = dict[Hashable, int]()
         self.multiplies_data = False
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
-        """Returns the facts about an equation's outputs, as in ``AllFacts``, plus the formula and the origin of a draw.
+        """Returns the facts about an equation's outputs, as in ``AllFacts``, with a formula and the mark of a draw.
 
-        If the equation multiplies data by noise, ``multiplies_data`` becomes True.
+        The mark of a draw is ``DRAW_ORIGIN``. If the equation multiplies data by noise, ``multiplies_data`` becomes
+        True.
         """
         facts = replace(super().of_equation(eqn, operands), formula=self._formula(eqn, operands))
         # The body of a loop is not analyzed here, so a loop counts if it reads both a draw and data.
@@ -380,10 +381,10 @@ class _FactsOfDraws(AllFacts):
         return replace(facts, origins=facts.origins | {DRAW_ORIGIN}) if is_draw(eqn) else facts
 
     def _formula(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> int | None:
-        """Returns the number of the formula that computes an equation's output; equal formulas have the same number.
+        """Returns the index of the formula that computes an equation's output; equal formulas have the same index.
 
-        For example, two calls of ``jax.random.fold_in(key, 3)`` have the same number. Returns None if the equation
-        reads or computes anything other than keys and integers, or has several outputs.
+        For example, two calls of ``jax.random.fold_in(key, 3)`` have the same index. Returns None if the equation reads
+        or computes anything other than keys and integers, or has several outputs.
         """
         numbers = [facts.formula for facts in operands]
         pairs = zip(eqn.invars, numbers, strict=True)
@@ -398,7 +399,7 @@ class _FactsOfDraws(AllFacts):
             return None
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never the body of a draw."""
+        """Returns whether to analyze the body of an equation, as in ``AllFacts``, but never one that draws samples."""
         return super().enters(eqn, operands) and not is_draw(eqn)
 
 
@@ -406,7 +407,7 @@ class _FactsOfDraws(AllFacts):
 
 
 class Drawing:
-    """Rules of the interpreter that follow noisy weights from their draws to products with data, where each row draws.
+    """Defines the interpreter's rules that follow noisy weights to products with data, which draw for each row.
 
     Attributes:
       shared: The draws that all rows share. Shared draws stay as ``fun`` computes them.
@@ -418,22 +419,22 @@ class Drawing:
     counts_steps = True
 
     def __init__(self, shared: Shared, analysis: _FactsOfDraws) -> None:
-        """Takes the draws to share, and an analysis for all interpreted programs. No reads are recorded yet."""
+        """Creates rules without recorded reads, given the draws that all rows share and an analysis of all programs."""
         self.shared, self.analysis = shared, analysis
         self.reads = dict[Hashable, NoisyRead]()
         self.takes_gradients = False
 
     def may_introduce_sum(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        """Returns whether an equation draws normal samples, itself or in its body: each sum begins with a draw."""
+        """Returns whether an equation draws normal samples, itself or in its body, and thus creates a noisy weight."""
         del facts, out_facts  # The interpreter passes both to all rules.
         return is_draw(eqn) or (has_body(eqn) and _has_draw_inside(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        """Returns the outputs as noisy weights, or as arrays with noise in each row; None if the equation needs arrays.
+        """Returns an equation's outputs as noisy weights, or as arrays with noise in each row; None if it needs arrays.
 
         The order of the rules matters. Draws come first, because a draw is also a call with a body. Casts come before
-        other moves, which would cast each factor. Products with data come last. An output without rows is still a
-        weight. If the result is None, the interpreter calls ``materialize`` for each operand that is a weight, and
+        other moves, which would cast each factor. Products with data come last. An output without rows of data is still
+        a weight. If the result is None, the interpreter calls ``materialize`` for each operand that is a weight, and
         evaluates the equation on arrays.
         """
         eqn, args = operation.eqn, operation.args
@@ -457,7 +458,8 @@ class Drawing:
         """Multiplies data by a noisy weight, and draws separate noise for each row.
 
         ``rows`` holds the sizes of the axes of rows, such as [8] for ``x @ w`` with data of shape (8, 3). Returns None
-        if several operands are weights, if no operand is data, or if rows cannot draw independently.
+        if several operands are weights, if no operand is data, or if the noise of different rows would depend on each
+        other.
         """
         (operand, weight), *others = [(i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum)]
         if others or all(facts.known for facts in _facts_of_arrays(operation)):
@@ -467,7 +469,7 @@ class Drawing:
         if noisy is None or parts is None:
             return None
         interpreter, record = operation.interpreter, _record_of_output(operation, weight.maker.type)
-        # Each shard of the data has different rows, and so has each step of a scan in which data changes the weight.
+        # Shards of the data hold different rows, and so do steps of a scan in which data changes the weight.
         mesh_axes_of_data = record.facts.mesh_axes - weight.maker.facts.mesh_axes
         shards = [operation.view.type.sharding.mesh.shape[axis] for axis in mesh_axes_of_data]
         n_rows = math.prod([*rows, *shards, *(interpreter.steps[i].length for i in record.steps)])
@@ -476,7 +478,7 @@ class Drawing:
         return None if result is None else [result.astype(operation.view.type.dtype)]
 
     def _noisy_unless_shared(self, x: Sum) -> NoisyWeight | None:
-        """Separates ``x`` into mean and deviations; None if a draw is shared, or if the noise is not independent."""
+        """Splits ``x`` into mean and deviations; None if a draw is shared, or if the noise is not independent."""
         return NoisyWeight.of(x) if all(draw.source not in self.shared for *_, draw in _draws_in(x)) else None
 
     def _with_noise(
@@ -484,7 +486,7 @@ class Drawing:
     ) -> Array | None:
         """Draws the noise for a read, adds the noise to the mean, and records the read.
 
-        The key is derived from the key of the weight's first draw and the number of the read, so that two uses of a
+        The key is derived from the key of the weight's first draw and the index of the read, so that two uses of a
         weight draw independently. Mesh axes over which the result differs and steps of scans also change the key, so
         that shards and steps draw independently. Returns None in a ``shard_map`` whose types do not say over which mesh
         axes the result varies.
@@ -496,9 +498,9 @@ class Drawing:
         return result if jaxprs.has_known_varying_axes(jax.typeof(result)) else None
 
     def _record_read(self, interpreter: Interpreter, read: NoisyRead) -> int:
-        """Records a read and returns its number, which becomes part of the key of its noise.
+        """Records a read of a weight and returns its index, from which the key of its noise is derived.
 
-        JAX traces the body of a scan several times, so the number must be the same whenever the same equation reads the
+        JAX traces the body of a scan several times, so the index must be the same whenever the same equation reads the
         same draws. A read is identified by three things: the enclosing equations (``interpreter.path``), because a
         program may occur twice; the equation; and the draws of the weight (``read.sides``), because an equation may
         read two weights.
@@ -510,9 +512,9 @@ class Drawing:
     def materialize(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         """Returns the array of a weight, shared by all rows, for an equation that needs it, and records the read.
 
-        ``eqn`` is None if the weight is the result of a program or of a body. Data may change the weight in each step
-        of a scan although its noise was drawn before the scan, as with a mask that is computed from data. The steps
-        then count as rows, and each step draws its own array.
+        ``eqn`` is None if a program, or the body of an equation, returns the weight. Data may change the weight in each
+        step of a scan although its noise was drawn before the scan, as with a mask that is computed from data. The
+        steps then count as rows, and each step draws its own array.
         """
         record: WeightRecord = x.maker
         read = NoisyRead(eqn, record, _sides(None, 0, x))
@@ -538,7 +540,7 @@ LINEAR = (
 
 
 def _row_sizes(operation: Operation) -> list[Any]:
-    """Returns the sizes of the output axes along which no weight has separate noise, so that each index may draw.
+    """Returns the sizes of the output axes that index rows, which are the axes along which no weight has noise.
 
     For ``x @ w`` with data of shape (8, 3), the result is [8], because the noise of ``w`` differs along outputs but not
     along examples. If the weight was looked up by data, the number of look-ups is one of the sizes.
@@ -547,7 +549,7 @@ def _row_sizes(operation: Operation) -> list[Any]:
     contraction = contraction_of(view)
 
     def is_row(axis: int) -> bool:
-        """Returns whether no weight has separate noise along the given axis of the output."""
+        """Returns whether an output axis indexes rows, that is, no weight has separate noise along this axis."""
         # In an elementwise equation, all operands except scalars have the same axes as the output.
         sources = contraction.sources(axis) if contraction else [axis for _ in operation.args]
         pairs = [(x, sources[i]) for i, x in weights]
@@ -565,15 +567,14 @@ def _has_noise_along(x: Sum, axis: int) -> bool:
 
 
 def _record_of_output(operation: Operation, type: Any) -> WeightRecord:
-    """Returns the record of an equation's output, which is a weight; reports show the given type.
+    """Returns the record of the noisy weight that an equation computes; reports show the given type.
 
-    The record's ``steps`` are those of the scans in which data changes the weight, for example by a mask, although the
-    noise is drawn before the scan.
+    The ``steps`` of the record are the depths of the scans in which data changes the weight, for example by a mask,
+    although the noise is drawn before the scan.
     """
     pairs = list(zip(operation.args, operation.facts, strict=True))
     steps_of_data = frozenset[int]().union(*(facts.steps for _, facts in pairs if not facts.known))
-    # If a weight differs between steps of a scan although data does not change the weight there, the scan draws its
-    # noise.
+    # If a weight differs between steps of a scan although no data changes it there, the scan itself draws the noise.
     steps_of_noise = frozenset[int]().union(*(facts.steps - x.maker.steps for x, facts in pairs if isinstance(x, Sum)))
     return WeightRecord(operation.out_facts, type, steps_of_data - steps_of_noise)
 
@@ -595,7 +596,7 @@ def _drawn_sum(operation: Operation) -> Sum:
 
 
 def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
-    """Returns the separate draws if an equation splits a batch of draws, or None for any other equation.
+    """Returns separate noise arrays if an equation splits a batch of noise arrays, or None for any other equation.
 
     The noise for arrays of equal shapes is drawn in one batch, with one key for each array. For example, 3 keys give a
     batch of shape (3, 8, 4), which is split into 3 draws of shape (1, 8, 4). The draws are independent, so each draw
@@ -610,7 +611,7 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
         return None
 
     def with_own_source(factor: Factor, i: int) -> Factor:
-        """Gives the factor of the ``i``-th output its own source."""
+        """Returns ``factor`` with a source of its own, so that the ``i``-th output counts as a separate draw."""
         return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
@@ -669,7 +670,7 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
     axes_of_batch = contraction.batch(operand) if contraction else ()
 
     def sides(product: Product, draw: Factor) -> Sides:
-        """Returns the sides of a draw in a product. Batch axes are on neither side, because gradients keep them too."""
+        """Returns the axes of a draw that the equation sums over, and those that it keeps, both without batch axes."""
         kept_labels = {label for axis in axes_kept for label in product.axes[axis]}
         batch_labels = {label for axis in axes_of_batch for label in product.axes[axis]}
         axes = {label: len(draw.labels) - i for i, label in enumerate(draw.labels) if label.size != 1}
@@ -682,7 +683,7 @@ def _sides(view: equations.View | None, operand: int, weight: Sum) -> dict[Hasha
 
 
 def _facts_of_arrays(operation: Operation) -> list[Facts]:
-    """Returns the facts about the operands that are not weights."""
+    """Returns the facts about those operands of an equation that are not noisy weights."""
     return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
 
 
@@ -694,7 +695,7 @@ def is_draw(eqn: JaxprEqn) -> bool:
 
 
 def _has_draw_inside(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has a draw in its body, at any depth."""
+    """Returns whether an equation draws normal samples in its body, at any depth."""
     return any(is_draw(x) or _has_draw_inside(x) for program in jaxprs.inner_programs(eqn) for x in program.eqns)
 
 
@@ -702,7 +703,7 @@ def _has_draw_inside(eqn: JaxprEqn) -> bool:
 
 
 def _draws_to_share(rules: Drawing) -> Shared:
-    """Returns the draws that all rows must share but do not share yet; empty if there are no such draws.
+    """Returns a dict with the draws that all rows must share but do not share yet, and the reasons for each.
 
     All rows must share a draw in two cases. First, an equation needs the array of the weight. Second, the loss itself
     takes a gradient, which must see the same weights as the value. There are two signs of such a gradient: one product
@@ -728,10 +729,10 @@ def _draws_to_share(rules: Drawing) -> Shared:
 
 
 def _conflicting_reads(draw: Hashable, reads: Sequence[NoisyRead]) -> Iterator[NoisyRead]:
-    """Yields per-row reads that use a draw along the opposite side of an earlier read: ``g @ w.T`` after ``x @ w``.
+    """Yields reads that sum over axes of a draw that an earlier read keeps, or vice versa: ``g @ w.T`` after ``x @ w``.
 
-    Such a read sums over an axis that an earlier read keeps, or keeps an axis that an earlier read sums over. ``reads``
-    holds all reads of the draw, in the order of the program.
+    ``reads`` holds all reads of the draw, in the order of the program. Reads for which all rows share one draw are
+    skipped.
     """
     summed_before, kept_before = set[int](), set[int]()
     for summed, kept, read in ((*read.sides[draw], read) for read in reads if read.rows is not None):
@@ -761,7 +762,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     - transposes, reshapes, slices, sums along axes, single rows of a table, and casts to fewer digits;
     - ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``.
 
-    A result without rows is still a weight. Each row gets its own draw in
+    A result of these operations without rows of data is still a noisy weight. Each row of data gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
@@ -780,7 +781,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
 
     - factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights, and weights in float16;
     - weights whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``;
-    - products with arrays that depend only on named arguments;
+    - products with arrays that depend only on the arguments in ``argnums``;
     - any other read, such as the square of a weight;
     - a ``shard_map`` with ``check_vma=False``.
 
@@ -789,18 +790,18 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     counts only the Gaussian noise.
 
     If ``fun`` itself takes a gradient, as for forces, gradient penalties and meta-learning, the gradient sees the same
-    weights as the value. Such a gradient is recognized if a weight is read along both sides, as in ``x @ w`` and
-    ``g @ w.T``, or if values are recomputed for a gradient. All weights that are read more than once then take one draw
-    for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that does not multiply by a noisy weight. In
-    these cases, value and derivative draw independently.
+    weights as the value. Such a gradient is recognized if one product sums over an axis of a weight that another
+    product keeps, as in ``x @ w`` and ``g @ w.T``, or if values are recomputed for a gradient. All weights that are
+    read more than once then take one draw for all rows. ``jax.jvp`` alone is not recognized, nor is a gradient that
+    does not multiply by a noisy weight. In these cases, value and derivative draw independently.
     ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which weights draw for how many rows, and
     where and why other weights share one draw.
 
     Means are computed as in ``fun``, and variances are computed in float32 or wider. Gradients pass through both means
     and variances. The backward pass recomputes variances and noise. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and
     :func:`factored` outside of this function. With a single key, ``jax.vmap`` outside of this function gives every
-    example the same draws. To avoid this, apply ``jax.vmap`` inside, or map over keys too. ``VarNoise(-s)`` no longer
-    mirrors ``VarNoise(s)``.
+    example the same draws. To avoid this, apply ``jax.vmap`` inside, or map over keys too. The noise of
+    ``VarNoise(-s)`` is no longer the negative of that of ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.
@@ -811,8 +812,8 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
         exist.
-      ValueError: If no row draws because the data is closed over or in an argument for weights, or because ``fun`` does
-        not call ``apply``.
+      ValueError: If no row gets its own draw, because the data is closed over or in an argument for weights, or because
+        ``fun`` does not call ``apply``.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -843,11 +844,11 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         rules, program, consts = _rewrite(arguments, call)
         if all(read.rows is None for read in rules.reads.values()):
             _require_data(who, rules, arguments, call)
-        # Draws that nothing reads are dead code, and are removed.
+        # Draws that no equation reads are dead code, and are removed.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def report(args: Sequence[Any], kwargs: Any) -> Explained:
-        """Returns the report for these arguments, or for their shapes and dtypes.
+        """Returns the report of ``explain`` for arguments of ``fun``, or for their shapes and dtypes.
 
         If a weight has one draw for all rows only because the array that multiplies the weight does not count as data,
         the reason says so.
@@ -871,30 +872,31 @@ _IS_CLOSED_OVER = "its other input is closed over, or in an argument for weights
 
 
 def _require_data(who: str, rules: Drawing, arguments: Arguments, call: Traced) -> None:
-    """Raises an error if no row draws because no array counts as data, or because ``apply`` is called outside ``fun``.
+    """Raises an error if all rows share their draws because no array counts as data or ``fun`` calls no ``apply``.
 
-    The caller has checked that no row draws. There is no error if ``fun`` calls ``apply`` but draws no noise, as with a
-    deterministic chain, or if noise multiplies data but all rows must share the noise.
+    The caller has checked that no row gets its own draw. There is no error if ``fun`` calls ``apply`` but draws no
+    noise, as with a deterministic chain, or if noise multiplies data but all rows must share the noise.
     """
     if not rules.reads and not contains_apply(call.program):
         raise ValueError(
-            f"{who} found no noise, as the function does not call `apply`, or only under `rpx.remat`. Call it inside, "
-            "as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and `rpx.remat` outside."
+            f"{who} found no noise, because the function does not call `apply`, or calls it only under `rpx.remat`. "
+            "Call `apply` in the function, as in `lambda raw, key, x: model(p.apply(raw, key), x)`, and apply "
+            "`rpx.remat` to the result."
         )
     if rules.reads and not rules.analysis.multiplies_data:
         for weight in _weights_if_all_is_data(arguments, call):  # The error names the first weight, if any.
             raise ValueError(
-                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because what multiplies "
-                "it is closed over, or in an argument for weights (argnums, by default the first). Pass the data as an "
-                "argument: `loss(raw, key, x)`."
+                f"{who} has no effect: all rows share the noise of a weight ({weight.path}), because the array that "
+                "multiplies it is closed over, or in an argument for weights (argnums, by default the first). Pass the "
+                "data as an argument of its own: `loss(raw, key, x)`."
             )
 
 
 def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
-    """Returns the weights that would draw for each row if all inputs that no ``apply`` reads were data.
+    """Returns the weights that would be drawn for each row if all inputs that no ``apply`` reads were data.
 
-    If all rows share a draw of such a weight, the program does not require this; the caller has passed data in the
-    wrong way.
+    If all rows share the draw of such a weight, the program itself does not require this. The caller has passed data as
+    closed-over arrays or in an argument for weights.
     """
     rules, *_ = _rewrite(arguments, call, all_is_data=True)
     return [weight for weight in _noisy_weights(rules, arguments, call) if weight.is_transformed]
@@ -903,8 +905,8 @@ def _weights_if_all_is_data(arguments: Arguments, call: Traced) -> list[Weight]:
 def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterator[Weight]:
     """Yields the entries of the report of ``explain``, one for each parameter path, even if it is read several times.
 
-    A weight counts as transformed, so that each row draws, if none of its draws is shared. The reason says how many
-    rows draw, and which reads of the weight require a shared draw (``rules.shared``).
+    A weight counts as transformed, so that each row gets its own draw, if none of its draws is shared. The reason says
+    how many rows get a draw, and which reads of the weight require a shared draw (``rules.shared``).
     """
     paths, lines = paths_of(arguments, call), lines_by_origin(call.program)
     reads_of_path = dict[str, list[NoisyRead]]()
@@ -918,14 +920,14 @@ def _noisy_weights(rules: Drawing, arguments: Arguments, call: Traced) -> Iterat
 
 
 def _notes_on_rows(reads: Sequence[NoisyRead]) -> list[str]:
-    """Returns how many rows draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; empty if no rows draw."""
+    """Returns how many rows get a draw in how many uses, such as ``["2 uses, 3 and 8 rows"]``; empty if no rows do."""
     rows = [read.rows for read in reads if read.rows is not None]
     sizes = " and ".join(dict.fromkeys(map(str, rows)))
     return [f"{len(rows)} use{'s' if len(rows) > 1 else ''}, {sizes} rows"] if rows else []
 
 
 def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -> tuple[Drawing, Jaxpr, list[Any]]:
-    """Rewrites the program of a call so that each row draws its own noise.
+    """Rewrites the program of a call so that each row of data gets its own noise.
 
     With ``all_is_data``, arguments for weights and closed-over arrays count as data too, unless an ``apply`` reads
     them.
@@ -936,7 +938,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     program = jaxprs.without_dead_code(call.program)  # Dead equations must not count as reads.
     n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays are the first inputs, not data.
     flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
-    # Formulas of inputs have negative numbers, and formulas of equations have numbers from 0 on.
+    # Formulas of inputs have negative indices, and formulas of equations have indices from 0 on.
     facts = [
         replace(each, formula=-1 - i, origins=frozenset([i]) if call.is_chosen[i] else each.origins)
         for i, each in enumerate(facts_of_inputs(program, flags))
@@ -945,7 +947,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     analysis.closed_over = replace(analysis.constant, known=not all_is_data)
 
     def rewrite(shared: Shared) -> tuple[Drawing, Any]:
-        """Rewrites the program with these draws shared, and repeats with more shared draws until no more are found."""
+        """Rewrites the program so that all rows share these draws; repeats this until no more draws must be shared."""
         rules = Drawing(shared, analysis)
         rewritten = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(program, inputs, facts))(*call.inputs)
         more_shared = _draws_to_share(rules)

@@ -21,7 +21,8 @@ The loss is linearized. Residuals that depend on ``x`` are stored, as without ``
 and the residual of ``tanh``. The other residuals are values of the early half, such as ``noisy.T``. These values are
 not stored, because the backward pass runs the early half again. No product of ``late`` runs twice.
 
-In both passes, each output of the early half is computed just before its first use in the late half.
+The early half computes values from parameters and keys alone. In both passes, each of its outputs is computed just
+before its first use in the late half.
 
 ``_remat_rewrites`` rewrites the program before it is differentiated. ``_remat_derivative`` defines the derivative, and
 the primitives that hold a program. ``_remat_order`` orders the equations, and decides which values must wait.
@@ -45,15 +46,15 @@ R = TypeVar("R")
 def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"] | None = None) -> Callable[P, R]:
     """Returns ``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
-    Everything that the network computes from weights alone, such as casts and transposes, is recomputed too, from the
+    Everything that the network computes from weights alone, such as casts and transposes, is also recomputed from the
     raw parameters and the key. Everything else, such as activations, is stored exactly as without ``remat``, and no
     matmul of the network runs twice. In both passes, each weight is computed just before it is used, so only one
     layer's weights are in memory at a time. Values, gradients and noise are the same as without ``remat``. Inside and
     outside of ``remat``, you can use ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``,
     ``jax.hessian``, ``jax.linear_transpose``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and
     ``checkify``. Outside, you can also use ``jax.experimental.jet`` if ``jet`` supports the operations of ``fun``.
-    ``jet`` has no rules for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, and therefore none for ``apply``
-    without ``remat``, nor for most norms.
+    ``jet`` has no rules for ``scan``, ``jax.checkpoint`` and ``jax.custom_jvp``, so it supports neither ``apply``
+    without ``remat`` nor most norms.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
     weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
@@ -67,8 +68,8 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
       argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and every argument that holds only PRNG keys (or uint32 arrays
         whose last axis has size 2 or 4, like a legacy key). The inputs of ``p.apply``, and the keys and numbers from
-        which these inputs are computed, always count as named, even if ``fun`` closes over them. Other arrays that
-        ``fun`` closes over count as data.
+        which these inputs are computed, always count as named in ``argnums``, even if ``fun`` closes over them. Other
+        arrays that ``fun`` closes over count as data.
       keep: ``"masks"`` stores the random masks of dropout for the backward pass instead of drawing the masks again. A
         mask takes one bit per entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn
         only once. A mask is any boolean array that is computed from a key, has at least 1024 entries, and has an axis
@@ -96,7 +97,7 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
     """
     who = check_call("remat", fun, argnums)
     if keep not in ("masks", None):
-        raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
+        raise ValueError(f"{who} takes keep='masks', to store masks, or keep=None, but got {keep!r}.")
 
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,8 +105,8 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
         if jaxprs.has_refs(call.program):
             raise TypeError(
-                f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
-                f"function, and return its value together with the loss."
+                f"{who} found a mutable array (jax.new_ref) in the function, but cannot recompute its content. Return "
+                f"the new content together with the loss, and write it to the array outside of the function."
             )
         recomputing = recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")
         return call.restore(recomputing(*call.inputs))

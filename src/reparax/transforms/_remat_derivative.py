@@ -1,10 +1,10 @@
 """Differentiates a program, but recomputes values that depend only on parameters and keys, instead of storing them.
 
-Two primitives hold a program in one equation, a :class:`RematCall`, so that we can define its derivative.
-``recomputed_call`` holds a whole program. Its derivative, ``_jvp_of_call``, linearizes the program. Residuals are the
-values that the linear program reads. Residuals that depend on data are stored. ``linear`` holds the linear program,
-which recomputes each of the other residuals just before its use. This program is linear in the tangents, which are its
-last inputs.
+Two JAX primitives each hold a program in a single equation (a :class:`RematCall`), so that this module can define its
+derivative. ``recomputed_call`` holds a whole program. Its derivative, ``_jvp_of_call``, linearizes the program.
+Residuals are the values that the resulting linear program reads. Residuals that depend on data are stored. ``linear``
+holds the linear program, which recomputes each of the other residuals just before its use. This program is linear in
+the tangents, which are its last inputs.
 
 For ``sum(x @ sin(w))`` with data ``x``, the gradient of ``w`` reads ``x`` and ``cos(w)``. Only ``x`` is kept until the
 backward pass, which computes ``cos(w)`` from ``w``.
@@ -35,10 +35,10 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RematCall:
-    """The contents of an equation of one of our two primitives.
+    """Holds the program and the options of one equation of ``remat``'s primitives, ``recomputed_call`` or ``linear``.
 
     Attributes:
-      program: A program without constants.
+      program: The program that the equation runs. It has no constants.
       known_inputs: Which inputs are known, such as the parameters and keys from which weights are computed. Values that
         depend only on known inputs are recomputed in the backward pass.
       n_tangents: The number of tangents, which are the last inputs. The number is zero for ``recomputed_call``.
@@ -52,12 +52,12 @@ class RematCall:
 
     @property
     def n_fixed(self) -> int:
-        """The number of inputs that are not tangents."""
+        """The number of the call's inputs that are not tangents."""
         return len(self.known_inputs) - self.n_tangents
 
 
 class CallPrimitive:
-    """A primitive whose equations hold a :class:`RematCall`, which its rules read.
+    """A JAX primitive whose equations each hold a :class:`RematCall`, from which its rules compute their results.
 
     Args:
       name: The name of the primitive.
@@ -72,11 +72,11 @@ class CallPrimitive:
         self.primitive = primitive = _Primitive(name)
 
         def run_arguments(*args: Any, **params: Any) -> list[Any]:
-            """Runs an equation, given its operands and its parameters."""
+            """Runs an equation of the primitive, given its operands and its parameters."""
             return run(call_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
-            """Returns the types of the outputs and the effects, which do not depend on the operands."""
+            """Returns the types of the outputs and the effects of an equation, which do not depend on its operands."""
             program = call_of(params).program
             return jaxprs.types(program), program.effects
 
@@ -90,14 +90,14 @@ class CallPrimitive:
         partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
-        """Runs a call. Under tracing, the call becomes one equation, which holds the program of the call."""
+        """Returns the outputs of a call. Under tracing, the call becomes one equation, which holds its program."""
         return self.primitive.bind(*args, **_params(call))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
         """Returns the outputs of a call under ``jax.vmap``, and the batch axis of each output, or None if it has none.
 
-        ``dims`` holds the batch axes of the inputs. The program is batched as a whole. The constants of the batched
-        program become inputs.
+        ``dims`` holds the batch axes of the inputs. The program of the call is batched as a whole. The constants of the
+        batched program become its first inputs.
         """
         call = call_of(params)
         program, consts, out_dims = jaxprs.batch_program(call.program, args, dims, axis)
@@ -113,8 +113,8 @@ class _Primitive(Primitive):
     def bind(self, *args: Any, **params: Any) -> list[Any]:
         """Runs a call as one equation where possible, and returns its outputs.
 
-        The program is evaluated directly in two cases in which our rules cannot be used: under ``jet``, and if JAX has
-        added outputs to a linear call.
+        The program of the call is evaluated directly in two cases in which the primitive's own rules cannot be used:
+        under ``jet``, and if JAX has added outputs to a linear call.
         """
         if has_series(args):  # Our primitives have no rules for `jax.experimental.jet`.
             return jaxprs.evaluate(call_of(params).program, args)
@@ -148,7 +148,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(call: RematCall) -> dict[str, Any]:
-    """Converts a call to hashable parameters of an equation. The inverse is ``call_of``."""
+    """Converts a ``RematCall`` to hashable parameters of an equation. The inverse is ``call_of``."""
     return {
         jaxprs.PROGRAM: call.program,
         "known_inputs": tuple(call.known_inputs),
@@ -158,7 +158,7 @@ def _params(call: RematCall) -> dict[str, Any]:
 
 
 def call_of(params: Any) -> RematCall:
-    """Converts the parameters of an equation, as written by ``_params``, back to a call."""
+    """Converts the parameters of an equation, as written by ``_params``, back to a ``RematCall``."""
     return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
@@ -166,11 +166,11 @@ def call_of(params: Any) -> RematCall:
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
-    """Returns ``jaxpr`` as a function whose backward pass recomputes values of known inputs instead of storing them.
+    """Returns ``jaxpr`` as a function whose backward pass recomputes values that depend on known inputs alone.
 
     ``jaxpr`` must have no constants. The function takes the inputs of ``jaxpr``, and returns a list of its outputs.
-    ``known_inputs`` says which inputs are parameters and keys. The inputs of each ``apply`` also count as known. With
-    ``keeps_masks``, masks are stored in bits.
+    ``known_inputs`` says which inputs are known, that is, parameters and keys. The inputs of each ``apply`` are also
+    known. With ``keeps_masks``, masks are stored in bits.
     """
     known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
@@ -188,7 +188,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
 
 def _rule_of_call(call: RematCall) -> EquationRule:
-    """Returns a rule that makes the bodies inside a call, such as those of scans, recompute too.
+    """Returns a rule that makes the bodies of a program's equations, such as scans, recompute their known values too.
 
     Without this rule, a scan over layers would store the weights of all its steps.
     """
@@ -197,12 +197,12 @@ def _rule_of_call(call: RematCall) -> EquationRule:
 
 
 def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Runs a call, and computes each weight just before its use."""
+    """Runs the program of a call, and computes each weight just before its use."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
 def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Implements the JVP rule of ``recomputed_call``: returns the outputs of a call and their tangents.
+    """Returns the outputs of a ``recomputed_call`` and their tangents; implements its JVP rule.
 
     Linearizing the call gives residuals and a linear program. A forward call computes the outputs, and the residuals
     that must be stored. A linear call reads the stored residuals, and recomputes all other residuals. The tangent of an
@@ -242,8 +242,9 @@ def _zero_tangent(x: Any) -> Any:
 class _Residuals:
     """The residuals of a linearized program, and how the backward pass obtains them.
 
-    A residual that is an input of the program is read again. Any other residual is recomputed if it is known, and
-    stored otherwise. If a residual is recomputed from a value that is not known, that value is stored too.
+    A residual that is an input of the program is read again. Any other residual is recomputed if it is known (computed
+    from parameters and keys alone), and stored otherwise. If a residual is recomputed from a value that is not known,
+    that value is stored too.
 
     Attributes:
       atoms: The residuals, which are variables and literals of the program.
@@ -270,7 +271,7 @@ class _Residuals:
         return cls(atoms, recompute, read=[v for v in needed if v in inputs], stored=stored)
 
     def forward_call(self, program: Jaxpr, n_outputs: int, is_known: Known) -> RematCall:
-        """Returns a call that computes the first ``n_outputs`` outputs of ``program``, then the values to store."""
+        """Returns a call that computes the first ``n_outputs`` outputs of ``program``, then the ``stored`` values."""
         outvars = [*program.outvars[:n_outputs], *self.stored]
         forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, outvars))
         return RematCall(forward, dependence.are_known(is_known, forward.invars))
@@ -303,7 +304,7 @@ def _linearize(call: RematCall, args: Sequence[Any], moving: Sequence[Var]) -> t
         inputs = dict(zip(call.program.invars, args, strict=True))
 
         def outputs_at(*points: Any) -> tuple[list[Any], list[Any]]:
-            """Computes the floating-point outputs, which are linearized, and all outputs, from the moving inputs."""
+            """Returns the floating-point outputs, which are linearized, and all outputs, at the moving inputs."""
             values = jaxprs.values(inputs | dict(zip(moving, points, strict=True)), call.program.invars)
             outs = dependence.run(call.program, values, _rule_of_call(call))
             return list(itertools.compress(outs, map(dependence.has_tangent, call.program.outvars))), outs
@@ -327,7 +328,7 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
     env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        """Computes the outputs from values of the moving inputs."""
+        """Computes the outputs of the call from values of the inputs that have tangents."""
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
@@ -358,12 +359,12 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Runs a linear call, and computes each weight just before its use."""
+    """Runs the program of a linear call, and computes each weight just before its use."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    """Implements the JVP rule of ``linear``: returns the outputs of a linear call and their tangents.
+    """Returns the outputs of a call of ``linear`` and their tangents; implements its JVP rule.
 
     If only the linear inputs have tangents, the same call maps these tangents to the tangents of the outputs. In
     derivatives of higher order, residuals have tangents too. The program is then differentiated with respect to the
@@ -377,7 +378,7 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
         return linear(call, primals), linear(call, [*primals[:n], *linear_dots])
 
     def function(values: list[Any], dots: list[Any]) -> list[Any]:
-        """Computes the outputs from values of the moving residuals and of the linear inputs."""
+        """Computes the outputs from values of the residuals that have tangents, and of the linear inputs."""
         moving_values = dict(zip(moving, values, strict=True))
         return jaxprs.evaluate(call.program, [*(moving_values.get(i, x) for i, x in enumerate(primals[:n])), *dots])
 
@@ -388,8 +389,8 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """Returns the cotangents of all inputs of a linear call; None for inputs that are not tangents.
 
-    Only the late half of the program, which is linear, is transposed. The early half, which recomputes residuals, is
-    left as it is. Each residual is computed just before its use in the transposed half.
+    The early half of the call's program recomputes residuals, and is left as it is. The late half is linear in the
+    tangents, and is transposed. Each residual is computed just before its use in the transposed half.
     """
     n = call.n_fixed
     # The early half depends on no tangents; the late half depends on tangents.
@@ -410,7 +411,7 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
 
 def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
-    """Runs a call while JAX differentiates with the given tangents.
+    """Runs a call while JAX differentiates it with the given tangents, and returns its outputs.
 
     If the value of any tangent is not known yet, the call must stay one equation. Otherwise, JAX would search all
     equations of the program for values that depend on the tangents, and would split loops to separate these values.
@@ -420,7 +421,7 @@ def _run_for_derivative(tangents: Iterable[Any], call: RematCall, args: Sequence
 
 
 def _partially_evaluate_linear(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Implements partial evaluation of a linear call, which ``jax.grad`` uses.
+    """Implements the rule for partial evaluation of a linear call, which ``jax.grad`` uses.
 
     If all inputs are known to JAX, the outputs are computed. Otherwise, the call stays one equation and is run later.
     """

@@ -22,15 +22,15 @@ from reparax.programs.jaxprs import Env, values, variables
 def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
-    """Runs a program without constants like ``dependence.run``, but computes known values just before their use.
+    """Runs a program without constants, and computes values that depend on known inputs alone just before their use.
 
-    ``known_inputs`` says which inputs are parameters and keys, and ``rule`` may change how an equation is run. A batch
-    of delayed equations is not computed before the data that its reader needs.
+    ``known_inputs`` says which inputs are known, that is, parameters and keys. ``rule`` may change how an equation is
+    run. A batch of delayed equations is not computed before the data that the reader of its values needs.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def run_batch(batch: Batch, program: Jaxpr, env: Env) -> Sequence[Any]:
-        """Runs the program of a batch; ``env`` holds all values computed so far."""
+        """Runs the program of a batch, given ``env``, which holds all values computed so far."""
         inputs = values(env, program.invars)
         data = [env[v] for v in variables(batch.reads_beside) if not is_known[v] and has_bits(env[v])]
         # One array suffices as a barrier. A batch whose reader needs no data runs at once, without a barrier.
@@ -41,12 +41,12 @@ def run_delayed(
 
 
 def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
-    """Splits the equations of a program into batches, and delays those that can wait until just before a reader.
+    """Splits the equations of a program into batches, and delays equations whose values are not needed yet.
 
-    An equation can wait if all of its operands are known and it has no effects. For the program
-    ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the new order is ``w1``, ``y``, ``w2``, ``z``. In a batch of
-    delayed equations, ``reads_beside`` holds the operands of the reader. Delayed equations whose outputs are never read
-    are dropped.
+    An equation can be delayed if it has no effects and all of its operands are known (computed from known inputs
+    alone). For the program ``w1 = f(k1); w2 = f(k2); y = x @ w1; z = y @ w2``, the new order is ``w1``, ``y``, ``w2``,
+    ``z``. In a batch of delayed equations, ``reads_beside`` holds the operands of the equation that reads its values.
+    Delayed equations whose outputs are never read are dropped.
     """
     can_wait = [all(dependence.are_known(is_known, eqn.invars)) and not jaxprs.has_effects(eqn) for eqn in jaxpr.eqns]
     # Maps each value that is still delayed to the index of the equation that computes the value.
@@ -56,7 +56,7 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
     def add_delayed(needed: Sequence[Any], reads_beside: Sequence[Any]) -> None:
         """Adds a batch with all delayed equations that are needed for these values, directly or indirectly, if any.
 
-        These equations are then no longer delayed.
+        The equations of the new batch are then no longer delayed.
         """
         stack, numbers = variables(needed), set[int]()
         while stack:
@@ -81,12 +81,13 @@ def reorder(jaxpr: Jaxpr, is_known: Known, rule: EquationRule) -> list[Batch]:
 def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Runs a program such that compilers cannot compute its large values before the value ``barrier``.
 
-    Some inputs and intermediate values of the program are made to depend on ``barrier``. Their numbers do not change.
+    Some inputs and intermediate values of the program are made to depend on ``barrier``, without changing their
+    entries.
     """
     waiting = barrier_inputs(program)
 
     def wait(v: Var, x: Any) -> Any:
-        """Makes the value ``x`` of a variable depend on the barrier if the variable must wait, and returns it."""
+        """Returns the value ``x`` of a variable, made to depend on the barrier if the variable must wait."""
         return tie(x, barrier) if v in waiting else x
 
     outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
@@ -118,12 +119,12 @@ def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any],
 # ---- what must wait
 #
 # A program cannot run early if all of its large or costly values depend on values that wait. A value waits if a zero
-# that is computed from the barrier is added to it. This addition copies the value, so only the smallest values that
-# suffice are made to wait: noise waits if its key waits, and a normalized weight waits if its lengths wait. A
-# transposed parameter need not wait, because compilers read the transpose in the memory of the parameter.
+# that is computed from the barrier is added to it. This addition copies the value, so only the smallest sufficient
+# values are made to wait: noise waits if its key waits, and a normalized weight waits if its lengths wait. A transposed
+# parameter need not wait, because compilers read the transpose in the memory of the parameter.
 
 SMALL = 4
-"""A value counts as small if the value that it is compared with is at least this many times larger."""
+"""A value counts as small if it is at least this many times smaller than the value with which it is compared."""
 FEW = 32
 """The number of cheap operations per entry that cost no more than storing the entry and reading it again."""
 
@@ -145,10 +146,10 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 
 
 def barrier_inputs(program: Jaxpr) -> set[Var]:
-    """Returns the smallest values of a program that must wait so that all of its large or costly values wait.
+    """Returns the smallest values of a program that must wait for a barrier so that all large or costly values wait.
 
-    All small inputs are part of the result. For ``w = v / norm(v)``, it holds the lengths ``norm(v)``, because ``w``
-    waits if the lengths wait. The result is empty if the program computes only views of its inputs.
+    All small inputs are part of the result. For ``w = v / norm(v)``, the result holds the lengths ``norm(v)``, because
+    ``w`` waits if the lengths wait. The result is empty if the program computes only views of its inputs.
     """
     views = _views(program)
     operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
@@ -162,7 +163,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
     waiting = set(barriers)
 
     def add_barrier(v: Var) -> None:
-        """Makes a value wait for the barrier, by the smallest value on a path to it, unless it depends on no input."""
+        """Makes a value wait, by a barrier on the smallest value on a path to it, unless it depends on no input."""
         if v not in waiting and v in smallest:
             barriers.add(smallest[v])
             waiting.update((v, smallest[v]))
@@ -231,7 +232,7 @@ def costly_outputs(program: Jaxpr) -> set[Var]:
 
 
 def _views(program: Jaxpr) -> set[Var]:
-    """Returns the values that are read in the memory of an input, or are computed only from constants."""
+    """Returns the values of a program that are read in the memory of its inputs, or computed only from constants."""
     views = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)

@@ -35,7 +35,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     ``args`` holds the inputs of the program; only their types are read. A ``jit`` that contains an ``apply`` is inlined
     too, so that all readers share the values of the ``apply``.
     """
-    has_apply = functools.cache(contains_apply)  # Many equations hold the same program.
+    has_apply = functools.cache(contains_apply)  # Many equations may hold the same program.
 
     def is_inlined(eqn: JaxprEqn) -> bool:
         """Returns whether an equation is an ``apply``, or a ``jit`` that contains one."""
@@ -55,14 +55,14 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
 def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
     """Returns a rule that makes the bodies of equations recompute if they mix known and other values.
 
-    ``function_of_body`` turns a body into a function that recomputes. All other equations are left as they are. If all
-    operands of an equation are known, the whole equation is recomputed. If no operand is known, the equation contains
-    nothing to recompute.
+    ``function_of_body`` turns a body into a function that recomputes its known values. All other equations are left as
+    they are. If all operands of an equation are known, the whole equation is recomputed. If no operand is known, the
+    equation contains nothing to recompute.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """Returns a function that runs an equation with a body that recomputes, or None to leave it as it is."""
+        """Returns a function that runs an equation so that its body recomputes, or None to leave it unchanged."""
         run_with_body = jaxprs.runner_of(eqn)
         known_operands = dependence.are_known(is_known, eqn.invars)
         if run_with_body is None or all(known_operands) or not any(known_operands):
@@ -76,7 +76,7 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
 
 
 def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr, Sequence[Any], Flags]:
-    """Returns the body of an equation, its constants (the first inputs), and which of its inputs are known.
+    """Returns the body of an equation, the body's constants (its first inputs), and which of its inputs are known.
 
     An input of a scan's body is known only if it is known in every step. For example, a carry is not known if it starts
     as zero but is then computed from data. Large weights that a scan reads slice by slice are marked by
@@ -94,7 +94,7 @@ def _body_with_known_inputs(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr
 def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
     """Returns whether a program computes a value from known inputs alone, or may do so in the body of an equation.
 
-    Otherwise, the program contains nothing to recompute, and is run as it is.
+    If the result is False, the program contains nothing to recompute, and is run as it is.
     """
     is_known = dependence.known_variables(jaxpr, known_inputs)
     known_operands = ((eqn, dependence.are_known(is_known, eqn.invars)) for eqn in jaxpr.eqns)
@@ -104,9 +104,10 @@ def _may_recompute(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
 def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
     """Marks large weights in a scan's body by ``read_in_step``; returns the body and its constants, its first inputs.
 
-    The mark makes the TPU compiler convert a weight only in the step that reads the weight. Only weights that the body
-    reads in place are marked, not weights from which the body computes other weights. The inputs from ``start`` on are
-    the slices for one step. If there are no weights to mark, the body is returned unchanged, without new constants.
+    The mark makes the TPU compiler convert a weight to another dtype only in the step that reads it. Only weights that
+    the body reads in place are marked, not weights from which the body computes other weights. The inputs from
+    ``start`` on are the slices for one step. If there are no weights to mark, the body is returned unchanged, without
+    new constants.
     """
     not_in_place = read_as_more_than_views(jaxpr, known_inputs)
     slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
@@ -115,7 +116,7 @@ def _mark_reads_in_step(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[
         return jaxpr, []
 
     def with_marks(*args: Any) -> list[Any]:
-        """Runs the body on marked weights."""
+        """Runs the body of the scan with all large weights marked."""
         pairs = zip(jaxpr.invars, args, strict=True)
         return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in weights else x for v, x in pairs])
 
@@ -201,9 +202,9 @@ def _run_scan_with_weights_inside(
 def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
     """Returns whether a stacked value should be computed inside a scan, step by step, instead of before it.
 
-    Moving the value must save memory, which requires two conditions. The value, or a stacked array from which it is
-    computed, has more than ``LARGE`` bytes. All that must be stored for the scan, besides the program's inputs, takes
-    at most half as many bytes. A stacked array counts because its cotangent is just as large.
+    Moving the value must save memory, which requires two conditions. First, the value, or a stacked array from which it
+    is computed, has more than ``LARGE`` bytes. Second, the values that must be stored for the scan, besides the
+    program's inputs, take at most half as many bytes. A stacked array counts because its cotangent is just as large.
     """
     # Symbolic sizes cannot be compared, and an input of the program is in memory anyway.
     if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
@@ -223,7 +224,7 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
 # ``recomputing_program`` that the bytes are stored.
 
 SMALLEST_MASK = 1024
-"""Masks with fewer entries are drawn again, because storing such a small mask saves no time."""
+"""The fewest entries of a mask that is stored. A smaller mask is drawn again, because storing it saves no time."""
 
 
 def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
@@ -244,7 +245,7 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
 
 
 def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
-    """Returns the masks that are worth storing: known masks whose random numbers nothing else needs.
+    """Returns the masks worth storing: known masks (independent of data) whose random numbers nothing else needs.
 
     A mask is left out if its random numbers are needed anyway. The program then needs everything from which this mask
     is computed, perhaps random numbers of other masks, so the search repeats until no more masks are left out.
@@ -260,7 +261,7 @@ def _masks_to_store(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
 
 
 def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var, set[Var]]:
-    """Maps each large known mask to the random arrays from which it is computed, if they are at least as large.
+    """Maps each large known mask to the random arrays that it is computed from and that are at least as large.
 
     A random array is any array that is computed from a key and is not boolean. For
     ``mask = uniform(key, (64, 64)) < 0.9``, the random arrays are the uniform numbers and the bits from which these
@@ -303,7 +304,7 @@ def _is_bool(v: Any) -> bool:
 
 
 def _packed_axis(type_: Any) -> int | None:
-    """Returns the first axis whose entries can be packed into bytes.
+    """Returns the first axis of an array type along which eight boolean entries can be packed into one byte.
 
     The size of the axis must be a multiple of 8, and the axis must not be sharded in the type. For the shape
     (3, 16, 64), the result is axis 1. Returns None if there is no such axis, or if the array is small or has a symbolic
@@ -322,7 +323,7 @@ def _read_from_bits(mask: Array) -> Array:
     backward pass computes the result from the bytes alone, because values with this name are stored.
     """
     axis = _packed_axis(jax.typeof(mask))
-    assert axis is not None  # Other masks are not stored.
+    assert axis is not None  # Only masks with such an axis are stored.
     groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
     positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)  # Each byte has bit positions 0 to 7.
     packed = checkpoint_name(lax.reduce_or(groups << positions, (axis + 1,)), STORED)

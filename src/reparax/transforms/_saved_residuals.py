@@ -27,11 +27,11 @@ _TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alon
 
 @dataclass(frozen=True)
 class Kept:
-    """One array that is stored for the backward pass.
+    """Describes one array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for an array of the named arguments, ``"weights"`` for an array computed only from such
-        arrays, and ``"activations"`` for all other arrays.
+      kind: ``"parameters"`` for an array of the arguments in ``argnums``, ``"weights"`` for an array computed only from
+        such arrays, and ``"activations"`` for all other arrays.
       type: The dtype and shape of the array.
       bytes: The size of the array in bytes.
       origin: The path of the argument, or the source line that computed it.
@@ -47,7 +47,8 @@ class Kept:
 class SavedResiduals:
     """A report of what is stored between the forward and the backward pass. The repr is a table, largest arrays first.
 
-    Equal lines are shown once, with their count. Arguments whose paths differ only in a number also share a line.
+    In the table, equal lines are shown once, with their count. Arguments whose paths differ only in a number also share
+    a line.
 
     Attributes:
       kept: The stored arrays.
@@ -63,7 +64,7 @@ class SavedResiduals:
         """
         if kind is not None and kind not in _TITLES:
             raise ValueError(
-                f"saved_residuals(...).bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."
+                f"saved_residuals(...).bytes takes 'parameters', 'weights', 'activations' or None, but got {kind!r}."
             )
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
@@ -95,9 +96,9 @@ def saved_residuals(
 ) -> SavedResiduals:
     """Reports what JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
-    ``saved_residuals`` traces ``fun`` and computes nothing. The report lists raw parameters, values computed only from
-    parameters and keys (which :func:`remat` would recompute), and activations. Keys that ``fun`` closes over count as
-    keys too.
+    ``saved_residuals`` traces ``fun`` and computes no arrays. The report lists raw parameters, values computed only
+    from parameters and keys (which :func:`remat` would recompute), and activations. Keys that ``fun`` closes over count
+    as keys too.
 
     Args:
       fun: The loss.
@@ -113,7 +114,8 @@ def saved_residuals(
       other kinds are ``"weights"`` and ``"activations"``.
 
     Raises:
-      TypeError: If no named argument holds a floating-point array, or ``argnums`` is not valid for :func:`remat`.
+      TypeError: If no argument in ``argnums`` holds a floating-point array, or ``argnums`` is not valid for
+        :func:`remat`.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -152,8 +154,8 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     operands = [i for i, flags in enumerate(zip(is_floating, arguments.is_chosen, strict=True)) if all(flags)]
     if not operands:
         raise TypeError(
-            f"{who} found no floating-point array among the arguments that are parameters, so there is no gradient to "
-            f"take. Pass the parameters first, or name them by argnums."
+            f"{who} found no floating-point array in the arguments for parameters, so there is no gradient to take. "
+            f"Pass the parameters as the first argument, or pass their position as argnums."
         )
     traced_loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
     loss, constants = jaxprs.consts_first(traced_loss)
@@ -184,7 +186,7 @@ def _residuals(loss: Jaxpr, constants: Sequence[Any], operands: Sequence[int], *
     """
 
     def first_output(*values: Any) -> Any:
-        """Computes the first output with the operands replaced by ``values``."""
+        """Computes the first output of ``loss``, with ``values`` in place of the operands."""
         inputs = dict(enumerate(arrays)) | dict(zip(operands, values, strict=True))
         return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
 
@@ -223,7 +225,7 @@ def _is_compatible() -> bool:
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
-    """Passes a value that depends only on ``w``, and a value that also depends on ``x``, through each kind of call.
+    """Passes two values through each kind of call: the first depends only on ``w``, the second also on ``x``.
 
     The function is only traced, never computed, to check that the analysis tells the two values apart.
     """

@@ -26,7 +26,9 @@ def test_a_second_bias_of_gru_that_is_not_known_to_be_zero_is_refused_where_ther
     cell = cell | {f"i{gate}": {**cell[f"i{gate}"], "bias": jnp.ones(2)} for gate in "rzn"}
     zero, one = ({**cell, "hn": {**cell["hn"], "bias": bias}} for bias in (jnp.zeros(2), jnp.ones(2)))
     assert sorted(convert(zero, "flax.gru", "nnx.gru")) == ["dense_h", "dense_i"]
-    refused = "the other layout has no 'hidden_bias_n', so its cell cannot compute the same function."
+    refused = (
+        "the target layout has no 'hidden_bias_n', so its cell cannot compute the same function. Use one that has it."
+    )
     with raises(ValueError, f"convert from 'flax.gru' to 'nnx.gru': {refused}"):
         convert(one, "flax.gru", "nnx.gru")
     with pytest.raises(ValueError, match=refused):

@@ -224,7 +224,9 @@ def test_every_parametrization_says_who_owns_what():
     assert TRANSLATION.raw_paths(jax.eval_shape(lambda: params)) == tied
     others = {"act": jax.nn.relu, "n": 3, "none": None, "flag": np.ones((), bool), "b": np.ones(2)}
     assert rpx.Freeze(where="b").raw_paths(others) == {"b": "b", "flag": "flag"}
-    with raises(ValueError, "Tie({'x': 'in'}).init found no array at 'x'; the nearest paths are 'b', 'a'."):
+    with raises(
+        ValueError, "Tie({'x': 'in'}).init found no array at 'x'; the nearest paths are 'b', 'a'. Use existing paths."
+    ):
         rpx.Tie({"x": "in"}).raw_paths({"a": np.ones(2), "b": np.ones(2)})
 
 

@@ -1,6 +1,6 @@
 """Adapters store the model's own array as a fixed base, and train a small difference from the base.
 
-In a chain, earlier stages that store or freeze weights act on the base. All other earlier stages act on the difference.
+In a chain, earlier stages that store or freeze weights act on the base, and all others act on the trained difference.
 """
 
 from reparax.stages.adapters._adapters import Delta as Delta

@@ -1,8 +1,8 @@
 """Adapters: trained changes to fixed weights, such as low-rank differences, factors, slices and rotations.
 
 Most of these stages store the model's own array as the *base*, a fixed raw value named ``w``. The stages train other
-raw values, which initially leave the base unchanged. In a chain, earlier stages that store or freeze weights act on the
-base. All other earlier stages act on the trained raw values.
+raw values, which initially leave the base unchanged. In a chain with an adapter, earlier stages that store or freeze
+weights act on the base. All other earlier stages act on the trained raw values.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a fini
 
 
 class Delta(Reparametrization):
-    r"""A trained, full-size difference added to fixed weights: :math:`w = w_0 + x`.
+    r"""Adds a trained, full-size difference to fixed weights: :math:`w = w_0 + x`.
 
-    Raw values: ``x`` (main), an array of zeros with the shape and dtype of the weights; ``w`` (fixed), the base
-    :math:`w_0`. ``init`` is exact, bit for bit.
+    The raw tree stores ``x`` (main), which starts as zeros of the shape and dtype of the weights, and ``w`` (fixed),
+    the base :math:`w_0`. ``init`` reproduces the weights bit for bit.
 
     Earlier stages in a chain act on the difference: ``LowRank(4) >> Delta()`` trains a low-rank difference,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Stages that store or
@@ -55,7 +55,7 @@ class Delta(Reparametrization):
         squared norm of ``x``, which pulls the weights towards the base (L2-SP).
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``strength`` has the wrong type.
@@ -93,10 +93,11 @@ class Delta(Reparametrization):
 
 
 class Hadamard(Reparametrization):
-    r"""The elementwise product of two trained arrays (LoHa): :math:`w = x \odot y`.
+    r"""Multiplies two trained arrays elementwise (LoHa): :math:`w = x \odot y`.
 
-    Raw values: ``x`` and ``y``, both main, with the shape and dtype of ``w``. ``init`` gives ``x = w`` and ``y = 1``,
-    and is exact, bit for bit. Even an array of zeros can train, because ``y`` is nonzero.
+    In place of ``w``, the raw tree stores ``x`` and ``y`` (both main), of the same shape and dtype. ``init`` gives
+    ``x = w`` and ``y = 1``, and reproduces ``w`` bit for bit. Even an array of zeros can train, because ``y`` is
+    nonzero.
 
     Earlier stages in a chain act on both raw values: ``LowRank(4) >> Hadamard()`` is the elementwise product of two
     matrices of rank 4. This product starts at rank 4 and can reach rank 16. ``LowRank(4) >> Hadamard() >> Delta()`` is
@@ -105,7 +106,7 @@ class Hadamard(Reparametrization):
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -129,11 +130,11 @@ class Hadamard(Reparametrization):
 
 
 class Gain(Reparametrization):
-    r"""Weights times trained factors (IA3): :math:`w = g \, x`.
+    r"""Multiplies weights by trained factors (IA3): :math:`w = g \, x`.
 
-    Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``g`` (auxiliary), a real array with
-    the sizes of ``axis``, or a scalar. ``g`` starts at ones; for half-precision weights its dtype is float32. ``init``
-    is exact, bit for bit.
+    The raw tree stores ``w`` (main), the array :math:`x`, with the shape of the weights, and ``g`` (auxiliary), a real
+    array with the sizes of the axes in ``axis``, or a scalar. ``g`` starts at ones; for half-precision weights, its
+    dtype is float32. ``init`` reproduces the weights bit for bit.
 
     For a kernel of shape ``(in, out)``, ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs, and
     ``Freeze() >> Gain(axis=0)`` is IA3 on the inputs. ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
@@ -143,7 +144,7 @@ class Gain(Reparametrization):
         Default: None, for a single factor that multiplies the whole array.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis`` has the wrong type.
@@ -180,26 +181,26 @@ class Gain(Reparametrization):
 def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
     """Returns the indices as a tuple. Raises an error if the tuple is empty, or if an index is negative or repeated."""
     if not isinstance(value, tuple | list) or not all(is_integer(item) and item >= 0 for item in value):
-        raise TypeError(f"{who} takes a tuple of integers of at least 0 as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes {name} as a tuple of non-negative integers, such as (0, 2), but got {value!r}.")
     if not value or len(set(value)) < len(value):
-        raise ValueError(f"{who} got {name}={value}, but takes one or more distinct integers.")
+        raise ValueError(f"{who} got {name}={value}, but takes at least one index, and each index only once.")
     return tuple(map(int, value))
 
 
 class TrainableSlices(Reparametrization):
-    r"""Fixed weights with a few trainable slices, such as the rows of new tokens in a table.
+    r"""Trains a few slices of otherwise fixed weights, such as the rows of new tokens in an embedding table.
 
-    Raw values: ``x`` (main), the trainable slices, with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
-    base, which is the whole array. The effective array is the base with its slices at ``indices`` replaced by ``x``.
-    ``init`` is exact, bit for bit. ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains only the
-    rows of tokens 5 and 7.
+    The raw tree stores ``x`` (main), the trainable slices, with ``len(indices)`` entries along ``axis``, and ``w``
+    (fixed), the base, which is the whole array. The effective array is the base with its slices at ``indices`` replaced
+    by ``x``. ``init`` reproduces the weights bit for bit.
+    ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains only the rows of tokens 5 and 7.
 
     Args:
       indices: The indices of the trainable slices, counted from 0.
       axis: The axis that ``indices`` refers to, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``indices`` or ``axis`` has the wrong type.
@@ -227,7 +228,8 @@ class TrainableSlices(Reparametrization):
         if max(self.indices) < size:
             return None
         return (
-            f"expected slices below {size}, the size of axis {self.axis}, got {max(self.indices)}. Correct `indices`."
+            f"`indices` must be below {size}, the size of axis {self.axis}, but got {max(self.indices)}. Pass only "
+            f"indices of existing slices."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -241,21 +243,23 @@ class TrainableSlices(Reparametrization):
 
 
 class Rotated(RowsAndColumns):
-    r"""Fixed weights times a trained block-diagonal matrix (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
+    r"""Multiplies fixed weights by trained diagonal blocks (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, which start as identity matrices; ``w``
-    (fixed), the base :math:`W_0`. ``init`` is exact. For half-precision matrices, the computation runs in float32.
+    The raw tree stores ``r`` (main) of shape ``(num_blocks, n, n)``, the blocks, which start as identity matrices, and
+    ``w`` (fixed), the base :math:`W_0`. ``init`` reproduces the weights exactly. For half-precision matrices, the
+    computation runs in float32.
 
-    ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)`` is OFT. Its blocks are orthogonal, so the angles between the
-    columns of W stay the same.
+    ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)`` is OFT (orthogonal fine-tuning). Its blocks are orthogonal, so
+    the angles between the columns of W stay the same.
 
     Args:
       num_blocks: The number of blocks, which must divide the number of rows.
-      block_share: Whether all blocks share one matrix. If so, ``r`` has the shape ``(1, n, n)``.
+      block_share: Whether all blocks are the same matrix, so that ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LoRA`: the rows are the inputs of a kernel ``(in, out)``.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes, as for :class:`LoRA`: the rows are the inputs of a kernel
+        ``(in, out)``.
 
     Raises:
       TypeError: If ``num_blocks`` or ``block_share`` has the wrong type.
@@ -293,13 +297,13 @@ class Rotated(RowsAndColumns):
 
 
 def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
-    """Draws the factor A uniformly between ``-1 / sqrt(rows)`` and ``1 / sqrt(rows)``, as PEFT does."""
+    """Draws LoRA's factor A uniformly between ``-1 / sqrt(rows)`` and ``1 / sqrt(rows)``, as PEFT does."""
     bound = w.shape[0] ** -0.5
     return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
 
 
 def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
-    """Draws the factor A from the normal distribution with standard deviation ``1 / rank``."""
+    """Draws LoRA's factor A from the normal distribution with standard deviation ``1 / rank``."""
     return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
 
 
@@ -313,7 +317,7 @@ def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
 
 
 def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
-    """Computes the decomposition ``w.T = Q R``; returns the first rows of R and columns of Q, both transposed."""
+    """Returns the first ``rank`` rows of R and columns of Q, both transposed, of the QR decomposition of ``w.T``."""
     del scaling
     q, r = jnp.linalg.qr(w.T)
     return r[:rank].T, q[:, :rank].T
@@ -329,22 +333,22 @@ def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
 
 
 RANDOM_A = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
-"""Maps each value of ``init_weights`` with a random A and a zero B to the function that draws A."""
+"""Maps each value of ``init_weights`` for which A is random and B is zero to the function that draws A."""
 FROM_BASE = {"pissa": _split_pissa, "olora": _split_olora}
 """Maps each value of ``init_weights`` for which A and B come from the base to the function that computes both."""
 InitWeights = Literal["kaiming", "gaussian", "pissa", "olora"]
 
 
 class LoRA(RowsAndColumns):
-    r"""A low-rank difference added to fixed weights: :math:`W = W_0 + c \, A B`.
+    r"""Adds a trained low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
 
-    Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`. If W has several row axes, ``a`` keeps them all; if W has several column axes, ``b`` keeps them
-    all, as in ``(rank, heads, dim)``. Earlier stages in a chain act on ``a`` and ``b``, except that stages that store
-    or freeze weights act on the base.
+    The raw tree stores ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main, and ``w``
+    (fixed), the base :math:`W_0`. If W has several row axes, ``a`` keeps them all; if W has several column axes, ``b``
+    keeps them all, as in ``(rank, heads, dim)``. Earlier stages in a chain act on ``a`` and ``b``, except for stages
+    that store or freeze weights, which act on the base.
 
-    ``init`` does not change the model. If B starts at zero, ``init`` is exact, bit for bit, and the gradient of A is
-    zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
+    ``init`` does not change the model. If B starts at zero, the weights stay the same bit for bit, and the gradient of
+    A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
 
     For half-precision matrices, the computation runs in float32, but both factors start in the dtype of W. In
     bfloat16, small steps of an optimizer can be lost to rounding. To keep them, cast the free values of
@@ -381,7 +385,7 @@ class LoRA(RowsAndColumns):
         :math:`c A B`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and embedding tables, which are named ``embedding`` or ``embeddings``.
-      stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
+      stacked: Axes that stack independent matrices, such as those of experts; see :class:`Reparametrization`.
       rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
         a matrix, its first axis. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
         and equinox, pass ``rows=1``.
@@ -390,7 +394,7 @@ class LoRA(RowsAndColumns):
 
     Raises:
       TypeError: If ``rank``, ``alpha`` or ``use_rslora`` has the wrong type.
-      ValueError: If ``rank`` is out of range, or if ``init_weights`` is not one of the words above.
+      ValueError: If ``rank`` is out of range, or if ``init_weights`` is not one of the allowed strings.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -426,8 +430,8 @@ class LoRA(RowsAndColumns):
         super().__post_init__()
         if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in FROM_BASE:
             raise ValueError(
-                f"LoRA got alpha=0.0 and init_weights={self.init_weights!r}, which moves a part of the base into "
-                "factors that alpha multiplies. Use another alpha, or init_weights='kaiming'."
+                f"LoRA got alpha=0.0 with init_weights={self.init_weights!r}, which moves a part of the base into the "
+                "factors A and B, but alpha=0.0 multiplies them by zero. Pass another alpha, or init_weights='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -471,9 +475,10 @@ class LoRA(RowsAndColumns):
         return all(isinstance(factor, float) for factor in factors) and factors[0] == factors[1]
 
     def _convert(self, old: LoRA, values: Mapping[str, Array], fresh: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Converts raw values of ``old`` to raw values of this stage.
+        """Converts raw values of ``old``, a stage with other arguments, to raw values of this stage.
 
-        The difference stays the same. If the rank decreases, the nearest matrix of the smaller rank replaces it.
+        The difference from the base stays the same. If the rank decreases, the nearest matrix of the smaller rank
+        replaces it.
         """
 
         def convert_matrix(values: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
@@ -498,26 +503,26 @@ class LoRA(RowsAndColumns):
 
 
 class VeRA(RowsAndColumns):
-    r"""Trained vectors and fixed random factors that are never stored: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
+    r"""Trains two vectors between fixed random factors: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
 
     :math:`D(d)` is the diagonal matrix of a vector d.
 
-    Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
-    :math:`W_0`. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for bit.
+    The raw tree stores ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main, and ``w`` (fixed), the
+    base :math:`W_0`. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` reproduces the weights bit for bit.
 
-    The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` depend only on ``seed`` and on
-    their shapes, so all arrays of one shape share the same factors. The entries are uniform with the bounds
-    :math:`\sqrt{6 / \text{rows}}` for A and :math:`\sqrt{6 / r}` for B, as in PEFT. For half-precision matrices, the
-    computation runs in float32.
+    The random factors A of shape ``(rows, rank)`` and B of shape ``(rank, columns)`` are never stored. They depend only
+    on ``seed`` and on their shapes, so all arrays of one shape share the same factors. The entries are uniform with the
+    bounds :math:`\sqrt{6 / \text{rows}}` for A and :math:`\sqrt{6 / r}` for B, as in PEFT. For half-precision matrices,
+    the computation runs in float32.
 
     Args:
       rank: The rank r of the factors, at least 1. The rank may exceed ``min(rows, columns)``, because A and B are
         never stored.
       d_initial: The initial value of ``d``.
       seed: The seed of A and B. Save it with the raw values; ``to_json`` includes it.
-      where: As for :class:`LoRA`, with the same default.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LoRA`.
+      where: Which arrays to act on, with the same default as for :class:`LoRA`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LoRA`.
 
     Raises:
       TypeError: If ``rank``, ``d_initial`` or ``seed`` has the wrong type.

@@ -25,7 +25,7 @@ from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, 
 
 
 def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
-    """Splits the step ``x`` by the column span of the base.
+    """Splits the step ``x`` into the parts within and orthogonal to the column span of the base.
 
     Returns a skew matrix, which rotates the base within its column span, and the component of ``x`` orthogonal to that
     span.
@@ -41,7 +41,7 @@ def cayley(base: Array, x: Array) -> Array:
     """
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
-    if base.shape[-2] != base.shape[-1]:  # For a square base, `across` is zero.
+    if base.shape[-2] != base.shape[-1]:  # `across` is zero for a square base, so its terms are skipped.
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
@@ -82,7 +82,7 @@ OrthogonalMap = Literal["cayley", "expm", "householder"]
 
 
 class _Orthonormal(RowsAndColumns, Constraint):
-    """The base class of stages whose effective matrix is computed from a fixed base and a free matrix ``x``."""
+    """The base class of stages that compute a matrix from a fixed orthogonal base and a trained matrix ``x``."""
 
     map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 
@@ -96,8 +96,8 @@ class _Orthonormal(RowsAndColumns, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         if self.map == "householder" and jnp.iscomplexobj(w):
             return (
-                f"expected a real array, because reflections do not reach every unitary matrix, got {w.dtype}. "
-                f"Choose map='cayley' or 'expm'."
+                f"map='householder' takes only real arrays, because reflections do not reach every unitary matrix, but "
+                f"got dtype {w.dtype}. Pass map='cayley' or map='expm'."
             )
         return None
 
@@ -111,7 +111,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._effective_matrix(values))}
 
     def _effective_matrix(self, values: dict[str, Array]) -> Array:
-        """Computes the effective matrix. Wide matrices are transposed, because the maps take no wide matrices."""
+        """Computes the effective matrix. Wide matrices are transposed first, because the maps do not take them."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
@@ -126,10 +126,11 @@ class _Orthonormal(RowsAndColumns, Constraint):
 
 
 class Orthogonal(_Orthonormal):
-    r"""Matrices with orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+    r"""Makes the columns of matrices orthonormal, or the rows if fewer: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
-    Raw values: ``x`` (main), with the shape and dtype of ``w``; ``base`` (fixed), an orthogonal matrix B of the same
-    shape, in float32 for half-precision weights. With :math:`A = X B^H - B X^H`, the maps are
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype, and ``base`` (fixed), an
+    orthogonal matrix B of the same shape, in float32 for half-precision weights. With :math:`A = X B^H - B X^H`, the
+    maps are
 
     - ``"cayley"``: :math:`Q = (I - A/2)^{-1} (I + A/2) B`,
     - ``"expm"``: :math:`Q = e^A B`,
@@ -140,20 +141,20 @@ class Orthogonal(_Orthonormal):
     towards the base. :meth:`update_base` moves the base to the current effective matrix.
 
     The determinant of a square real matrix keeps its sign during training. For tall or wide matrices, no intermediate
-    array is larger than twice ``w``. Samples are uniform (Haar).
+    array is larger than twice ``w``. Samples follow the uniform (Haar) distribution.
 
     Args:
       map: ``"cayley"`` is the cheapest and reaches all matrices except a set of measure zero. ``"expm"`` reaches all
         matrices with the determinant of the base. ``"householder"`` reaches the same matrices, but takes only real
         ones.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -171,7 +172,7 @@ class Orthogonal(_Orthonormal):
 
 
 class SpecialOrthogonal(_Orthonormal):
-    r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
+    r"""Constrains square matrices to rotations: :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
     The raw values and maps are the same as in :class:`Orthogonal`. ``init`` is exact for rotations; any other matrix
     starts at the nearest rotation. The nearest rotation is the polar factor of the matrix, with the direction of the
@@ -179,13 +180,13 @@ class SpecialOrthogonal(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -209,21 +210,21 @@ class SpecialOrthogonal(_Orthonormal):
 
 
 class Stiefel(_Orthonormal):
-    r"""Tall matrices with orthonormal columns, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
+    r"""Makes the columns of tall matrices orthonormal, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
     The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`. Unlike :class:`Orthogonal`, this stage
     takes no wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -240,13 +241,13 @@ class Stiefel(_Orthonormal):
         if (why := super().refuse_leaf(w)) or w.shape[-2] >= w.shape[-1]:
             return why
         return (
-            f"expected matrices with at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
-            f"or use `Orthogonal`."
+            f"expected matrices with at least as many rows as columns, but got shape {w.shape}. Exclude this array "
+            f"with `where`, or use `Orthogonal`, which also takes wide matrices."
         )
 
 
 class Grassmann(_Orthonormal):
-    r"""Subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
+    r"""Trains subspaces of dimension k in n > k dimensions, each represented by orthonormal columns Q that span it.
 
     The raw values, the maps and ``init`` are the same as in :class:`Orthogonal`, but the maps use only the component of
     X orthogonal to the base B, :math:`X - B B^H X`. As a result, Q moves with its subspace and does not rotate within
@@ -254,14 +255,14 @@ class Grassmann(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -280,7 +281,7 @@ class Grassmann(_Orthonormal):
     def refuse_leaf(self, w: Array) -> str | None:
         if (why := super().refuse_leaf(w)) or w.shape[-2] > w.shape[-1]:
             return why
-        return f"expected matrices with more rows than columns, got shape {w.shape}. Leave it out with `where`."
+        return f"expected more rows than columns, but got shape {w.shape}. Exclude this array with `where`."
 
     def move(self, base: Array, x: Array) -> Array:
         return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -38,7 +38,7 @@ from reparax.numerics.terms import Term
 
 
 class _Pattern(RowsAndColumns, Constraint):
-    """Square matrices in which each entry is either 0 or an entry of the vector ``x``."""
+    """The base class of stages for square matrices whose entries are 0 or entries of the vector ``x``."""
 
     raw_values: ClassVar[Values] = {"x": main()}
 
@@ -77,7 +77,7 @@ class _Pattern(RowsAndColumns, Constraint):
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
-    """Returns the position of entry (i, j) in a lower triangle stored row by row, or -1 if i and j lie outside it.
+    """Returns the index of entry (i, j) in a lower triangle stored row by row, or -1 if the entry lies outside it.
 
     If ``strict``, the triangle excludes the diagonal.
     """
@@ -91,18 +91,18 @@ def _triangle_size(n: int, *, strict: bool) -> int:
 
 
 class Symmetric(_Pattern):
-    r"""Symmetric matrices: :math:`W = W^T`, even for complex numbers.
+    r"""Makes matrices symmetric: :math:`W = W^T`, even for complex numbers.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row. ``init`` takes the lower
-    triangle of :math:`(W + W^T) / 2`, and is exact for symmetric matrices; any other matrix starts at the nearest
-    symmetric matrix.
+    The raw tree stores ``x`` (main), a vector of n (n + 1) / 2 numbers, which holds the lower triangle row by row.
+    ``init`` takes the lower triangle of :math:`(W + W^T) / 2`, and is exact for symmetric matrices; any other matrix
+    starts at the nearest symmetric matrix.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -119,18 +119,18 @@ class Symmetric(_Pattern):
 
 
 class Skew(_Pattern):
-    r"""Skew-symmetric matrices: :math:`W = -W^T`, even for complex numbers.
+    r"""Makes matrices skew-symmetric: :math:`W = -W^T`, even for complex numbers.
 
-    Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
-    ``init`` takes these entries of :math:`(W - W^T) / 2`, and is exact for skew-symmetric matrices; any other
-    matrix starts at the nearest skew-symmetric matrix.
+    The raw tree stores ``x`` (main), a vector of n (n - 1) / 2 numbers, which holds the lower triangle without the
+    diagonal, row by row. ``init`` takes these entries of :math:`(W - W^T) / 2`, and is exact for skew-symmetric
+    matrices; any other matrix starts at the nearest skew-symmetric matrix.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -156,22 +156,22 @@ class Skew(_Pattern):
 
 
 class Triangular(_Pattern):
-    r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
+    r"""Makes matrices triangular: :math:`W_{ij} = 0` for i < j, or for i > j.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row, or the upper triangle
-    column by column. With a unit diagonal, ``x`` has n (n - 1) / 2 numbers, because the diagonal is not stored.
-    ``init`` copies these entries, and is exact for triangular matrices of the chosen kind; any other matrix starts
-    at the nearest matrix of that kind.
+    The raw tree stores ``x`` (main), a vector of n (n + 1) / 2 numbers, which holds the lower triangle row by row, or
+    the upper triangle column by column. With a unit diagonal, ``x`` has n (n - 1) / 2 numbers, because the diagonal is
+    not stored. ``init`` copies these entries, and is exact for triangular matrices of the chosen kind; any other matrix
+    starts at the nearest matrix of that kind.
 
     Args:
       lower: If True, the matrices are lower triangular, with zeros above the diagonal; if False, they are upper
         triangular.
       unit_diagonal: Whether all diagonal entries are fixed to one.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -196,17 +196,17 @@ class Triangular(_Pattern):
 
 
 class Diagonal(_Pattern):
-    r"""Diagonal matrices: :math:`W_{ij} = 0` for :math:`i \ne j`.
+    r"""Makes matrices diagonal: :math:`W_{ij} = 0` for :math:`i \ne j`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` copies the diagonal, and is exact for
-    diagonal matrices; any other matrix starts at the nearest diagonal matrix.
+    The raw tree stores ``x`` (main), the diagonal as a vector of n numbers. ``init`` copies the diagonal, and is exact
+    for diagonal matrices; any other matrix starts at the nearest diagonal matrix.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -232,17 +232,17 @@ class Diagonal(_Pattern):
 
 
 class Circulant(_Pattern):
-    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
+    r"""Makes matrices circulant: their columns are rotations of the first, :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
-    Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped
+    The raw tree stores ``x`` (main), the first column as a vector of n numbers. ``init`` takes the mean of each wrapped
     diagonal, and is exact for circulant matrices; any other matrix starts at the nearest circulant matrix.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -266,18 +266,18 @@ class Circulant(_Pattern):
 
 
 class Toeplitz(_Pattern):
-    r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
+    r"""Makes square matrices constant along each diagonal (Toeplitz): :math:`W_{ij} = x_{i - j + n - 1}`.
 
-    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left. ``init``
-    takes the mean of each diagonal, and is exact for Toeplitz matrices; any other matrix starts at the nearest
-    Toeplitz matrix.
+    The raw tree stores ``x`` (main), a vector with one number for each of the 2 n - 1 diagonals, from the upper right
+    to the lower left. ``init`` takes the mean of each diagonal, and is exact for Toeplitz matrices; any other matrix
+    starts at the nearest Toeplitz matrix.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -293,18 +293,18 @@ class Toeplitz(_Pattern):
 
 
 class BlockDiagonal(RowsAndColumns, Constraint):
-    r"""Block diagonal matrices: ``num_blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
+    r"""Makes matrices block diagonal, with ``num_blocks`` blocks of equal shape along the diagonal and zeros elsewhere.
 
-    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` copies the blocks, and is
-    exact for block diagonal matrices; any other matrix starts at the nearest block diagonal matrix.
+    For an n x m matrix, the raw tree stores ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` copies
+    the blocks, and is exact for block diagonal matrices; any other matrix starts at the nearest block diagonal matrix.
 
     Args:
       num_blocks: The number of blocks, which must divide n and m.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``num_blocks`` has the wrong type.
@@ -337,10 +337,10 @@ class BlockDiagonal(RowsAndColumns, Constraint):
 
 
 class Fibration(Reparametrization):
-    r"""An array projected from a larger, total space: :math:`w = \pi(x)`.
+    r"""Projects an array from a larger space, the total space: :math:`w = \pi(x)`.
 
     In the chain ``inner >> Fibration(project, embed)``, the stage or chain ``inner`` computes a point ``x`` of the
-    total space, and the model reads ``project(x)``. Raw value: ``x`` (main), a point of the total space.
+    total space, and the model reads ``project(x)``. The raw tree stores ``x`` (main), a point of the total space.
 
     ``init`` gives ``x = embed(w)``, and is exact if ``project(embed(w)) == w``. For the ``init`` of the whole chain to
     be exact, ``embed(w)`` must also be in the image of ``inner``.
@@ -350,7 +350,8 @@ class Fibration(Reparametrization):
       embed: A right inverse of ``project``.
       where: Which arrays to act on. Pass the same ``where`` to the stages of ``inner``. Default: every floating or
         complex parameter.
-      stacked: As for :class:`Reparametrization`. Pass the same ``stacked`` to the stages of ``inner``.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. Pass the same ``stacked`` to the
+        stages of ``inner``.
 
     Raises:
       TypeError: If ``project`` or ``embed`` has the wrong type.
@@ -386,7 +387,7 @@ def eigen(w: Array) -> tuple[Array, Array]:
 
 
 def positive_eigen(w: Array) -> tuple[Array, Array]:
-    """Does the same as :func:`eigen`, but raises small and negative eigenvalues to a value above rounding errors."""
+    """Computes the same as :func:`eigen`, but raises small and negative eigenvalues above rounding errors."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
@@ -435,11 +436,11 @@ DefiniteMap = Literal["cholesky", "expm"]
 
 
 class PositiveDefinite(RowsAndColumns, Constraint):
-    r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
+    r"""Makes matrices positive definite: :math:`W = L L^T` or :math:`W = e^S`.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers that fill a lower triangle row by row. With
-    ``"cholesky"`` this triangle is L, before softplus is applied to the diagonal. With ``"expm"`` the
-    triangle is the lower half of the symmetric matrix S.
+    The raw tree stores ``x`` (main), a vector of n (n + 1) / 2 numbers that fill a lower triangle row by row. With
+    ``map="cholesky"``, this triangle is L before softplus is applied to the diagonal. With ``map="expm"``, the triangle
+    is the lower half of the symmetric matrix S.
 
     ``init`` is exact for positive definite matrices whose smallest eigenvalue is distinguishable from zero in the
     dtype. Other matrices are made symmetric, and their eigenvalues are raised to at least 2 n machine epsilons times
@@ -449,13 +450,13 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     Args:
       map: ``"cholesky"`` is cheaper and has a :meth:`log_det`. ``"expm"`` does not depend on the order of the rows and
         columns.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -495,7 +496,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
-            raise ValueError(f"map={self.map!r} has no log_det. Use map='cholesky', which has one.")
+            raise ValueError(f"log_det is not available for map={self.map!r}. Pass map='cholesky' instead.")
         raw = Triangular().apply_leaf({"x": values["x"]})
         diagonal, lower = map(_diagonal_of, (raw, cholesky_of_entries(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
@@ -515,24 +516,24 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
 
 class PositiveSemidefinite(RowsAndColumns, Constraint):
-    r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
+    r"""Makes matrices symmetric or Hermitian, without negative eigenvalues: :math:`W = X X^H`.
 
-    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact, up to rounding, for matrices that have this form.
-    Any other matrix starts at the nearest such matrix, which keeps the ``rank`` largest eigenvalues and replaces
-    negative eigenvalues by zero. A column of ``x`` for an eigenvalue of zero can still train, because it starts with a
-    tiny norm that does not change W beyond rounding.
+    The raw tree stores ``x`` (main) of shape ``(n, rank)``. ``init`` is exact, up to rounding, for matrices that have
+    this form. Any other matrix starts at the nearest such matrix, which keeps the ``rank`` largest eigenvalues and
+    replaces negative eigenvalues by zero. A column of ``x`` for an eigenvalue of zero can still train, because it
+    starts with a tiny norm that does not change W beyond rounding.
 
-    A matrix without positive eigenvalues is an error. Its nearest point is the zero matrix, which would never train
-    because the gradient is zero there. With ``outside="unchecked"`` such a matrix starts at zero instead. Samples are
-    Wishart matrices whose mean is the identity.
+    A matrix without positive eigenvalues raises an error in ``init``. Its nearest point is the zero matrix, which would
+    never train because the gradient is zero there. With ``outside="unchecked"``, such a matrix starts at zero instead.
+    Samples are Wishart matrices whose mean is the identity.
 
     Args:
       rank: The largest rank of the effective matrix, between 1 and n. Default: None, for n.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``rank`` has the wrong type.

@@ -38,22 +38,23 @@ from reparax.stages.matrices._orthogonal import cayley
 
 
 class LowRank(RowsAndColumns, Constraint):
-    r"""A matrix of rank at most ``rank``: :math:`W = U V`.
+    r"""Limits the rank of a matrix to ``rank``: :math:`W = U V`.
 
-    Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` computes a truncated
-    singular value decomposition of W and splits each singular value evenly between U and V. If W has rank at most
-    ``rank``, ``init`` is exact; otherwise ``apply(init(W))`` is the nearest matrix of that rank in Frobenius norm.
+    For an n x m matrix W, the raw tree stores ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main.
+    ``init`` computes a truncated singular value decomposition of W and splits each singular value evenly between U and
+    V. If W has rank at most ``rank``, ``init`` is exact; otherwise ``apply(init(W))`` is the nearest matrix of that
+    rank in Frobenius norm.
 
     Even a zero matrix can train, because the row of ``v`` for a singular value of zero is a random vector of norm 1.
     For half-precision matrices, the computation runs in float32.
 
     Args:
-      rank: The largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` the
+      rank: The largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"``, the
         rank may be larger, as in PEFT's adapters on narrow layers; the additional columns of ``u`` then start at zero.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked.
+      stacked: Axes that stack independent matrices; see :class:`Reparametrization`.
       rows: The row axes, by number or by name, not counting ``stacked`` axes. Default: all axes not in ``columns``; for
         a matrix, its first axis. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
         the array has several row axes, the raw value ``u`` keeps them all.
@@ -114,21 +115,21 @@ def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
 
 
 class Kronecker(RowsAndColumns, Constraint):
-    r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
+    r"""Makes a matrix a Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
-    Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
-    exact for Kronecker products; any other matrix starts at the nearest Kronecker product in Frobenius norm. To find
-    A and B, ``init`` rearranges W to a matrix with one row per entry of A and one column per entry of B, and takes the
-    largest singular value with its singular vectors. Even a zero matrix can train, because its ``b`` is random with
-    norm 1.
+    For an n x m matrix W, the raw tree stores ``a`` of shape ``shape`` and ``b`` of shape
+    ``(n / shape[0], m / shape[1])``, both main. ``init`` is exact for Kronecker products; any other matrix starts at
+    the nearest Kronecker product in Frobenius norm. To find A and B, ``init`` rearranges W to a matrix with one row per
+    entry of A and one column per entry of B, and takes the largest singular value with its singular vectors. Even a
+    zero matrix can train, because its ``b`` is random with norm 1.
 
     Args:
-      shape: The shape of A. Each size must divide the size of W along the same axis.
-      outside: As for :class:`Constraint`.
+      shape: The shape of the factor A. Each size must divide the size of W along the same axis.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`, one axis each.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axis and the column axis, one axis each; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``shape`` has the wrong type.
@@ -181,7 +182,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
 
 class _SingularValues(RowsAndColumns, Constraint):
-    r"""Matrices :math:`W = U \operatorname{diag}(f(s)) V^H`. The Cayley map computes U and V from fixed bases."""
+    r"""The base class of :math:`W = U \operatorname{diag}(f(s)) V^H`. The Cayley map gives U and V from fixed bases."""
 
     raw_values: ClassVar[Values] = {
         "u": main(decays=False, axes=("rows", "rank")),
@@ -218,7 +219,7 @@ class _SingularValues(RowsAndColumns, Constraint):
         return min(w.shape[-2:])
 
     def left_vectors(self, u: Array, vh: Array) -> Array:
-        """Returns the initial left singular vectors, from ``u`` and ``vh`` of the SVD. A subclass may change signs."""
+        """Returns the initial left singular vectors, given ``u`` and ``vh`` of the SVD. A subclass may change signs."""
         del vh
         return u
 
@@ -239,7 +240,7 @@ _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that i
 
 
 class _BoundedBelow(_SingularValues):
-    r"""Matrices whose singular values exceed ``eps``: :math:`f(s) = \epsilon + \log(1 + e^s)`."""
+    r"""The base class of stages whose singular values exceed ``eps``: :math:`f(s) = \epsilon + \log(1 + e^s)`."""
 
     eps: float = field(_EPS, default=1e-6, kw_only=True)
 
@@ -261,11 +262,12 @@ class _BoundedBelow(_SingularValues):
 
 
 class FixedRank(_BoundedBelow):
-    r"""A matrix of rank exactly ``rank``: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+    r"""Fixes the rank of a matrix to ``rank``: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Main raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(m, rank)``, which move the singular vectors away
-    from their bases by the Cayley map, as in :class:`Orthogonal`; and ``s`` of shape ``(rank,)``, real numbers. Fixed
-    raw values: the bases ``base_u`` and ``base_v``, in float32 for half-precision weights.
+    For an n x m matrix, the main raw values are ``u`` of shape ``(n, rank)``, ``v`` of shape ``(m, rank)``, and real
+    numbers ``s`` of shape ``(rank,)``. By the Cayley map, as in :class:`Orthogonal`, ``u`` and ``v`` move the singular
+    vectors away from their bases. The fixed raw values are these bases, ``base_u`` and ``base_v``, in float32 for
+    half-precision weights.
 
     ``init`` computes a truncated singular value decomposition, and is exact for a matrix of rank ``rank`` whose
     nonzero singular values exceed both ``eps`` and rounding errors. Any other matrix starts at the nearest matrix of
@@ -275,11 +277,11 @@ class FixedRank(_BoundedBelow):
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
       eps: The lower bound of the nonzero singular values.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``eps`` or ``rank`` has the wrong type.
@@ -306,7 +308,7 @@ class FixedRank(_BoundedBelow):
 
 
 class Invertible(_BoundedBelow):
-    r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+    r"""Makes a square matrix invertible: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
     The raw values are the same as in :class:`FixedRank` with full rank. The determinant of a real matrix keeps its
     sign. If the determinant is positive initially, W stays in :math:`GL^+(n)`, the connected component of the identity.
@@ -315,11 +317,11 @@ class Invertible(_BoundedBelow):
 
     Args:
       eps: The lower bound of all singular values.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``eps`` has the wrong type.
@@ -340,7 +342,7 @@ class Invertible(_BoundedBelow):
 
 
 class SpecialLinear(_SingularValues):
-    r"""A square matrix with determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
+    r"""Fixes the determinant of a square matrix to 1: :math:`W = U \exp(s - \bar s) V^T`, with mean :math:`\bar s`.
 
     The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact if the determinant is 1.
     Any other matrix is scaled to determinant 1. If the determinant is negative, the left singular vector of the
@@ -348,10 +350,10 @@ class SpecialLinear(_SingularValues):
     by values that make the determinant 1.
 
     Args:
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -376,8 +378,9 @@ class SpecialLinear(_SingularValues):
 
         Args:
           w: A square matrix.
-          tolerance: As for :class:`Constraint`. The default also includes the condition number of the matrix times the
-            machine epsilon, because rounding the entries can change the determinant by that factor.
+          tolerance: The relative tolerance, as for :class:`Constraint`. The default also includes the condition number
+            of the matrix times the machine epsilon, because rounding the entries can change the determinant by that
+            factor.
         """
         if tolerance is not None:
             return super().contains_leaf(w, tolerance)
@@ -408,7 +411,7 @@ _RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes a number greater th
 
 
 class AlmostOrthogonal(_SingularValues):
-    r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
+    r"""Keeps all singular values of a matrix within ``radius`` of 1: :math:`W = U (1 + r \sin s) V^H`.
 
     The raw values are the same as in :class:`FixedRank` with full rank. ``init`` is exact, up to rounding, if all
     singular values are between :math:`1 - r` and :math:`1 + r`. Any other matrix starts at the nearest such matrix,
@@ -416,11 +419,11 @@ class AlmostOrthogonal(_SingularValues):
 
     Args:
       radius: The largest distance r between a singular value and 1, greater than 0 and at most 1.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
-      rows, columns: As for :class:`LowRank`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
+      rows, columns: The row axes and the column axes; see :class:`LowRank`.
 
     Raises:
       TypeError: If ``radius`` has the wrong type.

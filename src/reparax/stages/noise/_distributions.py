@@ -1,4 +1,4 @@
-"""Stages that draw random weights from a distribution, whose parameters are the raw values.
+"""Stages that draw random weights from a distribution. The parameters of the distribution are the raw values.
 
 ``apply`` draws weights with a key, and ``mean_leaf`` returns the mean of the distribution. ``penalty_leaf`` returns the
 term of the loss that trains the distribution: a divergence from a prior, or the expected number of nonzero weights.
@@ -27,28 +27,28 @@ Noise = Literal["independent", "factorized"]
 
 
 class Gaussian(Reparametrization):
-    r"""Weights with a normal distribution: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
+    r"""Draws normally distributed weights: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    Raw values: ``mean`` (main), the array :math:`\mu`, with the shape and dtype of ``w``; ``rho`` (auxiliary), real
-    numbers that determine :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in
-    float32 for half-precision weights. ``init`` gives exactly ``mean = w``; ``p.deterministic`` and ``fold`` return the
-    mean. The penalty is the Kullback-Leibler divergence from the prior,
+    In place of ``w``, the raw tree stores ``mean`` (main), the array :math:`\mu`, of the same shape and dtype, and
+    ``rho`` (auxiliary), real numbers that determine :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each
+    index of ``axis``, in float32 for half-precision weights. ``init`` gives exactly ``mean = w``; ``p.deterministic``
+    and ``fold`` return the mean. The penalty is the Kullback-Leibler divergence from the prior:
 
     .. math:: KL(N(\mu, \sigma^2) \,\|\, N(0, s^2)) =
        \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
 
-    so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
-    :math:`E|\varepsilon|^2 = 1`, so the real and imaginary parts each have half the variance.
+    The loss of Bayes by backprop over ``n`` examples is therefore ``mean_loss + p.penalty(raw) / n``. For complex
+    weights, :math:`E|\varepsilon|^2 = 1`, so the real and imaginary parts each have half the variance.
 
     ``noise="factorized"`` gives the noise of NoisyNet, as in Rainbow. A matrix has the noise
     :math:`\varepsilon_{ij} = f(a_i) \, f(b_j)`, and a vector, such as a bias, has :math:`\varepsilon_j = f(b_j)`, with
-    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. The entries are uncorrelated. In units of
-    :math:`\sigma^2`, their variance is :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix. Factorized
-    noise has no penalty, because its divergence from the prior is not the one above.
+    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. The entries of the noise are uncorrelated. In
+    units of :math:`\sigma^2`, their variance is :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix.
+    Factorized noise has no penalty, because its divergence from the prior has no such formula.
 
-    Each array draws its own factorized noise. In the paper, a bias shares the numbers b with its kernel; this changes
-    neither the mean nor the variance of an output. The normal numbers are not truncated, as in the paper and in
-    dopamine; dqn_zoo truncates them at 2.
+    Each array draws its own factorized noise. In the paper on NoisyNet, a bias shares the numbers b with its kernel,
+    which changes neither the mean nor the variance of an output. As in that paper and in dopamine, the normal numbers
+    are not truncated; dqn_zoo truncates them at 2.
 
     Args:
       std: The initial :math:`\sigma`: a positive number, or a number for each array, as for :class:`Perturbation`.
@@ -60,11 +60,11 @@ class Gaussian(Reparametrization):
         for each column. Factorized noise takes only vectors and matrices: leave other arrays out with
         ``where``, or pass ``stacked``.
       where: Which arrays to act on. Default: every floating or complex parameter, including biases.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``std``, ``prior`` or ``axis`` has the wrong type.
-      ValueError: If ``std``, ``prior`` or ``axis`` is out of range, or if ``noise`` is not one of the words above.
+      ValueError: If ``std``, ``prior`` or ``axis`` is out of range, or if ``noise`` is not one of the allowed strings.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -98,8 +98,8 @@ class Gaussian(Reparametrization):
         if self.noise == "independent" or w.ndim in (1, 2):
             return None
         return (
-            f"expected a matrix or a vector for factorized noise, got shape {w.shape}. Leave it out with `where`, or "
-            f"pass the axes along which matrices are stacked (stacked=0)."
+            f"noise='factorized' takes only vectors and matrices, but got shape {w.shape}. Exclude this array with "
+            f"`where`, or pass the axes along which matrices are stacked, such as stacked=0."
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -130,8 +130,8 @@ class Gaussian(Reparametrization):
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         if self.noise == "factorized":
             raise ValueError(
-                "expected independent noise, got noise='factorized', whose divergence from the prior is not known. "
-                "Leave the penalty out of the loss, or noise='factorized' out of the stage."
+                "the penalty requires noise='independent', but got noise='factorized', whose divergence from the prior "
+                "is not known. Leave the penalty out of the loss, or pass noise='independent'."
             )
         return _divergence(values["mean"], values["rho"], scalar(self.prior, values["rho"]))
 
@@ -154,30 +154,30 @@ def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
 
 TINY = 1e-8
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
-"""The constants k1, k2 and k3 in the approximation of the divergence by Molchanov et al."""
+"""The constants k1, k2 and k3 in the approximation of the Kullback-Leibler divergence by Molchanov et al."""
 
 
 class VariationalDropout(Reparametrization):
     r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
 
-    Raw values: ``theta`` (main), with the shape and dtype of ``w``; ``log_var`` (auxiliary), the array
-    :math:`\log \sigma^2`, with one number for each weight, in float32 for half-precision weights; ``mask`` (fixed), the
-    array :math:`m`, which is 0 where a weight is pruned and 1 elsewhere. ``init`` gives exactly ``theta = w``;
-    ``p.deterministic`` and ``fold`` return the mean, :math:`m \theta`.
+    In place of ``w``, the raw tree stores ``theta`` (main), of the same shape and dtype; ``log_var`` (auxiliary), the
+    array :math:`\log \sigma^2`, with one number for each weight, in float32 for half-precision weights; and ``mask``
+    (fixed), the array :math:`m`, which is 0 where a weight is pruned and 1 elsewhere. ``init`` gives exactly
+    ``theta = w``; ``p.deterministic`` and ``fold`` return the mean, :math:`m \theta`.
 
-    ``update`` permanently prunes weights that are mostly noise: weights with :math:`\log \alpha` above ``threshold``.
-    The penalty approximates the divergence from the log-uniform prior, as in Molchanov et al.:
+    ``update`` permanently prunes weights that are mostly noise, namely those with :math:`\log \alpha` above
+    ``threshold``. The penalty approximates the divergence from the log-uniform prior, as in Molchanov et al.:
 
     .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
 
-    Add it to the mean loss over ``n`` examples as ``p.penalty(raw) / n``.
+    Add the penalty to the mean loss over ``n`` examples as ``p.penalty(raw) / n``.
 
     Args:
       std: The initial :math:`\sigma`, a positive number.
       threshold: ``update`` prunes a weight if its :math:`\log \alpha` is above this number. The default of 3
         corresponds to a dropout rate of 0.95.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``std`` or ``threshold`` has the wrong type.
@@ -228,7 +228,7 @@ class VariationalDropout(Reparametrization):
 
 
 def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
-    """Sets the entries of ``x`` to zero where the weights are pruned."""
+    """Sets the entries of ``x`` to zero where ``mask`` is zero, which marks pruned weights."""
     return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
 
 
@@ -239,29 +239,29 @@ def _log_alpha(values: dict[str, Array]) -> Array:
 
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
-"""The bounds of gates before clipping to [0, 1], and the temperature of the distribution of gates, as in the paper."""
+"""The bounds of gates before clipping to [0, 1], and the temperature of their distribution, as in Louizos et al."""
 LARGEST_RATE = 0.68
 """The upper limit of the initial rate. At rates slightly above this limit, ``update`` would close all gates at once."""
 
 
 _RATE = number_that(
     lambda rate: 0 < rate < LARGEST_RATE,
-    f"takes a probability above 0 and below {LARGEST_RATE}: `update` closes gates with a larger one.",
+    f"takes a probability above 0 and below {LARGEST_RATE}, because `update` closes all gates at larger rates.",
     known=True,
 )
 
 
 class HardConcrete(Reparametrization):
-    r"""Weights with random gates that can be exactly zero, for L0 regularization: :math:`w = m \, z \, x`.
+    r"""Multiplies weights by random gates that can be exactly zero, for L0 regularization: :math:`w = m \, z \, x`.
 
     .. math:: z = \min(1, \max(0, 1.2 \, s - 0.1)), \quad
        s = \mathrm{sigm}\left(\tfrac{3}{2} \left(\log \tfrac{u}{1 - u} + \log \alpha\right)\right), \quad
        u \sim U(0, 1)
 
-    Raw values: ``w`` (main), the array :math:`x`, with the shape of the weights; ``log_alpha`` (auxiliary), one number
-    for each gate, of size 1 along the axes whose weights share a gate, in float32 for half-precision weights; ``mask``
-    (fixed), the array :math:`m`, with the shape of ``log_alpha``, which is 0 where a gate is permanently closed and 1
-    elsewhere.
+    The raw tree stores ``w`` (main), the array :math:`x`, with the shape of the weights; ``log_alpha`` (auxiliary), one
+    number for each gate, of size 1 along the axes whose weights share a gate, in float32 for half-precision weights;
+    and ``mask`` (fixed), the array :math:`m`, with the shape of ``log_alpha``, which is 0 where a gate is permanently
+    closed and 1 elsewhere.
 
     ``p.deterministic`` and ``fold`` return the mean, :math:`m \, E[z] \, x`. ``init`` chooses ``w`` so that the mean
     equals the original weights, up to rounding. ``update`` permanently closes the gates that the paper closes at test
@@ -276,7 +276,7 @@ class HardConcrete(Reparametrization):
         prunes the inputs of a kernel ``(in, out)``. Default: ``"each"``, for one gate per weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``rate`` or ``axis`` has the wrong type.

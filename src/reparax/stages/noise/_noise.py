@@ -26,11 +26,11 @@ from reparax.numerics.linalg import norm
 class _DrawnByType(Perturbation):
     """A perturbation in two steps: ``draw`` draws random numbers, and ``perturb`` applies the numbers to an array.
 
-    For a given key, the random numbers depend only on the array's type. Consecutive stages of one class on an array can
-    therefore share the numbers.
+    For a given key, the random numbers depend only on the array's shape and dtype. Consecutive stages of one class on
+    an array can therefore share the numbers.
 
     Attributes:
-      shared: The settings of the stage that also influence the random numbers.
+      shared: The stage's settings that also determine the random numbers.
     """
 
     draws_by_type: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """Draws random numbers for an array of the type of ``like``. A batch of keys gives a batch of arrays."""
+        """Draws random numbers for an array of the type of ``like``. A batch of keys gives a batch of draws."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
@@ -46,13 +46,13 @@ class _DrawnByType(Perturbation):
 
     @abstractmethod
     def merged_with(self, later: Any) -> Any:
-        """Returns a stage with the distribution of this stage followed by ``later``, or None if there is no such stage.
+        """Returns one stage with the same distribution as this stage followed by ``later``, or None if there is none.
 
         A chain merges two stages only if their class defines this method itself. Inherited definitions do not count.
         """
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
-        """Runs both steps. A chain instead calls ``draw`` first, and ``perturb`` once the array is read."""
+        """Draws random numbers and perturbs ``w``. A chain calls ``draw`` first, and ``perturb`` once ``w`` is read."""
         return self.perturb(w, self.draw(w, key))
 
 
@@ -65,12 +65,13 @@ Relative = Literal["max", "std", "norm"]
 
 
 class VarNoise(_DrawnByType):
-    r"""Gaussian weight noise (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
+    r"""Adds Gaussian noise to weights: :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
-    The stage has no raw values, so the raw tree is the model's own tree. Complex arrays get complex noise with
-    :math:`E|\varepsilon|^2 = 1`. For half-precision arrays, the sum is computed in float32. With the same key, a
-    negative :math:`\sigma` gives the noise of :math:`|\sigma|` with the opposite sign. Two consecutive stages on one
-    array draw random numbers only once, with the standard deviation :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`.
+    This stage (variational noise) has no raw values, so the raw tree is the model's own tree. Complex arrays get
+    complex noise with :math:`E|\varepsilon|^2 = 1`. For half-precision arrays, the sum is computed in float32. With the
+    same key, a negative :math:`\sigma` gives the noise of :math:`|\sigma|` with the opposite sign. Two consecutive
+    stages on one array draw random numbers only once, with the standard deviation
+    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`.
 
     With ``relative``, the standard deviation is :math:`\sigma` times the size of the weights: their largest magnitude
     (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``). The size is computed for the
@@ -91,7 +92,7 @@ class VarNoise(_DrawnByType):
 
     Raises:
       TypeError: If ``std`` or ``axis`` has the wrong type.
-      ValueError: If ``std`` or ``axis`` is out of range, or if ``relative`` is not one of the words above.
+      ValueError: If ``std`` or ``axis`` is out of range, or if ``relative`` is not one of the allowed strings.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -150,11 +151,11 @@ class VarNoise(_DrawnByType):
 
 
 class WeightDropout(_DrawnByType):
-    r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, with mean w.
+    r"""Drops random weights (DropConnect): :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`.
 
-    The stage has no raw values, so the raw tree is the model's own tree. The probability is exact to :math:`2^{-23}`.
-    Two consecutive stages with equal ``broadcast_dims`` on one array draw random numbers only once, and keep a weight
-    with the product of both keep probabilities.
+    The stage has no raw values, so the raw tree is the model's own tree. The mean of the result is ``w``. The
+    probability is exact to :math:`2^{-23}`. Two consecutive stages with equal ``broadcast_dims`` on one array draw
+    random numbers only once, and keep a weight with the product of both keep probabilities.
 
     Args:
       rate: The probability :math:`p` that a weight is dropped, ``0 <= rate < 1``: a number or a traced scalar. The
@@ -164,7 +165,7 @@ class WeightDropout(_DrawnByType):
         drops whole heads of a kernel of shape ``(heads, dim, out)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Perturbation`; ``broadcast_dims`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Perturbation`. ``broadcast_dims`` does not count them.
 
     Raises:
       TypeError: If ``rate`` or ``broadcast_dims`` has the wrong type.
@@ -221,9 +222,9 @@ def _root_of_squares(a: Any, b: Any) -> Any:
 
 
 def _keep_probability(rate: Any) -> Any:
-    """Returns the probability of keeping a weight.
+    """Returns ``1 - rate``, the probability of keeping a weight.
 
-    Arrays are computed in float32 or float64, because in half precision the result could round to 0 or 1.
+    If ``rate`` is an array, the result is in float32 or float64, because in half precision it could round to 0 or 1.
     """
     if isinstance(rate, float):
         return 1 - rate

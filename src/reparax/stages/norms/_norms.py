@@ -1,7 +1,7 @@
 """Stages for norms of weights: weight norm, weight standardization, max norm, spheres and the Poincaré ball.
 
-For half-precision weights, the formulas run in float32 (``widened``) and cast the result back. The field ``axis`` names
-the axes with one norm per index. The field ``along`` names the axes of the vectors whose norm is computed.
+The formulas compute half-precision weights in float32 (see ``widened``) and cast the result back. The field ``axis``
+names the axes that keep one norm per index. The field ``along`` names the axes over which a norm is computed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class _PerChannel(Reparametrization):
 
 
 class WeightNorm(_PerChannel):
-    r"""Weight norm, which trains length and direction separately: :math:`w = g \, v / \lVert v \rVert`.
+    r"""Trains the length and the direction of weights separately (weight norm): :math:`w = g \, v / \lVert v \rVert`.
 
-    Raw values: ``v`` (main), with the shape and dtype of ``w``; ``g`` (auxiliary), a real array of size 1 along the
-    normed axes, in float32 for half-precision weights and otherwise in the precision of ``w``.
+    In place of ``w``, the raw tree stores ``v`` (main), of the same shape and dtype, and ``g`` (auxiliary), a real
+    array of size 1 along the normed axes, in float32 for half-precision weights and otherwise in the precision of
+    ``w``.
 
-    ``init`` gives ``v = w`` and :math:`g = \lVert w \rVert`, and is exact for every ``w`` with a finite norm. If a norm
+    ``init`` gives ``v = w`` and :math:`g = \lVert w \rVert`, and reproduces every ``w`` with a finite norm. If a norm
     is below 1e-28 or above 1e28, ``v`` is ``w`` times a power of two, because the square of such a norm does not fit
-    into float32. A slice of zeros gets ``g = 0`` and ``v = 1``. The slice is then reproduced exactly and can still
-    train.
+    into float32. A slice of zeros gets ``g = 0`` and ``v = 1``, so it starts at zero and can still train.
 
-    Equivalents in other libraries, for the same array. A weight in torch has the shape ``(out, in)``.
+    The table lists equivalent arguments in other libraries. A weight in torch has the shape ``(out, in)``.
 
     ======================================  =============
     flax ``feature_axes=-1`` (its default)  ``axis=-1``
@@ -59,12 +59,12 @@ class WeightNorm(_PerChannel):
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. Pass a tuple for several axes, None for one norm of the whole
-        array, or ``"each"`` for one norm of each weight. Default: the outputs, known from the class of an nnx or
-        equinox layer, or from the name ``kernel`` or ``w`` of an array ``(in, out)``; any other array is an error.
-        Axes are given by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
+        array, or ``"each"`` for one norm of each weight. Default: the output axes, inferred from the class of an nnx or
+        equinox layer, or from the name ``kernel`` or ``w`` of an array ``(in, out)``; any other array raises an error.
+        Give axes by number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``. For example, ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")``
-        and the first axis of a kernel with axes ``("mlp", "embed")``. Every stage takes axis names; a parameter
-        without the given name is an error.
+        and the first axis of a kernel with axes ``("mlp", "embed")``. Every stage takes axis names, and raises an error
+        if a parameter lacks the name.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper. ``v``
         always starts at ``w`` itself, so that the base of an adapter equals the weights of the model. ``init`` is
@@ -72,7 +72,7 @@ class WeightNorm(_PerChannel):
         once ``v`` is nonzero.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis`` or ``detach`` has the wrong type.
@@ -113,12 +113,12 @@ class WeightNorm(_PerChannel):
 
 
 class WeightStandardization(_PerChannel, Constraint):
-    r"""Weights with mean 0 and variance 1 over the inputs of each output channel: :math:`w = (v - \mu) / \sigma`.
+    r"""Standardizes the weights of each output channel to mean 0 and variance 1: :math:`w = (v - \mu) / \sigma`.
 
-    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact if each channel
-    has mean 0 and variance 1. Any other channel starts at the standardized channel, which is the nearest point. A
-    channel of equal numbers has no unique nearest point, so it starts at evenly spaced numbers. For half-precision
-    arrays, the computation runs in float32.
+    In place of ``w``, the raw tree stores ``v`` (main), of the same shape and dtype. ``init`` gives ``v = w``, and is
+    exact if each channel has mean 0 and variance 1. Any other channel starts at the standardized channel, which is the
+    nearest point. A channel of equal numbers has no unique nearest point, so it starts at evenly spaced numbers. For
+    half-precision arrays, the computation runs in float32.
 
     To add a gain, append weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization
     of Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. In this chain, ``init`` keeps the
@@ -128,10 +128,10 @@ class WeightStandardization(_PerChannel, Constraint):
     Args:
       axis: The feature axes, by number or by name, with one mean and one variance per index; for example, ``-1`` for a
         convolution's ``(height, width, in, out)``. Default: the outputs, as for :class:`WeightNorm`.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis`` has the wrong type.
@@ -157,8 +157,8 @@ class WeightStandardization(_PerChannel, Constraint):
         if self._count(w) == 1:
             axis = None if self.axis is None else last_to_number(self.axis)
             return (
-                f"expected several inputs for each index of axis {axis}, got one in shape {w.shape}. "
-                f"Leave it out with `where`, or use a separate stage for it."
+                f"expected at least two inputs for each index of axis {axis}, but got one: the shape is {w.shape}. "
+                f"Exclude this array with `where`, or use a separate stage for it."
             )
         return None
 
@@ -180,28 +180,29 @@ class WeightStandardization(_PerChannel, Constraint):
         return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)
 
     def _count(self, w: Array) -> int:
-        """Returns the number of inputs of a channel."""
+        """Returns the number of weights in each channel: the product of the sizes of all axes not in ``axis``."""
         return math.prod(w.shape[axis] for axis in other_axes(self.axis, w))
 
 
 class Sphere(Constraint):
-    r"""Vectors of a fixed norm: :math:`w = r \, v / \lVert v \rVert`.
+    r"""Fixes the Euclidean norm of vectors: :math:`w = r \, v / \lVert v \rVert`.
 
-    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact for
-    vectors of norm :math:`r`. Any other vector starts at the nearest point of the sphere. A zero vector has no unique
-    nearest point, so it gets ``v = 1``. Samples are uniform. For half-precision arrays, the computation runs in
-    float32.
+    In place of ``w``, the raw tree stores ``v`` (main), of the same shape and dtype. ``init`` gives ``v = w``, and is
+    exact for vectors of norm :math:`r`. Any other vector starts at the nearest point of the sphere. A zero vector has
+    no unique nearest point, so it gets ``v = 1``. Samples are uniform on the sphere. For half-precision arrays, the
+    computation runs in float32.
 
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes of each vector: ``-1`` for the rows of an embedding, ``0`` for the weights of each output of a
-        dense kernel ``(in, out)``, None for the whole array as one vector. Default: the only axis of a vector, the
-        inputs of each output, or the rows of a table, if the roles of the axes are known as for :class:`WeightNorm`. A
-        matrix named ``w`` counts as a kernel ``(in, out)``; if its rows are the vectors, pass ``-1``.
-      outside: As for :class:`Constraint`.
+        dense kernel ``(in, out)``, None for the whole array as one vector. Default: the only axis of a one-dimensional
+        array, the input axes of a kernel, or the feature axis of an embedding table, if these are known as for
+        :class:`WeightNorm`. A matrix named ``w`` counts as a kernel ``(in, out)``; if its rows are the vectors, pass
+        ``-1``.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``along`` does not count these axes.
 
     Raises:
       TypeError: If ``radius`` or ``along`` has the wrong type.
@@ -235,14 +236,15 @@ class Sphere(Constraint):
 
 
 class MaxNorm(_PerChannel, Constraint):
-    r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
+    r"""Bounds the norm of weights: :math:`w = v` inside a ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
 
-    Raw value: ``v`` (main), with the shape and dtype of ``w``. ``init`` gives ``v = w``, and is exact if
-    :math:`\lVert w \rVert \le c`. Any other vector starts at the nearest point, which is ``w`` rescaled to norm ``c``.
+    In place of ``w``, the raw tree stores ``v`` (main), of the same shape and dtype. ``init`` gives ``v = w``, and is
+    exact if :math:`\lVert w \rVert \le c`. Any other vector starts at the nearest point, which is ``w`` rescaled to
+    norm ``c``.
 
-    Inside the ball, weights train as usual. Outside, the map is the inversion in the sphere. Rescaling ``v`` to the
-    sphere instead would pass no gradient to the norm of ``v``, so a ``v`` outside the ball could never return. For
-    half-precision arrays, the computation runs in float32.
+    Inside the ball of radius ``c``, weights train as usual. Outside, the map from ``v`` to ``w`` is the inversion in
+    the sphere. Rescaling ``v`` to the sphere instead would pass no gradient to the norm of ``v``, so a ``v`` outside
+    the ball could never return. For half-precision arrays, the computation runs in float32.
 
     Args:
       max_norm: The largest norm :math:`c`, a number or a traced scalar.
@@ -250,10 +252,10 @@ class MaxNorm(_PerChannel, Constraint):
         output of a dense kernel ``(in, out)`` or of a convolution. ``(-2, -1)`` bounds the weights of each head and
         dimension of an attention kernel ``(in, heads, dim)``. ``0`` bounds each row of an embedding, and None bounds
         the norm of the whole array. Default: the outputs, as for :class:`WeightNorm`.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``max_norm`` or ``axis`` has the wrong type.
@@ -284,7 +286,7 @@ class MaxNorm(_PerChannel, Constraint):
         return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
 
     def _shrinkage(self, x: Array) -> Array:
-        """Computes the factor that scales a vector outside the ball to the sphere. Inside the ball the factor is 1."""
+        """Returns the factor that shrinks each vector in ``x`` to norm ``max_norm``, or 1 if its norm is smaller."""
         length = norm(x, other_axes(self.axis, x))
         largest = scalar(self.max_norm, length)
         is_outside, ones = length > largest, jnp.ones_like(length)
@@ -292,10 +294,11 @@ class MaxNorm(_PerChannel, Constraint):
 
 
 class PoincareBall(Constraint):
-    r"""Hyperbolic space as the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
+    r"""Keeps points in the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
 
     The map is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
-    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), with the shape and dtype of ``w``, a tangent vector at the origin.
+    :math:`1 / \sqrt{c}`. In place of ``w``, the raw tree stores ``v`` (main), a tangent vector at the origin of the
+    same shape and dtype.
 
     ``init`` gives the logarithm of ``w``,
     :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`, which is exact inside the
@@ -306,13 +309,13 @@ class PoincareBall(Constraint):
 
     Args:
       curvature: The number :math:`c`, greater than 0, or a traced scalar.
-      along: The axes that hold the coordinates of a point. Default: the only axis of a vector, or the outputs, if the
-        outputs are known as for :class:`WeightNorm`. The outputs are the last axis of a table and of a kernel
-        ``(in, out)``. The name of an array is enough, because points outside networks usually lie along the last axis
-        as well.
-      outside: As for :class:`Constraint`.
+      along: The axes that hold the coordinates of a point. Default: the only axis of a one-dimensional array, or the
+        output axes, if these are known as for :class:`WeightNorm`. The output axis is the last axis of an embedding
+        table and of a kernel ``(in, out)``. The name of an array is enough to determine it, because points outside
+        networks usually lie along the last axis as well.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``along`` does not count these axes.
 
     Raises:
       TypeError: If ``curvature`` or ``along`` has the wrong type.
@@ -349,10 +352,10 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # Near 0 the quotient has no stable derivative.
+        is_small = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # tanh(s) / s has no stable derivative near 0.
         nonzero_length = jnp.where(is_small, jnp.ones_like(length), length)
         image = jnp.tanh(nonzero_length)
-        # At the margin, keep the gradient of the map. With a zero gradient, no point could leave the margin again.
+        # Clip points to the margin but keep the gradient of the map, without which no point could leave the margin.
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _largest_norm_inside(v), 0))
         return (widened(v) * jnp.where(is_small, 1 - jnp.square(length) / 3, image / nonzero_length)).astype(v.dtype)
 

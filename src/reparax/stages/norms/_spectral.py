@@ -1,7 +1,7 @@
 """The stage ``SpectralNorm``, for matrices and for convolutions.
 
-Power iteration alternates between a linear map and the adjoint of the map. The map multiplies a vector by a matrix, or
-applies a ``Convolution`` to an image. ``_times_matrix`` and ``_times_adjoint`` handle both cases.
+Power iteration alternates between a linear map and its adjoint. The map multiplies a vector by a matrix, or applies a
+``Convolution`` to an image. ``_times_matrix`` and ``_times_adjoint`` handle both cases.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
     """Returns the shape of an image as a tuple. Raises an error if a size is not a positive integer."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
-        raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
+        raise TypeError(f"{who} takes {name} as a tuple of positive sizes, such as (32, 32), but got {value!r}.")
     return tuple(map(int, sizes))
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """Checks that a value is a positive integer, or a tuple with one positive integer for each axis of an image."""
+    """Checks that a value is a positive integer or a tuple of positive integers, one per image axis, and returns it."""
     if is_integer(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_integer(size) and size > 0 for size in value):
         return tuple(map(int, value))
-    raise TypeError(f"{who} takes an integer of at least 1 as {name}, or one for each axis, but got {value!r}.")
+    raise TypeError(f"{who} takes {name} as a positive integer or a tuple of them, but got {value!r}.")
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
-    """Checks that a value is a padding.
+    """Checks that a value describes the padding of a convolution, and returns it.
 
-    A padding is a word such as ``"SAME"``, a number of zeros for every side, or a pair of numbers for each axis.
+    A padding is ``"SAME"``, ``"VALID"``, ``"CIRCULAR"``, a number of zeros for every side, or a pair ``(low, high)``
+    for each axis.
     """
     if type(value) is str and value in _PADDINGS:
         return value
@@ -59,8 +60,8 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
         return tuple((int(low), int(high)) for low, high in value)
     raise TypeError(
-        f"{who} takes 'SAME', 'VALID', 'CIRCULAR', a number of zeros or a pair of them for each axis as {name}, but "
-        f"got {value!r}."
+        f"{who} takes {name}='SAME', 'VALID' or 'CIRCULAR', a number of zeros, or a pair (low, high) for each axis, "
+        f"but got {value!r}."
     )
 
 
@@ -84,28 +85,28 @@ class Convolution:
         ndim = len(self.input_shape)
         if kernel.ndim != ndim + 2:
             return (
-                f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, got shape "
-                f"{kernel.shape}. Leave it out with `where`."
+                f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, but got shape "
+                f"{kernel.shape}. Exclude this array with `where`."
             )
         for name in ("strides", "kernel_dilation", "padding"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != ndim:
                 return (
-                    f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
-                    f"Correct `{name}`."
+                    f"`{name}` must have {ndim} entries, one for each axis of input_shape={self.input_shape}, but got "
+                    f"{value}. Pass a tuple of length {ndim}."
                 )
         if not kernel.size:
-            return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
+            return f"expected a nonempty kernel, but got shape {kernel.shape}. Exclude this array with `where`."
         if kernel.shape[-1] % self.feature_group_count:
             return (
-                f"expected outputs that feature_group_count={self.feature_group_count} divides, got shape "
-                f"{kernel.shape}. Correct `feature_group_count`."
+                f"feature_group_count={self.feature_group_count} must divide the number of output channels, but got "
+                f"shape {kernel.shape}. Pass a divisor of {kernel.shape[-1]}."
             )
         image = jax.eval_shape(self, kernel, self.input_type(kernel))
         if not math.prod(image.shape):
             return (
-                f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
-                f"shape {kernel.shape}. Enlarge `input_shape`."
+                f"expected images at least as large as the kernel, but got input_shape={self.input_shape} for a kernel "
+                f"of shape {kernel.shape}. Pass a larger `input_shape`."
             )
         return None
 
@@ -114,7 +115,7 @@ class Convolution:
         return jax.ShapeDtypeStruct((*self.input_shape, kernel.shape[-2] * self.feature_group_count), kernel.dtype)
 
     def __call__(self, kernel: Array, image: Array) -> Array:
-        """Convolves an image with the kernel. The output image has the shape ``(..., out)``."""
+        """Convolves an image of shape ``(*input_shape, in)`` with the kernel to an image of shape ``(..., out)``."""
         ndim = len(self.input_shape)
         strides, dilation = (self._per_axis(sizes) for sizes in (self.strides, self.kernel_dilation))
         padding: Any = self.padding
@@ -155,11 +156,11 @@ _STEPS_TO_PROJECT = 500
 
 
 class SpectralNorm(MatrixAxes, Constraint):
-    r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
+    r"""Divides a matrix by its largest singular value: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
-    Raw values: ``w`` (main), the matrix W; ``u`` (fixed), a vector with one number per column; ``v`` (fixed), a vector
-    with one number per row. The vectors estimate the singular vectors by power iteration, and are in float32 for
-    half-precision weights. No gradient passes through ``u`` and ``v``.
+    The raw tree stores ``w`` (main), the matrix W; ``u`` (fixed), a vector with one entry per column; and ``v``
+    (fixed), a vector with one entry per row. Power iteration makes ``u`` and ``v`` estimates of the leading singular
+    vectors, in float32 for half-precision weights. No gradient passes through them.
 
     ``init`` keeps ``w`` and runs 15 power iterations from a random start, as torch does. ``update`` runs ``n_steps``
     power iterations; call it once per training step. ``apply`` and ``fold`` never iterate, so all calls in a training
@@ -173,23 +174,24 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     A matrix has the same norm as its transpose. For an array of more than two dimensions, name the output axes:
     ``columns=(1, 2)`` for an attention kernel ``(in, heads, dim)``, ``columns=-1`` for the output projection
-    ``(heads, dim, out)``. If the rows of an attention kernel were ``(in, heads)``, the norm of its linear map could
-    reach the square root of the number of heads.
+    ``(heads, dim, out)``. If the rows of an attention kernel were ``(in, heads)``, its linear map could have a norm as
+    large as the square root of the number of heads.
 
-    A convolution is a linear map of images, whose norm depends on strides and padding. This norm can exceed the norm of
-    the kernel as a matrix, which ``columns=-1`` and other libraries use, by up to the square root of the kernel's area.
-    With ``input_shape``, the shape of the input images, :math:`\sigma` is the norm of the convolution. Then ``v`` has
-    the shape ``(*input_shape, in)``, ``u`` has the shape of the output image, and ``project`` runs 500 power iterations
-    in place of the SVD. Use more steps for convolutions, such as ``n_steps=5``, because the largest singular values
-    are close to each other.
+    A convolution is a linear map of images, and its norm depends on strides and padding. That norm can exceed the norm
+    of the kernel reshaped to a matrix by a factor of up to the square root of the kernel's area. ``columns=-1`` and
+    other libraries use the norm of that matrix. With ``input_shape``, the shape of the input images, :math:`\sigma` is
+    the norm of the convolution. Then ``v`` has the shape ``(*input_shape, in)``, ``u`` has the shape of the output
+    image, and ``project`` runs 500 power iterations in place of the SVD. Use more steps for convolutions, such as
+    ``n_steps=5``, because the largest singular values are close to each other.
 
     Args:
       n_steps: The number of power iterations in each ``update``, at least 1. Torch calls it ``n_power_iterations``.
-      rows: As for :class:`LowRank`.
-      columns: As for :class:`LowRank`. A single axis is the ``dim`` of torch: 0, or 1 for transposed convolutions. With
-        ``input_shape``, pass the output axis, which must be the first or the last axis; the input axis is its neighbor
-        (1 or -2). A transposed convolution has the same norm as its adjoint, which is a convolution. For a transposed
-        convolution of torch, pass ``columns=0``, and the shape of the output images as ``input_shape``.
+      rows: The row axes; see :class:`LowRank`.
+      columns: The column axes; see :class:`LowRank`. A single axis corresponds to ``dim`` in torch: 0, or 1 for
+        transposed convolutions. With ``input_shape``, pass the output axis, which must be the first or the last axis;
+        the input axis is its neighbor (1 or -2). A transposed convolution has the same norm as its adjoint, which is a
+        convolution. For a transposed convolution of torch, pass ``columns=0``, and the shape of the output images as
+        ``input_shape``.
       input_shape: The shape of a convolution's input images without channels, such as ``(32, 32)``. Default: None, for
         plain matrices.
       strides: The strides of the convolution: one integer, or a tuple with an integer for each axis of the image.
@@ -197,10 +199,10 @@ class SpectralNorm(MatrixAxes, Constraint):
         ``(low, high)`` for each axis.
       kernel_dilation: The dilation of the kernel: one integer, or a tuple with an integer for each axis of the image.
       feature_group_count: The number of channel groups.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales; with ``input_shape``, only arrays with two more dimensions than ``input_shape``.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``n_steps``, ``input_shape``, ``strides``, ``padding``, ``kernel_dilation`` or
@@ -244,13 +246,13 @@ class SpectralNorm(MatrixAxes, Constraint):
         names_given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
         if self.input_shape is None and names_given:
             raise ValueError(
-                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`, the shape "
-                "of the input images. Pass it, such as input_shape=(32, 32)."
+                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`. Pass the "
+                "shape of the convolution's input images, such as input_shape=(32, 32)."
             )
         if self.input_shape is not None and self.rows is not None:
             raise ValueError(
-                f"SpectralNorm got rows={self.rows!r} with `input_shape`, whose convolution has one output axis and "
-                "its neighbor as input axis. Leave `rows` out, and pass the output axis, such as columns=-1."
+                f"SpectralNorm got rows={self.rows!r} with `input_shape`, but a convolution's input axis is always the "
+                "neighbor of its output axis. Leave `rows` out, and pass the output axis, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -267,8 +269,8 @@ class SpectralNorm(MatrixAxes, Constraint):
             return None
         if not self._outputs(w):
             return (
-                f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
-                f"{w.shape}. Use one of these."
+                f"`columns` must be the first or the last axis of a convolution's kernel, but got "
+                f"columns={self.columns} for shape {w.shape}. Pass columns=0 or columns=-1."
             )
         return self._convolution.why_refused(jax.eval_shape(self._matrix, w))
 
@@ -320,7 +322,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
-        """Returns the output axis of a convolution in a list, which is empty unless the axis is the first or last."""
+        """Returns a list with the output axis of a kernel, empty if that axis is neither the first nor the last."""
         axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
@@ -338,13 +340,13 @@ def _times_adjoint(matrix: Array, u: Array, convolution: Convolution | None) -> 
 
 
 def _as_unit(x: Array) -> Array:
-    """Divides ``x`` by its Euclidean norm, taken over all axes."""
+    """Divides ``x`` by its Euclidean norm over all axes."""
     return unit(x, tuple(range(x.ndim)))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
-    """Runs ``n_steps`` power iterations from ``v``, and returns estimates of the singular vectors ``u`` and ``v``.
+    """Runs ``n_steps`` power iterations from ``v``, and returns the estimated singular vectors ``u`` and ``v``.
 
     The function is jitted, so that eager calls compile the loop only once.
     """
@@ -352,6 +354,6 @@ def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | N
     def step(v: Array) -> tuple[Array, Array]:
         u = _as_unit(_times_matrix(matrix, v, convolution))
         image = _as_unit(_times_adjoint(matrix, u, convolution))
-        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep `v` nonzero: a zero matrix may train.
+        return u, jnp.where(jnp.all(image == 0), v, image)  # Keep `v` nonzero, so that a zero matrix can train.
 
     return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

@@ -1,4 +1,4 @@
-"""Elementwise stages, such as stages for positive and bounded numbers, and a stage for probabilities along an axis."""
+"""Stages for positive and bounded numbers, for other elementwise maps, and for probabilities along an axis."""
 
 from reparax.stages.numbers._numbers import Bounded as Bounded
 from reparax.stages.numbers._numbers import Elementwise as Elementwise

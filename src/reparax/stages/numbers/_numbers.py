@@ -1,4 +1,4 @@
-"""Elementwise stages, such as stages for positive and bounded numbers, and a stage for probabilities along an axis."""
+"""Stages for positive and bounded numbers, for other elementwise maps, and for probabilities along an axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Function = Callable[[Array], Array]
 class _ElementwiseMap(Constraint):
     """The base class of stages that apply an elementwise function to the raw value ``x``.
 
-    A sample is this function applied to standard normal numbers.
+    To draw a sample, the stage applies this function to standard normal numbers.
     """
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
@@ -39,11 +39,11 @@ class _ElementwiseMap(Constraint):
 
     @abstractmethod
     def _inverse(self, w: Array) -> Array:
-        """Maps weights ``w`` to the raw value."""
+        """Maps weights ``w`` to the raw value ``x``."""
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
-            raise ValueError(f"expected real numbers for log_det, got {values['x'].dtype}.")
+            raise ValueError(f"log_det takes real arrays, but got {values['x'].dtype}. Exclude the array with `where`.")
         _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
         return jnp.sum(self._log_slope(values["x"], slope))
 
@@ -67,30 +67,30 @@ _POSITIVE: dict[str, tuple[Function, Function]] = {
     "exp": (jnp.exp, jnp.log),
     "square": (jnp.square, jnp.sqrt),
 }
-"""Maps the name of each map to two functions: from raw values to positive numbers, and the inverse."""
+"""Maps each value of ``map`` to two functions: from raw values to positive numbers, and the inverse."""
 
 
 PositiveMap = Literal["softplus", "exp", "square"]
 
 
 class Positive(_ElementwiseMap):
-    r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
+    r"""Makes numbers positive: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
-    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`,
-    :math:`\log w` or :math:`\sqrt w`. ``init`` is exact for positive ``w``, up to the rounding of ``x``. Zero and
-    negative numbers are an error, because they would start next to zero, where each map is flat, and never train. With
-    ``outside="unchecked"`` such numbers start at the smallest number that the arithmetic of the dtype distinguishes
-    from zero. For half-precision arrays, the computation runs in float32.
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype. ``init`` gives
+    :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or :math:`\sqrt w`. ``init`` is exact for positive ``w``, up to the
+    rounding of ``x``. Zero and negative numbers raise an error, because they would start next to zero, where each map
+    is flat, and never train. With ``outside="unchecked"``, such numbers start at the smallest number that the
+    arithmetic of the dtype distinguishes from zero. For half-precision arrays, the computation runs in float32.
 
     Args:
       map: The map from ``x`` to ``w``: ``"softplus"``, ``"exp"`` or ``"square"``. Only ``"square"`` can give
         weights of exactly zero.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
-      ValueError: If ``map`` is not one of the words above.
+      ValueError: If ``map`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -144,20 +144,20 @@ def _least_number(w: Array) -> float:
 
 
 class Bounded(_ElementwiseMap):
-    r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
+    r"""Keeps numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
 
-    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives the logit
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype. ``init`` gives the logit
     :math:`x = \log((w - a) / (b - w))`, which is exact between the bounds, up to the rounding of :math:`b - a`. Numbers
-    at a bound or beyond are an error, because the map is flat there and such numbers would never train. With
-    ``outside="unchecked"``, numbers start next to the bound instead. For half-precision arrays, the computation runs in
-    float32.
+    at a bound or beyond raise an error, because the map is flat there and they would never train. With
+    ``outside="unchecked"``, such numbers start next to the bound instead. For half-precision arrays, the computation
+    runs in float32.
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
       high: The upper bound :math:`b`, a number greater than ``low`` or a traced scalar.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``low`` or ``high`` has the wrong type.
@@ -185,7 +185,7 @@ class Bounded(_ElementwiseMap):
         super().__post_init__()
         low, high = self.low, self.high
         if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
-            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
+            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds with low < high.")
 
     def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Returns whether all numbers lie between the bounds, up to rounding.
@@ -224,21 +224,21 @@ class Bounded(_ElementwiseMap):
 
 
 class Elementwise(_ElementwiseMap):
-    r"""Weights given by an elementwise function of your own: :math:`w = f(x)`.
+    r"""Computes weights by an elementwise function of your own: :math:`w = f(x)`.
 
-    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = f^{-1}(w)`, and is exact if
-    ``inverse`` is a right inverse of ``forward``. A number would never train if ``inverse`` maps it to infinity, or to
-    a point where the derivative of ``forward`` is 0. Such numbers are an error unless ``outside="unchecked"``.
-    Half-precision arrays are passed to both functions as float32.
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype. ``init`` gives
+    :math:`x = f^{-1}(w)`, and is exact if ``inverse`` is a right inverse of ``forward``. A number would never train if
+    ``inverse`` maps it to infinity, or to a point where the derivative of ``forward`` is 0. Such numbers raise an error
+    unless ``outside="unchecked"``. Half-precision arrays are passed to both functions as float32.
 
     Args:
       forward: The elementwise function :math:`f`. Define the function once, outside the training step, because
         functions compare by identity: a new ``lambda`` in each step would compile the step again. ``to_json`` can write
         only functions of JAX.
       inverse: A right inverse of ``forward``.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``forward`` or ``inverse`` has the wrong type.
@@ -262,7 +262,7 @@ class Elementwise(_ElementwiseMap):
         with jax.ensure_compile_time_eval():
             if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
                 return None
-        return "expected numbers in the domain of `inverse`, got some that it maps to NaN. Correct the array."
+        return "`inverse` maps some entries to NaN. Pass an array in its domain, or exclude it with `where`."
 
     def flat_leaf(self, w: Array) -> Array:
         x = self.inverse(widened(w))
@@ -281,15 +281,15 @@ _FACTOR = number_that(lambda factor: 0 < abs(factor) < math.inf, "takes a finite
 
 
 class Scale(Reparametrization):
-    r"""Weights with a constant factor, such as a multiplier of muP: :math:`w = c \, x`.
+    r"""Multiplies weights by a constant factor, such as a multiplier of muP: :math:`w = c \, x`.
 
-    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives ``x = w / c``, and is exact up to
-    rounding. For half-precision arrays, the computation runs in float32.
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype. ``init`` gives ``x = w / c``, and
+    is exact up to rounding. For half-precision arrays, the computation runs in float32.
 
     Args:
       factor: The factor :math:`c`, a number other than 0 or a traced scalar.
       where: Which arrays to act on. Default: every floating or complex parameter.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``factor`` has the wrong type.
@@ -324,14 +324,15 @@ class Scale(Reparametrization):
 
 
 class Simplex(Constraint):
-    r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
+    r"""Constrains numbers along an axis to probabilities: :math:`w = e^x / \sum e^x` (softmax).
 
-    Raw value: ``x`` (main), with the shape and dtype of ``w``. ``init`` gives :math:`x = \log w`, and is exact if ``w``
-    is positive and sums to 1. Any other vector starts at the nearest point of the simplex. Zeros in the nearest point
-    are an error, because the map is flat there and such numbers would never train. With ``outside="unchecked"`` zeros
-    start next to zero. Samples are uniform. For half-precision arrays, the computation runs in float32.
+    In place of ``w``, the raw tree stores ``x`` (main), of the same shape and dtype. ``init`` gives :math:`x = \log w`,
+    and is exact if ``w`` is positive and sums to 1. Any other vector starts at the nearest point of the simplex. Zeros
+    in the nearest point raise an error, because the map is flat there and they would never train. With
+    ``outside="unchecked"``, zeros start next to zero. Samples are uniform on the simplex. For half-precision arrays,
+    the computation runs in float32.
 
-    The model does not depend on :math:`r = \log \sum e^x`, so data cannot constrain r when raw values are sampled.
+    The weights do not depend on :math:`r = \log \sum e^x`, so data cannot constrain r when raw values are sampled.
     ``log_det`` therefore gives r a standard normal distribution. For each distribution in the array, ``log_det`` adds
 
     - the log-determinant of the bijection from ``x`` to the point of the simplex and r,
@@ -342,12 +343,12 @@ class Simplex(Constraint):
 
     Args:
       along: The axis along which the numbers sum to 1, such as ``-1`` for mixture weights and for the rows of a
-        transition matrix. Default: the only axis of a vector; in a network, the inputs of each output or the rows of a
-        table, if they are known from the class of a layer or from roles. The name of an array is not enough, because a
-        matrix named ``w`` may hold distributions instead of a kernel.
-      outside: As for :class:`Constraint`.
+        transition matrix. Default: the only axis of a one-dimensional array; in a network, the input axes of a kernel
+        or the feature axis of an embedding table, if these are known from the class of a layer or from ``rpx.roles``.
+        The name of an array is not enough, because a matrix named ``w`` may hold distributions instead of a kernel.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the array without these axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``along`` does not count these axes.
 
     Raises:
       TypeError: If ``along`` has the wrong type.

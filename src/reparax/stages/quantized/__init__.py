@@ -1,7 +1,7 @@
 """Weights in fewer bits: quantized, rounded during training, or cast to another dtype.
 
-A format is a row of a table: the numbers that codes stand for, and how scales and zeros are stored. ``Quantized`` and
-``FakeQuantized`` round with the same formula.
+A number format lists the numbers that the stored codes stand for, and says how scales and zeros are stored.
+``Quantized`` and ``FakeQuantized`` round with the same formula.
 """
 
 from reparax.stages.quantized._quantized import Cast as Cast

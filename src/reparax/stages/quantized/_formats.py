@@ -22,7 +22,7 @@ from reparax.numerics.arithmetic import inlined
 
 
 def group_of_codes(bits: int) -> tuple[int, int]:
-    """Returns how many codes and bytes the smallest group that fills whole bytes has: ``(8, 3)`` for 3 bits."""
+    """Returns how many codes and how many bytes form the smallest group of whole bytes: ``(8, 3)`` for 3 bits."""
     codes = 8 // math.gcd(8, bits)
     return codes, codes * bits // 8
 
@@ -47,7 +47,7 @@ def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
     mask = jnp.asarray(2**new_bits - 1, jnp.uint8)
     new_words: list[Array] = []
     for start in range(0, stream, new_bits):
-        # The new word holds the bits of the stream from `start` on, which may lie in several of the old words.
+        # The new word holds the bits of the stream from `start` on. They may lie in several of the old words.
         shifts = {i: i * bits - start for i in range(count) if -bits < i * bits - start < new_bits}
         parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in shifts.items()]
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
@@ -57,7 +57,7 @@ def _regroup(x: Array, bits: int, new_bits: int, axis: int) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """An array cut into blocks.
+    """Describes how an array is cut into blocks.
 
     Attributes:
       shape: The shape of the array.
@@ -106,7 +106,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers that codes stand for, in units of their scale.
+    """Describes the numbers that codes stand for, in units of the scale of their block.
 
     Attributes:
       bits: The number of bits of a code. Codes of fewer than eight bits share bytes.
@@ -154,7 +154,7 @@ def round_half_even(x: Array, low: int, high: int) -> Array:
 def integer_numbers(
     bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = round_half_even
 ) -> Numbers:
-    """Returns the ``Numbers`` of integers of ``bits`` bits, in two's complement if ``signed``."""
+    """Returns the ``Numbers`` whose codes are integers of ``bits`` bits, in two's complement if ``signed``."""
     low, high = bounds_of(bits) if signed else (0, 2**bits - 1)
     dtype = "int8" if signed else "uint8"
 
@@ -171,7 +171,7 @@ def integer_numbers(
 
 
 def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -> Numbers:
-    """Returns the ``Numbers`` that a table lists.
+    """Returns the ``Numbers`` for the numbers listed in a table.
 
     Args:
       numbers: The numbers for the codes 0, 1, 2 and so on, in increasing order.
@@ -213,7 +213,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
 
 
 def floating_numbers(dtype: str) -> Numbers:
-    """Returns the ``Numbers`` of a floating dtype of eight bits, which are its finite values."""
+    """Returns the ``Numbers`` that consist of the finite values of a floating dtype of eight bits."""
     top = float(jnp.finfo(dtype).max)
     all_numbers = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
     table = np.unique(all_numbers[np.isfinite(all_numbers)])
@@ -259,7 +259,7 @@ def _look_up(table: np.ndarray, codes: Array) -> Array:
 
 @dataclass(frozen=True)
 class Scales:
-    """How the scales of blocks are stored: as codes, in multiples of a *unit* that several scales share.
+    """Describes how the scales of blocks are stored: as codes, in multiples of a *unit* that several scales share.
 
     Attributes:
       dtype: The dtype of the codes. With ``"exponent"``, a code is a byte that holds the exponent of a power of two.
@@ -278,7 +278,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Format:
-    """A number format, which represents an array as ``scale * (number - zero) - offset``, with one scale per block.
+    """Describes a format that represents an array as ``scale * (number - zero) - offset``, with one scale per block.
 
     Attributes:
       numbers: The numbers that codes stand for.

@@ -44,7 +44,7 @@ _UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
 """Maps ``scale`` and ``offset`` to the names of the raw values that hold their units."""
 
 Entries = dict[str, Array]
-"""The ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
+"""Holds the ``scale`` of each entry, or its ``inverse``, and the ``zero`` or ``offset`` if the format has one."""
 
 
 @inlined
@@ -69,7 +69,7 @@ def clip_to_finite(x: Array, dtype: Any = None) -> Array:
 
 
 def to_units(x: Array, entries: Entries) -> Array:
-    """Converts ``x`` to units of its scales, shifted by offsets and zeros if there are any."""
+    """Adds the offset to ``x``, divides by the scale, and adds the zero. Both are skipped if ``entries`` lacks them."""
     if "offset" in entries:
         x = x + entries["offset"].astype(x.dtype)
     if "inverse" in entries:
@@ -144,25 +144,29 @@ class Scaled(Reparametrization):
         who, row = type(self).__name__, self._format
         if self.double_quant and self._block is None:
             raise ValueError(
-                f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
-                f"Pass block_size, or leave double_quant out."
+                f"{who} got double_quant=True without block_size, but double_quant rounds the scales of blocks. "
+                f"Pass block_size, such as block_size=64, or leave double_quant out."
             )
         if self.double_quant and (row.numbers.bits == 8 or row.scales):
             which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
-            raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
+            raise ValueError(
+                f"{who} got double_quant=True with {self.format!r}, whose {which}. Leave double_quant out, or use it "
+                f"with 'int4' or 'nf4'."
+            )
         if isinstance(self.block_size, tuple) and self.axis is not None:
             raise ValueError(
-                f"{who} got axis={self.axis!r} and block_size={self.block_size}, which has a length for each axis "
-                "already. Leave out axis, or give a single number as block_size."
+                f"{who} got axis={self.axis!r} and block_size={self.block_size}, but a tuple already has a length for "
+                "each axis. Leave axis out, or pass a single integer as block_size."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim == 0:
-            return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
+            return f"expected an array of one or more dimensions, but got shape {w.shape}. Exclude it with `where`."
         if isinstance(self._block, tuple) and len(self._block) != w.ndim:
             return (
-                f"expected an array of {len(self._block)} dimensions, for block_size={self._block}, got shape "
-                f"{w.shape}. Pass the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+                f"expected an array of {len(self._block)} dimensions for block_size={self._block}, but got shape "
+                f"{w.shape}. Pass the axes along which arrays are stacked, such as stacked=0, or exclude it with "
+                f"`where`."
             )
         return self._cut_axis_error(w) if isinstance(self._block, int) else None
 
@@ -170,14 +174,14 @@ class Scaled(Reparametrization):
         """Returns why the axis to cut into blocks cannot be determined, or None if it can."""
         if self.axis is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Pass the axes along "
-                f"which matrices are stacked (stacked=0), pass all axes except the one to cut as `axis`, or leave it "
-                f"out with `where`."
+                f"expected a matrix, but got shape {w.shape}, whose blocks could lie along any axis. Pass the axes "
+                f"along which matrices are stacked, such as stacked=0, pass all axes except the one to cut as `axis`, "
+                f"or exclude this array with `where`."
             )
         if self.axis is not None and len(other_axes(self.axis, w)) != 1:
             return (
-                f"expected one axis that is not in axis={self.axis}, to cut into blocks, got shape {w.shape}. Pass all "
-                f"axes except that one."
+                f"`axis` must contain all axes except the one to cut into blocks, but got axis={self.axis} for shape "
+                f"{w.shape}. Leave exactly one axis out of `axis`."
             )
         return None
 
@@ -188,7 +192,7 @@ class Scaled(Reparametrization):
 
     @property
     def _format(self) -> Format:
-        """The format's row in the table of formats."""
+        """The ``Format`` that the field ``format`` names."""
         return FORMATS[self.format]
 
     @property
@@ -198,20 +202,20 @@ class Scaled(Reparametrization):
 
     @property
     def _scales(self) -> Scales | None:
-        """How scales are stored; None if they are not rounded."""
+        """How the scales of blocks are stored; None if they are not rounded."""
         return ROUNDED if self.double_quant else self._format.scales
 
     def _block_axis(self, w: Array) -> int:
         """Returns the axis along which blocks lie and codes share bytes: the last one that is not in ``axis``.
 
-        Without ``axis``, it is the second-to-last axis, the inputs of a kernel ``(in, out)``.
+        Without ``axis``, it is the second-to-last axis, which holds the inputs of a kernel ``(in, out)``.
         """
         if self.axis is None:
             return max(w.ndim - 2, 0)
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
-        """Returns the blocks of ``w``, whose sizes are limited to the shape of ``w``."""
+        """Returns the blocks of ``w``, with sizes limited to the shape of ``w``."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -355,7 +359,7 @@ class Scaled(Reparametrization):
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
         dtype = values["unit" if self._scales else "scale"].dtype
-        return clip_to_finite(x, dtype).astype(dtype)  # The largest number may exceed the range of `dtype`.
+        return clip_to_finite(x, dtype).astype(dtype)  # Decoded numbers may exceed the range of `dtype`.
 
 
 def _biased_exponent(x: Array) -> Array:
@@ -376,16 +380,16 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 class Quantized(Scaled):
-    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
+    r"""Stores frozen weights in few bits: :math:`w = s \, (q - z) - o`.
 
     For inference, use ``Quantized("int8", axis=-1)``; to quantize a trained model, call ``init`` on ``p.fold(raw)``.
-    For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array has an
-    adapter, only its base is stored in few bits.
+    For LoRA on quantized weights (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array
+    has an adapter, only its base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
-    number of the format, up to a sixteenth with ``double_quant``. ``apply`` returns weights in their original dtype; in
-    a jitted step, that array lives only while it is used. The codes have no gradient: pass only the trainable values to
-    ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
+    number of the format, within 1/16 of it if ``double_quant`` rounds the scales. ``apply`` returns weights in their
+    original dtype; in a jitted step, that array lives only while it is used. The codes have no gradient: pass only the
+    trainable values to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -423,27 +427,27 @@ class Quantized(Scaled):
     Args:
       format: One of the formats above.
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
-        with ``block_size``, all axes except the cut axis.
+        with ``block_size``, all axes except the cut axis (see below).
       block_size: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the
         cut axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Alternatively, a length
         for each axis, such as ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64
         weights has one scale. Default: the size in the table above if the format has one.
-      double_quant: Whether to round the scales of blocks too, as in QLoRA; for formats of fewer than eight bits.
+      double_quant: Whether to round the scales of blocks too, as in QLoRA. The format must have fewer than eight bits.
       calibration_method: What the largest number of a format represents: with ``"absmax"``, the largest magnitude of
         the block; with ``"rms"``, the root mean square of the block; with ``"fixed"``, 1. In formats with a zero, the
         numbers with ``"absmax"`` represent the range from the smallest to the largest entry, extended to include 0.
-      calibration_scale: A factor for this magnitude, as in ``calibration_method="rms", calibration_scale=3.0``. Weights
-        of larger magnitude are clipped.
+      calibration_scale: A factor for the magnitude that ``calibration_method`` chooses, as in
+        ``calibration_method="rms", calibration_scale=3.0``. Weights of larger magnitude are clipped.
       rounding: ``"nearest"``, or ``"stochastic"``, which rounds up or down at random, so that the expected value is the
         number itself. ``init`` then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
       ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
-        ``calibration_method`` or ``rounding`` is not one of the words above.
+        ``calibration_method`` or ``rounding`` is not one of the allowed strings.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -495,9 +499,11 @@ class Quantized(Scaled):
             expected["scale"] = "uint8" if self._scales.dtype == "exponent" else self._scales.dtype
         for name, dtype in expected.items():
             if dtypes[name] != dtype:
-                raise ValueError(f"expected {name} in {dtype} for {self.format}, got {dtypes[name]}: {OTHER_CHAIN}")
+                raise ValueError(
+                    f"expected {name!r} in {dtype} for {self.format!r}, but got {dtypes[name]}: {OTHER_CHAIN}"
+                )
         if self._scales is None and not jnp.issubdtype(dtypes["scale"], jnp.floating):
-            raise ValueError(f"expected a floating scale, got {dtypes['scale']}: {OTHER_CHAIN}")
+            raise ValueError(f"expected 'scale' in a floating dtype, but got {dtypes['scale']}: {OTHER_CHAIN}")
 
     def _scale_range_error(self, w: Array) -> str | None:
         """Returns why the format cannot store the scales of ``w``, or None if it can or if ``w`` is traced."""
@@ -510,8 +516,8 @@ class Quantized(Scaled):
         if not most < largest < math.inf:
             return None
         return (
-            f"expected numbers whose scales are at most {most:g}, as {self.format} stores scales in float16, got "
-            f"{largest:.3g}. Store it as int8, or leave it out with `where`."
+            f"{self.format!r} stores scales in float16, so they must be at most {most:g}, but the largest scale of "
+            f"this array is {largest:.3g}. Store the array as 'int8', or exclude it with `where`."
         )
 
     def _packing_error(self, w: Array) -> str | None:
@@ -522,8 +528,8 @@ class Quantized(Scaled):
             return None
         bytes_text = "a byte" if size == 1 else f"{size} bytes"
         return (
-            f"expected a multiple of {count} entries along axis {block_axis}, because {count} {self.format} numbers "
-            f"share {bytes_text}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
+            f"the size of axis {block_axis} must be a multiple of {count}, because {count} {self.format} codes share "
+            f"{bytes_text}, but got shape {w.shape}. Store the array as 'int8', or exclude it with `where`."
         )
 
 
@@ -549,7 +555,7 @@ Step = Literal["absmax", "learned"]
 
 
 class FakeQuantized(Scaled):
-    r"""Weights in low precision for the model, and in full precision for the optimizer: :math:`w = s \, q(x / s)`.
+    r"""Rounds weights for the model, and keeps them in full precision for the optimizer: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, at the same path, so a checkpoint of the model can be loaded as it is. The
     rounded weights equal those of :class:`Quantized`, bit for bit, so deploy the trained model with
@@ -565,18 +571,18 @@ class FakeQuantized(Scaled):
     :math:`1 / \sqrt{n \, q_{max}}` if :math:`n` weights share a step.
 
     Args:
-      format: As for :class:`Quantized`, or ``"ternary"`` for the numbers -1, 0 and 1, with the mean magnitude as scale,
-        as in BitNet b1.58.
-      axis, block_size, double_quant, calibration_method, calibration_scale: As for :class:`Quantized`.
+      format: One of the formats of :class:`Quantized`, or ``"ternary"`` for the numbers -1, 0 and 1, with the mean
+        magnitude as scale, as in BitNet b1.58.
+      axis, block_size, double_quant, calibration_method, calibration_scale: The same as for :class:`Quantized`.
       step: How to choose the step, which is the scale of a block: ``"absmax"`` computes it as :class:`Quantized` does,
         and ``"learned"`` trains it, for int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
       ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
-        ``calibration_method`` or ``step`` is not one of the words above.
+        ``calibration_method`` or ``step`` is not one of the allowed strings.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -602,8 +608,8 @@ class FakeQuantized(Scaled):
         if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"FakeQuantized got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
-                f"without double_quant. Use step='absmax'."
+                f"FakeQuantized got step='learned' with {self.format!r}{twice}, but learns steps only for 'int2' to "
+                f"'int8', without double_quant. Pass step='absmax'."
             )
 
     @property
@@ -633,7 +639,7 @@ class FakeQuantized(Scaled):
     def _ternary_scale(self, sizes: Array) -> Array:
         """Computes the mean magnitude of each block.
 
-        For a block that is already ternary, returns its largest magnitude, so that rounding does not change the block.
+        If a block already holds only -s, 0 and s, returns s for it, so that rounding does not change the block.
         """
         blocks = self._blocks(sizes)
         units, size = normalize_blocks(sizes, blocks)
@@ -681,7 +687,7 @@ def _round_jvp(bits: int, entries: int, primals: tuple[Array, Array], tangents: 
 
 
 class Cast(Perturbation):
-    """Weights in another floating dtype: the optimizer works in the raw dtype, and the model reads ``dtype``.
+    """Casts weights to another floating dtype: the optimizer works in the raw dtype, and the model reads ``dtype``.
 
     The raw tree equals the model's parameters, and gradients have the raw dtype. Consecutive casts round one after the
     other: ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
@@ -689,7 +695,7 @@ class Cast(Perturbation):
     Args:
       dtype: The floating dtype that the model reads, or its name.
       where: Which arrays to act on. Default: every floating parameter.
-      stacked: As for :class:`Perturbation`.
+      stacked: Axes that stack independent arrays; see :class:`Perturbation`.
 
     Raises:
       TypeError: If ``dtype`` has the wrong type.
@@ -712,9 +718,11 @@ class Cast(Perturbation):
         try:
             dtype = jnp.dtype(self.dtype or "None")  # numpy would read None as float64; "None" raises an error.
         except TypeError as error:
-            raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
+            raise TypeError(
+                f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {self.dtype!r}."
+            ) from error
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"Cast takes a floating dtype or its name, but got {dtype.name!r}.")
+            raise TypeError(f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {dtype.name!r}.")
         object.__setattr__(self, "dtype", dtype.name)
 
     def apply_leaf(self, w: Array, key: Array | None) -> Array:

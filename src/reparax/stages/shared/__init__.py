@@ -1,7 +1,7 @@
-"""Stages for arrays that share numbers: tied arrays, parts of one block, and cells in layouts of other libraries.
+"""Stages for arrays that share entries: tied arrays, parts of one block, and cells in layouts of other libraries.
 
-A layout is plain data that lists which rows of which array hold which gate, so the same functions read and write all
-layouts.
+A layout is a dict that says which rows of which array hold which gate of a cell, so the same functions read and write
+all layouts.
 """
 
 from reparax.stages.shared._cells import Concat as Concat

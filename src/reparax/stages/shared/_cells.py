@@ -1,12 +1,12 @@
-"""Layouts of the arrays of a cell, in this and in other libraries, and conversions between them.
+"""Layouts of the arrays of recurrent and attention cells in several libraries, and conversions between them.
 
 A *value* is a single array, such as ``input_i``, the kernel of an input gate. A *block* describes what an array of a
 model holds: a single value, given as a string, or several values, given as a :class:`Concat`. A *layout* maps the paths
 of a cell's arrays to blocks. ``read_values`` splits the arrays of a layout into values, and ``write_arrays`` joins
 values into arrays.
 
-Shapes consist of numbers and letters. The sizes that the letters stand for are found from the shapes of arrays.
-Functions that take a dict ``sizes`` add each size that they find to it.
+The shape of a value is written as numbers and names, such as ``3 h`` or ``n heads key``. The sizes that the names stand
+for are computed from the shapes of arrays. Functions that take a dict ``sizes`` add each size that they compute to it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True, repr=False)
 class Concat:
-    """Values concatenated along one axis of an array.
+    """Describes an array that holds several values, concatenated along one axis.
 
     Args:
       parts: The blocks to concatenate. A value is a string, either ``"name: shape"`` or
-        ``"name: shape -> shape in the array"``. A shape lists its axes as numbers and letters; parentheses merge
-        axes, and ``1`` adds an axis.
+        ``"name: shape -> shape in the array"``. A shape lists the sizes of its axes as numbers and names, such as
+        ``3 h``; parentheses merge axes, and ``1`` adds an axis.
       axis: The axis to concatenate along, counted from the front.
       per: The name of a size, such as the number of attention heads. If given, the axis is cut into that many equal
         pieces, and each piece holds all parts, concatenated. The shapes of the parts then list this size as a
@@ -48,8 +48,8 @@ class Concat:
 
     Raises:
       TypeError: If a part is neither a string nor a block.
-      ValueError: If a string does not have one of these two forms, if two values have the same name, or if ``axis``
-        is negative.
+      ValueError: If a string is not of the form ``"name: shape"`` or ``"name: shape -> shape in the array"``, if two
+        values have the same name, or if ``axis`` is negative.
 
     Example:
       >>> import reparax as rpx
@@ -66,9 +66,9 @@ class Concat:
     def __post_init__(self) -> None:
         parts: Any = self.parts
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
-            raise TypeError(f"Concat takes a tuple of blocks and strings such as 'bias: 4', but got {parts!r}.")
+            raise TypeError(f"Concat takes a tuple of blocks or strings such as 'bias: 4', but got {parts!r}.")
         if check_integer(self.axis, "Concat", "axis") < 0:
-            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front, starting at 0.")
+            raise ValueError(f"Concat got axis={self.axis}, but axis must be at least 0, counted from the front.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
             object.__setattr__(self, name, as_python(value))
         require_unique(value_names(self), "Concat")
@@ -87,12 +87,12 @@ def require_unique(names: Sequence[str], who: str) -> None:
     """Raises a ValueError that begins with ``who`` if two values, or two arrays, of a layout have the same name."""
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
+            raise ValueError(f"{who} got the name {name!r} twice. Give each value and each array its own name.")
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A parsed value, such as ``"out: heads value m -> (heads value) m"``.
+    """Holds a parsed value, such as ``"out: heads value m -> (heads value) m"``.
 
     Attributes:
       name: The name of the value.
@@ -123,10 +123,10 @@ class _Value:
 
 @functools.cache
 def _parse_value(text: str) -> _Value:
-    """Parses the text of a value, and raises a ValueError if the text is malformed."""
+    """Parses a value such as ``"bias: 16 -> 1 16"``, and raises a ValueError if the text is malformed."""
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
-        raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
+        raise ValueError(f"A block got {text!r}. Write it as 'name: shape' or 'name: shape -> shape in the array'.")
     name, shape, shape_in_array = match.groups()
     groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if shape_in_array is None else shape_in_array)
     value = _Value(
@@ -184,7 +184,8 @@ def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
         sum_text = " + ".join(" ".join(term) or "1" for term in terms)
         known_text = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
         raise ValueError(
-            f"expected an axis of size {sum_text}{known_text}, got {total}. Correct the block or the array."
+            f"the block needs an axis of size {sum_text}{known_text}, but the array's axis has size {total}. Change "
+            f"the sizes in the block, or pass a matching array."
         )
     if unknown:
         sizes[unknown] = remaining // max(factor, 1)
@@ -199,16 +200,16 @@ def _linear_form(terms: Sequence[Axis], sizes: Sizes) -> tuple[int, int, str | N
     unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for names in unknown_names for name in names})
     if len(letters) > 1 or any(len(names) > 1 for names in unknown_names):
-        raise ValueError(f"its shape does not determine {', '.join(letters)}. Pass some of them in `sizes`.")
+        raise ValueError(f"the array's shape does not determine {', '.join(letters)}. Pass these sizes in `sizes`.")
     known_parts = _merged_sizes(terms, sizes)
     constant = sum(n for n, names in zip(known_parts, unknown_names, strict=True) if not names)
     return constant, sum(known_parts) - constant, next(iter(letters), None)
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
-    """Checks that an array has one axis for each group, and adds the sizes that follow from its shape to ``sizes``."""
+    """Checks that an array has one axis per group of merged axes, and adds the sizes from its shape to ``sizes``."""
     if array.ndim != len(groups):
-        raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
+        raise ValueError(f"value {name!r} must have rank {len(groups)}, but got {describe(array)}. Change the block.")
     for group, total in zip(groups, array.shape, strict=True):
         _solve_size([group], total, sizes)
 
@@ -225,17 +226,19 @@ def _terms_along(block: Block, axis: int) -> list[Axis]:
 
 
 def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """Splits ``axis`` into two axes: one for the equal pieces, and one for the entries within a piece."""
+    """Splits ``axis`` into two axes: one for the equal pieces counted by ``per``, and one for the entries in each."""
     if not _is_known(per, sizes):
-        raise ValueError(f"its shape does not determine {per}. Pass it in `sizes`.")
+        raise ValueError(f"the array's shape does not determine {per}. Pass its value in `sizes`.")
     pieces = _known_sizes([per], sizes)[0]
     if array.shape[axis] % pieces:
-        raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
+        raise ValueError(
+            f"{per} = {pieces} must divide {array.shape[axis]}, the size of axis {axis}. Pass a divisor in `sizes`."
+        )
     return array.reshape(*array.shape[:axis], pieces, array.shape[axis] // pieces, *array.shape[axis + 1 :])
 
 
 def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """Cuts an array into its values, by name. Adds the sizes that follow from the array's shape to ``sizes``."""
+    """Cuts an array into its values, and returns them by name. Adds the sizes from the array's shape to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         _require_axes(value.name, value.groups, array, sizes)
@@ -243,7 +246,9 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
         return {value.name: unmerged.transpose(np.argsort(value.order)).reshape(_known_sizes(value.shape, sizes))}
     axis = block.axis
     if axis >= array.ndim:
-        raise ValueError(f"expected an axis {axis} to cut {value_names(block)} from, got {describe(array)}.")
+        raise ValueError(
+            f"the block joins {value_names(block)} along axis {axis}, but got {describe(array)}. Pass a smaller `axis`."
+        )
     if block.per:
         array = _cut_into_pieces(array, axis, block.per, sizes)
         axis += 1
@@ -255,7 +260,7 @@ def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """Joins values into the array of a block. Adds the sizes that follow from the values' shapes to ``sizes``."""
+    """Joins values into the array that a block describes. Adds the sizes from the values' shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
         array_of_value = values[value.name]
@@ -265,7 +270,7 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
     parts = [join_values(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
         kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in value_names(block))
-        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one dtype first.")
+        raise ValueError(f"the values of a block must share a dtype, but {kinds}. Cast them to one dtype first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:
         return array
@@ -280,7 +285,7 @@ _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
 def gates(source: str, order: str, *, out_first: bool = False) -> Block:
-    """Returns the block of an array that holds the gates of a recurrent cell, concatenated in the given order.
+    """Returns the description of an array that concatenates the gates of a recurrent cell in the given order.
 
     The values are named after the source and the gate: ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and
     so on.
@@ -304,7 +309,8 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
     """
     if source not in _SHAPES or not order.isalpha():
         raise ValueError(
-            f"gates takes one of {', '.join(_SHAPES)} and an order such as 'ifgo', but got {source!r} and {order!r}."
+            f"gates takes one of {', '.join(_SHAPES)} as source, and letters such as 'ifgo' as order, but got "
+            f"source={source!r} and order={order!r}."
         )
     shape = _SHAPES[source]
     is_kernel = " " in shape
@@ -408,14 +414,14 @@ the suffixes of names, of a layer of ``LSTM``. ``returnn.native_lstm`` is the la
 
 
 def blocks_of(layout: Any) -> dict[str, Block]:
-    """Returns the paths and blocks of a layout given by name or as a dict."""
+    """Returns a layout, given by name or as a dict, as a dict from array paths to blocks."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
-        raise ValueError(f"Got {layout!r} as a layout. Use one of {', '.join(LAYOUTS)}, or pass a dict.")
+        raise ValueError(f"Got the unknown layout {layout!r}. Use one of {', '.join(LAYOUTS)}, or pass a dict.")
     blocks = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
     if not blocks or not all(isinstance(path, str) and isinstance(block, Block) for path, block in blocks.items()):
-        raise TypeError(f"A layout is a name or a dict of paths and blocks, but got {layout!r}.")
+        raise TypeError(f"A layout must be a name or a dict of paths and blocks, but got {layout!r}.")
     return blocks
 
 
@@ -428,7 +434,9 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
     """Cuts the arrays of a layout into values, and returns the values by name."""
     missing = [path for path, block in layout.items() if path not in arrays and not is_optional(block)]
     if missing:
-        raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
+        raise ValueError(
+            f"the layout needs {missing[0]!r}, but got {', '.join(map(repr, arrays)) or 'nothing'}. Add that array."
+        )
     values: dict[str, Array] = {}
     for path, block in layout.items():
         if path in arrays:
@@ -438,12 +446,12 @@ def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> di
 
 
 def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """Joins values into the arrays of a layout, by path. Arrays of biases that are all missing are left out."""
+    """Joins values into the arrays of a layout, by path. Skips an array if all of its values are missing biases."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in value_names(block) if name not in values]
         if lacking and not (is_optional(block) and len(lacking) == len(value_names(block))):
-            raise ValueError(f"{path!r} needs {lacking[0]!r}, which is missing. Leave it out of the block, or add it.")
+            raise ValueError(f"array {path!r} lacks the value {lacking[0]!r}. Add it, or leave it out of the block.")
         if not lacking:
             with locate_errors(repr(path)):
                 arrays[path] = join_values(block, values, sizes)
@@ -451,14 +459,14 @@ def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> d
 
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""Maps each layout to the constants that its cell adds to values at run time, by the names of the values."""
+"""Maps each layout to the constants that its cell adds to values at run time, in a dict by the values' names."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
     """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
-    If both layouts hold the same values, the conversion only moves numbers, so converting there and back gives the same
-    bits. If the biases differ, some numbers change, but the cell computes the same function: two biases that the cell
+    If both layouts hold the same values, the conversion only moves entries, so converting there and back gives the same
+    bits. If the biases differ, some entries change, but the cell computes the same function: two biases that the cell
     adds together are replaced by their sum, and a missing second bias is filled with zeros. haiku's LSTM adds 1 to its
     forget gate, so converting from haiku adds 1 to that bias, and converting to haiku subtracts 1. The addition rounds
     once; later conversions give the same bits. A conversion between cells that compute different functions, such as
@@ -489,7 +497,7 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     with locate_errors(f"convert from {source!r} to {target!r}"):
         source_blocks, target_blocks = blocks_of(source), blocks_of(target)
         if unexpected := [path for path in arrays if path not in source_blocks]:
-            raise ValueError(f"{unexpected[0]!r} is not an array of that layout. Pass the parameters of one cell.")
+            raise ValueError(f"{unexpected[0]!r} is no array of {source!r}. Pass the parameters of one cell only.")
         values = _add_to_values(read_values(source_blocks, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in target_blocks.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
@@ -518,7 +526,7 @@ def _add_to_values(values: dict[str, Array], constants: Mapping[str, float]) -> 
     """Adds each constant to the value of the same name, and raises an error if there is no such value."""
     if lacking := [name for name in constants if name not in values]:
         raise ValueError(
-            f"one cell adds a constant to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
+            f"one of the two cells adds a constant to {lacking[0]!r}, but this bias is missing. Add it, with zeros."
         )
     return values | {name: values[name] + number for name, number in constants.items()}
 
@@ -532,10 +540,12 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
     matched = {name: value for name, value in values.items() if name in names}
     for name in [name for name in values if name not in names]:
         first_bias = name.removeprefix("hidden_")
-        if first_bias in matched and first_bias != "bias_n":  # A GRU's reset gate scales `hidden_bias_n`.
+        if first_bias in matched and first_bias != "bias_n":  # A GRU's reset gate scales only `hidden_bias_n`.
             matched[first_bias] = matched[first_bias] + values[name]
         elif not _is_zero_bias(name, values[name]):
-            raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
+            raise ValueError(
+                f"the target layout has no {name!r}, so its cell cannot compute the same function. Use one that has it."
+            )
     first_biases = {name: matched.get(name.removeprefix("hidden_")) for name in names if name not in matched}
     return matched | {name: jnp.zeros_like(bias) for name, bias in first_biases.items() if bias is not None}
 

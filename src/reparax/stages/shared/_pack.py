@@ -1,7 +1,7 @@
 """Stages that store the arrays of a cell in another layout: ``Pack``, ``Split``, and ``CudnnLSTM``.
 
 The *model's arrays* are the arrays that the model reads, and the *raw arrays* are the trained ones. Both hold the same
-values; ``_cells`` explains values, blocks and layouts, and moves the numbers.
+values. The module ``_cells`` explains values, blocks and layouts, and converts between them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from reparax.stages.shared._cells import (
 
 
 class _Rearranged(Parametrization):
-    """The base class of ``Pack`` and ``Split``, which hold the same values in a model layout and in a raw layout.
+    """The base class of ``Pack`` and ``Split``, which convert between the raw arrays and the arrays of the model.
 
-    Each raw array is stored in the node that replaces the model array holding the first of its values. The nodes of
-    the other model arrays are empty.
+    In the raw tree, a node (a marker dict) replaces each model array. A raw array is stored in the node of the model
+    array that holds its first value. The other nodes are empty.
     """
 
     layout: Any
@@ -61,7 +61,7 @@ class _Rearranged(Parametrization):
         where: Any = self.where
         if not isinstance(where, str):
             raise TypeError(
-                f"{type(self).__name__} takes a path or a regular expression as `where`, but got {where!r}."
+                f"{type(self).__name__} takes a string as `where`, a path or a regular expression, but got {where!r}."
             )
         model_names = [name for block in self._model.values() for name in value_names(block)]
         stored_names = [name for block in self._stored.values() for name in value_names(block)]
@@ -82,9 +82,9 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site per cell.
+        """Returns one site (the arrays that the stage transforms together) per cell.
 
-        In ``init``, a site holds the model's arrays; otherwise, the nodes that replace them.
+        During ``init``, a site holds the model's arrays; afterwards, it holds the nodes that replace them.
         """
         who = CallName(self, method)
         if method == "init":
@@ -103,7 +103,7 @@ class _Rearranged(Parametrization):
         return sites
 
     def _find_cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
-        """Maps the path of each cell that ``where`` selects to the cell's arrays, by their paths in the cell."""
+        """Maps the path of each cell that ``where`` selects to a dict of the cell's arrays by their paths within it."""
         candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         all_cells = [cell for cell, _, _ in candidates if cell is not None]
         selected = {match[0] for match in match_paths(self.where, all_cells)}
@@ -114,15 +114,16 @@ class _Rearranged(Parametrization):
             arrays = cells.setdefault(cell, {})
             if path in arrays:
                 raise ValueError(
-                    f"{who.at(cell) if cell else who}: {path!r} holds several values, so it cannot be "
-                    f"part of a block. Put the stage that replaces it earlier in the chain."
+                    f"{who.at(cell) if cell else who}: a later stage replaces {path!r} by several raw values, so it "
+                    f"cannot be part of a block. Put that stage earlier in the chain."
                 )
             arrays[path] = leaf
         if not cells:
             path_of_first = _path_below(self.where, next(iter(self._model)))
             raise ValueError(
                 f"{who} found no array {path_of_first!r}; the nearest paths are "
-                f"{nearest(path_of_first, [leaf.path for leaf in leaves])}. Correct `where` or the layout."
+                f"{nearest(path_of_first, [leaf.path for leaf in leaves])}. Pass the path of the cell as `where`, or a "
+                f"layout that names these arrays."
             )
         return cells
 
@@ -138,20 +139,20 @@ class _Rearranged(Parametrization):
         effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(values), sizes), sizes)
         if lacking := sorted(effective.keys() ^ values.keys()):
             raise ValueError(
-                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
-                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                f"found nothing at {lacking[0]!r}, where `init` leaves {{'@{self.kind}': {{}}}}. Flattened formats "
+                f"lose empty nodes, so restore into the structure of `jax.eval_shape(p.init, params)`."
             )
         return effective
 
     @property
     @abstractmethod
     def _model(self) -> dict[str, Block]:
-        """The layout of the model's arrays."""
+        """The layout of the arrays that the model reads."""
 
     @property
     @abstractmethod
     def _stored(self) -> dict[str, Block]:
-        """The layout of the raw arrays."""
+        """The layout of the raw arrays, which are the trained arrays."""
 
     @property
     def _copies(self) -> dict[str, str]:
@@ -164,10 +165,10 @@ class _Rearranged(Parametrization):
         arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in arrays.items():
             if name not in paths:
-                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
+                raise ValueError(f"got an unexpected raw value {name!r}, {describe(x)}: {OTHER_CHAIN}")
         for name, path in paths.items():
             if name not in arrays and not is_optional(self._stored[path]):
-                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
+                raise ValueError(f"the raw value {name!r} is missing: {OTHER_CHAIN}")
         return {paths[name]: x for name, x in arrays.items()}
 
     def _home(self, raw_path: str) -> str:
@@ -202,7 +203,7 @@ def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
 def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
     """Converts sizes to pairs of names and integers, and raises an error if they are malformed."""
     if not isinstance(sizes, Mapping | tuple | list):
-        raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
+        raise TypeError(f"{who} takes `sizes` as a dict such as {{'heads': 8}}, but got {sizes!r}.")
     return tuple(sorted((name, check_integer(size, who, name)) for name, size in dict(sizes).items()))
 
 
@@ -212,11 +213,11 @@ def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
 
 
 class Pack(_Rearranged):
-    r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
+    r"""Assembles arrays that the model reads from trained parts: :math:`W = [W_i; W_f; W_g; W_o]`.
 
-    Raw values (main): the parts, ``input_i`` and so on, in place of the array that they form. Each part has its own
-    path (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. Each call of ``apply`` assembles
-    the block once, outside any loop over time, and ``init`` splits it. Both only move numbers, so they are exact.
+    In place of each array, the raw tree stores its parts, such as ``input_i`` (all main). Each part has its own path
+    (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. ``init`` splits the array, and each
+    call of ``apply`` assembles it once, outside any loop over time. Both only move entries, so they are exact.
 
     Args:
       layout: The layout of the arrays that the model reads: a name, such as ``"haiku.lstm"``, or a dict of paths and
@@ -225,8 +226,8 @@ class Pack(_Rearranged):
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if the layout or the sizes do not have one of these forms.
-      ValueError: If the layout is not known, or if it names a value twice.
+      TypeError: If ``where`` is not a string, or if ``layout`` or ``sizes`` has the wrong type.
+      ValueError: If ``layout`` is an unknown name, or if it names a value twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -247,12 +248,12 @@ class Pack(_Rearranged):
 
 
 class Split(_Rearranged):
-    r"""Blocks that the optimizer updates, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
+    r"""Trains concatenated blocks and splits them into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
-    Raw values (main): the blocks, under the names in the layout. Each block is stored in place of the array with its
-    first part, and its path is the path of that array followed by the name of the block (``cell/Wi/W``). The other
-    arrays of the model become empty nodes, ``{"@split": {}}``. Gradients and optimizer states have the shapes of the
-    blocks. ``init`` joins the parts, and ``apply`` splits the blocks. Both only move numbers, so they are exact.
+    The raw tree stores the blocks (all main), under the names in ``layout``. Each block replaces the array that holds
+    its first part, and its path is the path of that array followed by the name of the block (``cell/Wi/W``). An empty
+    node, ``{"@split": {}}``, replaces every other array. Gradients and optimizer states have the shapes of the blocks.
+    ``init`` joins the parts, and ``apply`` splits the blocks. Both only move entries, so they are exact.
 
     Args:
       layout: The layout of the raw arrays: a dict of names and blocks, or a name, such as ``"equinox.lstm"``.
@@ -262,8 +263,9 @@ class Split(_Rearranged):
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Raises:
-      TypeError: If ``where`` is not a string, or if a layout or the sizes do not have one of these forms.
-      ValueError: If a layout is not known, if it names a value twice, or if the two layouts hold different values.
+      TypeError: If ``where`` is not a string, or if ``layout``, ``model`` or ``sizes`` has the wrong type.
+      ValueError: If a layout is an unknown name, if it names a value twice, or if the two layouts hold different
+        values.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -297,14 +299,14 @@ class Split(_Rearranged):
 
 
 class CudnnLSTM(Reparametrization):
-    r"""The flat weight vector of :func:`jax.experimental.rnn.lstm`, assembled from separate gates.
+    r"""Assembles the flat weight vector of :func:`jax.experimental.rnn.lstm` from separate gates.
 
-    Raw values (main, each under its own path), for each gate ``i``, ``f``, ``g``, ``o``, each layer and each direction:
-    the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
-    hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the
-    backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``. With
-    ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``, it
-    drops them.
+    For each gate ``i``, ``f``, ``g``, ``o``, each layer and each direction, the raw tree stores (as main values with
+    their own paths) the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape
+    ``(hidden_size, hidden_size)``, and the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``.
+    Names of the backward direction end in ``_reverse``. ``init`` splits the vector, which is exact with ``biases=2``.
+    With ``biases=1``, ``init`` sums the two biases, so that the network computes the same function; with ``biases=0``,
+    it drops them.
 
     Args:
       input_size: The number of inputs of the first layer.
@@ -314,7 +316,7 @@ class CudnnLSTM(Reparametrization):
       biases: The number of trained biases per gate: 2, as in cuDNN, which adds them; 1, as in flax and equinox; or 0.
         The vector holds zeros for the other biases.
       where: Which arrays to act on. Default: floating vectors of the right size.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is not an integer.
@@ -345,7 +347,7 @@ class CudnnLSTM(Reparametrization):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.input_size, self.hidden_size, self.num_layers) < 1 or self.biases not in (0, 1, 2):
-            raise ValueError(f"{self!r} needs sizes of at least 1, and 0, 1 or 2 biases.")
+            raise ValueError(f"{self!r} got a size below 1, or a number of biases other than 0, 1 or 2.")
 
     def default(self, w: Array) -> bool:
         return super().default(w) and w.shape == (self._size,)
@@ -353,7 +355,10 @@ class CudnnLSTM(Reparametrization):
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape == (self._size,):
             return None
-        return f"expected a vector of {self._size} weights, got shape {w.shape}. Correct the sizes, or narrow `where`."
+        return (
+            f"expected a vector of {self._size} weights, but got shape {w.shape}. Pass the sizes of the network that "
+            f"has these weights, or exclude this array with `where`."
+        )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         values = cut_values(self._block, w, self._sizes)
@@ -373,7 +378,7 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _sizes(self) -> Sizes:
-        """The sizes that the letters in ``_block`` stand for."""
+        """The sizes that the names of axes in ``_block`` stand for."""
         return {"n": self.input_size, "h": self.hidden_size, "m": self.hidden_size * (1 + self.bidirectional)}
 
     @property

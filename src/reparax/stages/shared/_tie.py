@@ -2,8 +2,8 @@
 
 A *target* is the path of a tied array. A *transform* computes this array from its *sources*, the arrays at one or
 several other paths. The array that the raw tree stores is the *owner* of the parameter. A *place* is a key path in the
-raw tree, including markers. A path may have several places, because a later stage may replace its array by several raw
-values.
+raw tree, including marker keys such as ``@lora``. A path may have several places, because a later stage may replace its
+array by several raw values.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Unequal = Literal["raise", "overwrite"]
 
 
 class Tie(Parametrization):
-    r"""One parameter in several places: each target is its source, or a pure function of one or several sources.
+    r"""Shares a parameter between several paths: each target is its source, or a pure function of one or more sources.
 
-    The raw tree holds each parameter once, at its owner. Each tied array is replaced by the empty node
-    ``{"@tie": {}}``, so optimizer states and checkpoints hold no copies, and gradients are summed at the owner. A
-    source may itself be tied. The position of ``Tie`` in the chain decides what is shared::
+    The raw tree holds each shared parameter once, at the path of its owner. An empty node, ``{"@tie": {}}``, replaces
+    each tied array, so optimizer states and checkpoints hold no copies, and gradients are summed at the owner. A source
+    may itself be tied. The position of ``Tie`` in the chain decides what is shared::
 
         VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
         Tie(...) >> VarNoise(s)      separate noise for each use
         WeightNorm() >> Tie(...)     the normalized weight is shared, with its length
         Tie(...) >> WeightNorm()     the direction is shared, each use has its own length
 
-    ``init`` is exact: it checks that each target equals its transformed source. Under ``jax.jit`` it can check only
+    ``init`` checks that each target equals its transformed source, so it is exact. Under ``jax.jit``, it can check only
     shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
@@ -104,7 +104,7 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns one site for each tied array, ordered so that sites of sources come first.
+        """Returns one site (a use of the stage) for each tied array, in an order in which sources precede targets.
 
         Raises an error if a tied array does not equal its transformed sources in ``init``, or if it is not an empty
         node in other methods.
@@ -130,12 +130,12 @@ class Tie(Parametrization):
         return sites
 
     def _require_targets(self, who: CallName, places: PlacesOfPath) -> None:
-        """Raises an error if a target matches no path of the raw tree. The keys of ``places`` are these paths."""
+        """Raises an error if a target matches no path of the raw tree, which are the keys of ``places``."""
         for target, _, _ in self.ties:
             if not match_paths(target, _paths_of_same_kind(target, places)):
                 raise ValueError(
-                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
-                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                    f"{who} found nothing at {target!r}, where `init` leaves {{'@tie': {{}}}}. Flattened formats "
+                    f"lose empty nodes, so restore into the structure of `jax.eval_shape(p.init, params)`."
                 )
 
     def _init_at(self, site: Site, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
@@ -147,15 +147,15 @@ class Tie(Parametrization):
         return {"w": site.formula(*(values[name][""] for name in site.reads))}
 
     def _require_equal(self, target: Leaf, sources: Sequence[Leaf], transform: Transform) -> None:
-        """Checks that a target has the shape and dtype that its sources give, and the same numbers if required.
+        """Checks that a target has the shape, dtype and entries that the transform of its sources gives.
 
-        With ``unequal="overwrite"``, the numbers may differ.
+        With ``unequal="overwrite"``, the entries may differ.
         """
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, *sources) if isinstance(leaf.content, Node)]:
             raise ValueError(
-                f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as "
-                f"a target once, and the owner of a tied array as the source."
+                f"{who} names {tied[0].draw_path!r}, which a later Tie in the chain already ties. Use each path as a "
+                f"target only once, and use the owner of a tied array as the source."
             )
         target_type = jax.eval_shape(jnp.asarray, target.content)
         contents = [source.content for source in sources]
@@ -166,16 +166,16 @@ class Tie(Parametrization):
         if (target_type.shape, target_type.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
                 f"{who}: {target.draw_path!r} is {describe(target_type)}, but {origin} {describe(given_type)}. Add a "
-                f"transform from the source to the target."
+                f"transform to the shape and dtype of the target."
             )
         if self.unequal == "raise" and _is_known_to_differ(target.content, contents, transform):
             raise ValueError(
                 f"{who}: {target.draw_path!r} does not equal what {origin}, so tying would change the model. Set the "
-                f"target to that first, drop the tie, or pass `unequal='overwrite'`."
+                f"target to that value first, remove the tie, or pass `unequal='overwrite'`."
             )
 
     def _links(self, who: CallName, places: PlacesOfPath) -> dict[Names, _Link]:
-        """Maps the place of each tied array to a ``_Link`` that says how the array is computed."""
+        """Maps the key path of each tied array to a ``_Link`` that says how the array is computed."""
         links: dict[Names, _Link] = {}
         for target, sources, transform in self._resolve_ties(who, places):
             for draw_path, place in places[target].items():
@@ -201,7 +201,7 @@ class Tie(Parametrization):
             if missing:
                 raise ValueError(
                     f"{who} found no array at {missing[0]!r}; the nearest paths are "
-                    f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}."
+                    f"{nearest(missing[0], _paths_of_same_kind(missing[0], places))}. Use existing paths."
                 )
             resolved_ties += [(path, sources, transform) for path, sources in ties if sources != (path,)]
         _require_no_loop(who, {target: sources for target, sources, _ in resolved_ties})
@@ -209,13 +209,13 @@ class Tie(Parametrization):
 
 
 class _Link(NamedTuple):
-    """How a tied array is computed.
+    """Describes how a tied array is computed from its sources.
 
     Attributes:
-      places: The places of its sources.
+      places: The key paths of the sources in the raw tree.
       transform: The function that is applied to the sources.
-      copies: Maps the path of the tied array to the paths of its sources. Empty if the target is a value in the raw
-        tree.
+      copies: Maps the path of the tied array to the paths of its sources. Empty if the target is a raw value, whose
+        path contains a marker.
     """
 
     places: tuple[Names, ...]
@@ -224,11 +224,11 @@ class _Link(NamedTuple):
 
 
 PlacesOfPath = Mapping[str, Mapping[str, Names]]
-"""Maps each path, with and without markers, to the places of its arrays, by their draw paths (see ``Leaf``)."""
+"""Maps each path, with and without markers, to the key paths of its arrays by their draw paths (see ``Leaf``)."""
 
 
 def _by_path(leaves: Iterable[Leaf]) -> PlacesOfPath:
-    """Groups the places of the given arrays by path."""
+    """Maps each path, with and without markers such as ``@lora``, to the key paths of the given arrays."""
     places: dict[str, dict[str, Names]] = {}
     for leaf in leaves:
         for path in dict.fromkeys((leaf.path, leaf.raw_path)):
@@ -242,7 +242,7 @@ def _paths_of_same_kind(path: str, paths: Iterable[str]) -> list[str]:
 
 
 def _place_of_source(who: CallName, target: str, draw_path: str, source: str, places: PlacesOfPath) -> Names:
-    """Returns the place of the source for the array of ``target`` with the given draw path.
+    """Returns the key path of the source array for the array of ``target`` with the given draw path.
 
     If the target or the source has several raw values, they are matched by draw path.
     """
@@ -270,7 +270,7 @@ def _require_empty_node(who: CallName, target: Leaf) -> None:
 
 
 def _sources_first(sources: Mapping[Names, Sequence[Names]]) -> list[Names]:
-    """Sorts the places of tied arrays so that each place comes after the places of its sources."""
+    """Sorts the key paths of tied arrays so that each comes after the key paths of its sources."""
     ordered: dict[Names, None] = {}
 
     def visit(place: Names) -> None:
@@ -291,7 +291,9 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Collec
     try:
         return match.expand(source)
     except (re.error, IndexError) as error:
-        raise ValueError(f"{who} cannot make a path from {source!r} for {match[0]!r}: {error}.") from error
+        raise ValueError(
+            f"{who} cannot fill in {source!r} for {match[0]!r}: {error}. Refer only to groups of the target."
+        ) from error
 
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
@@ -313,7 +315,7 @@ def _parse_ties(ties: Any) -> tuple[Tied, ...]:
 
 
 def _require_one_source(ties: Iterable[Tied]) -> None:
-    """Raises an error if a target has two sources."""
+    """Raises an error if two ties have the same target."""
     sources: dict[str, Source] = {}
     for target, source, _ in ties:
         if target in sources:
@@ -330,7 +332,7 @@ def _require_no_loop(who: object, sources: Mapping[str, Sequence[str]]) -> None:
     def follow(path: str, walk: Sequence[str]) -> None:
         if path in walk:
             cycle = " -> ".join([*walk[walk.index(path) :], path])
-            raise ValueError(f"{who} got a loop: {cycle}. Leave one of them untied, as the owner.")
+            raise ValueError(f"{who} got ties that form a loop: {cycle}. Leave one of the paths untied, as the owner.")
         if path not in seen:
             for source in sources.get(path, ()):
                 follow(source, [*walk, path])
@@ -358,8 +360,8 @@ def _parse_tie(target: Any, value: Any) -> Tied:
             return target, tuple(sources), value[1]
         case _:
             raise TypeError(
-                f"Tie takes a path, or a pair of one or more paths and a function, for each target path, but got "
-                f"{target!r}: {value!r}."
+                f"Tie maps each target path to a source path, or to a pair of one or more source paths and a function, "
+                f"but got {target!r}: {value!r}."
             )
 
 
@@ -369,7 +371,7 @@ def _are_paths(sources: Sequence[Any]) -> bool:
 
 
 def _identity(x: Array) -> Array:
-    """Returns ``x`` unchanged; serves as the transform of a tie that has none."""
+    """Returns ``x`` unchanged. A tie without a transform uses this function instead."""
     return x
 
 
@@ -379,7 +381,7 @@ def _as_numpy(x: Array) -> np.ndarray:
 
 
 def _is_known_to_differ(target: Any, sources: Sequence[Any], transform: Transform) -> bool:
-    """Returns whether a target is known to differ from its transformed sources by more than rounding errors."""
+    """Returns whether a target differs from its transformed sources beyond rounding; False if an array is traced."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, *sources)):
         return False
     with jax.ensure_compile_time_eval():  # Compare known arrays even if `init` runs under `jax.jit`.

@@ -37,10 +37,11 @@ from reparax.numerics.select import mask_largest, mask_largest_of_all
 
 
 class Freeze(Reparametrization):
-    """Frozen weights: ``w`` itself, as a fixed value.
+    """Freezes weights: the raw tree stores them unchanged, as fixed (untrained) values.
 
-    Raw value: ``w`` (main, fixed). No gradient reaches it, and under :func:`reparax.optimizer` neither the optimizer
-    nor weight decay changes it. ``init`` is exact.
+    The raw tree stores ``w`` (main, fixed), the weight itself. No gradient reaches it, and under
+    :func:`reparax.optimizer` neither the optimizer nor weight decay changes it. ``init`` reproduces the weights
+    exactly.
 
     ``Freeze`` freezes the output of the stages before it in the chain, with all their raw values:
 
@@ -58,8 +59,9 @@ class Freeze(Reparametrization):
     ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes the biases and scales, if the model has any.
 
     Args:
-      where: Which arrays to act on. Default: every floating or complex parameter, if there is one.
-      stacked: As for :class:`Reparametrization`.
+      where: Which arrays to act on. Default: every floating or complex parameter; if there is none, this is not an
+        error.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -81,7 +83,7 @@ class Freeze(Reparametrization):
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["w"].real.dtype)  # No raw value is trainable, so the log-determinant is 0.
 
-    # If a later stage, such as `Quantized`, leaves only fixed codes, there is nothing to freeze, which is not an error.
+    # If a later stage, such as `Quantized`, leaves only fixed codes, there is nothing to freeze. This is not an error.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
         found_none = method != "init" and not tree.nodes(self.kind)
@@ -115,19 +117,19 @@ class _Masked(Reparametrization):
 
 
 class Mask(_Masked):
-    r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
+    r"""Keeps the zeros of weights at zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
     To use your own masks, multiply the parameters by them before ``init``:
-    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To change the mask, call ``init`` again. An array that
-    starts as all zeros would stay zero, so leave it out with ``where``.
+    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To change the mask, call ``init`` again. An array of
+    zeros would stay zero, so exclude it with ``where``.
 
-    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array that is 0 where ``w`` is zero
-    at ``init`` and 1 elsewhere. ``init`` is exact. Masked entries get no gradient.
+    The raw tree stores ``w`` (main), the weight :math:`x` itself, and ``mask`` (fixed), a real array that is 0 where
+    ``w`` is zero at ``init`` and 1 elsewhere. ``init`` reproduces the weights exactly. Masked entries get no gradient.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -148,13 +150,14 @@ class Mask(_Masked):
 
 
 class NByM(_Masked, Constraint):
-    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` consecutive weights, the ``n`` largest stay.
+    r"""Keeps the ``n`` largest of each ``m`` consecutive weights (N:M sparsity, such as 2:4), and zeroes the others.
 
-    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array of zeros and ones. ``init`` is
-    exact if ``w`` has at least ``m - n`` zeros in each group. Otherwise, it starts at the nearest array with this
-    property. Among equal weights, those with the lower index stay. ``update`` recomputes the mask from the current
-    weight. Masked entries get no gradient. Their raw values are kept, although momentum may still change them, so a
-    later ``update`` can make them active again. Use :func:`reset_moments` to set their momentum to zero then.
+    The raw tree stores ``w`` (main), the weight before masking, and ``mask`` (fixed), a real array of zeros and ones
+    that multiplies it. ``init`` is exact if ``w`` has at least ``m - n`` zeros in each group. Otherwise, it starts at
+    the nearest array with this property. Among equal weights, those with the lower index stay. ``update`` recomputes
+    the mask from the current weight. Masked entries get no gradient. Their raw values are kept, although momentum may
+    still change them, so a later ``update`` can make them active again. After such an update, :func:`reset_moments`
+    sets their momentum to zero.
 
     Args:
       n: The largest number of nonzero weights in a group.
@@ -163,10 +166,10 @@ class NByM(_Masked, Constraint):
         For this stage, the name of an array is enough, because sparse products need groups of inputs. For a
         convolution, the default is the axis of input channels. If there are several other input axes, such as heads and
         their dimensions, the default is the last of them.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``along`` does not count these axes.
 
     Raises:
       TypeError: If ``n``, ``m`` or ``along`` has the wrong type.
@@ -192,13 +195,13 @@ class NByM(_Masked, Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.n <= self.m or self.m < 1:
-            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of m weights: 0 <= n <= m, m >= 1.")
+            raise ValueError(f"NByM got n={self.n} and m={self.m}, but takes integers with 0 <= n <= m and m >= 1.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[axes.position(self.along, w)] % self.m:
             return (
-                f"expected an axis {axes.last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
-                f"{w.shape}. Leave it out with `where`, or choose another axis."
+                f"the size of axis {axes.last_to_number(self.along)} must be divisible by m={self.m}, but got shape "
+                f"{w.shape}. Exclude this array with `where`, or pass another axis as `along`."
             )
         return None
 
@@ -221,7 +224,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
-    """Checks a share and returns it. The integer 1 and traced integers are errors, because they may mean a count."""
+    """Checks a share and returns it. The integer 1 and traced integers are rejected, because they may mean a count."""
     if is_integer(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which could mean all weights or one of them. For all, write {name}=1.0; for "
@@ -244,7 +247,7 @@ def _check_share(value: Any, who: str, name: str) -> Any:
 def check_count(value: Any, who: str, name: str) -> int:
     """Checks that a number of weights is an integer of at least 0, and returns it."""
     if check_integer(value, who, name) < 0:
-        raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
+        raise ValueError(f"{who} got {name}={value}, but takes a non-negative number of weights to prune.")
     return int(value)
 
 
@@ -253,8 +256,8 @@ def require_sparsity_or_count(stage: Any) -> None:
     if (stage.sparsity is None) == (stage.count is None):
         which = "neither" if stage.count is None else "both"
         raise TypeError(
-            f"{type(stage).__name__} takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but "
-            f"got {which}."
+            f"{type(stage).__name__} takes either a share of the weights, such as sparsity=0.9, or a number of "
+            f"weights, such as count=90, but got {which}."
         )
 
 
@@ -299,8 +302,8 @@ def count_error(stage: Any, size: int) -> str | None:
     if stage.count is None or stage.count <= size:
         return None
     return (
-        f"expected to prune at most {size}, the number of weights or slices, got count={stage.count}. "
-        f"Pass a share, `sparsity`, which fits arrays of any size, or restrict the stage with `where`."
+        f"`count` must be at most {size}, the number of weights or slices, but got count={stage.count}. Pass a share "
+        f"as `sparsity`, which fits arrays of any size, or restrict the stage with `where`."
     )
 
 
@@ -327,17 +330,17 @@ _ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greate
 
 
 class MagnitudePruning(_Prune):
-    r"""Pruning of the smallest weights: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
+    r"""Prunes the smallest weights: :math:`w = m \, x`, with a mask :math:`m` that keeps the largest magnitudes.
 
-    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array with a zero or one for each
-    weight, or for each slice. ``init`` is exact if ``w`` is already that sparse. Otherwise, it starts at the nearest
-    array of that sparsity. Among equal weights, those with the lower index stay.
+    The raw tree stores ``w`` (main), the weight :math:`x` itself, and ``mask`` (fixed), a real array with a zero or one
+    for each weight, or for each slice. ``init`` is exact if ``w`` is already that sparse. Otherwise, it starts at the
+    nearest array of that sparsity. Among equal weights, those with the lower index stay.
 
     ``update`` recomputes the mask from the current weight. Call ``update`` in each step that prunes, with the sparsity
     of that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. Masked entries get no gradient.
     Their raw values are kept, although momentum may still change them, so a later ``update`` can make them active
-    again. Use :func:`reset_moments` to set their momentum to zero then. ``p.original(raw)`` undoes pruning.
+    again. After such an update, :func:`reset_moments` sets their momentum to zero. ``p.original(raw)`` undoes pruning.
 
     A tuple of shares prunes repeatedly, as in torch: each share applies to the weights that remain, so ``(0.5, 0.5)``
     leaves a quarter of the weights, a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` raises an
@@ -347,16 +350,17 @@ class MagnitudePruning(_Prune):
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
         weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
-        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+        to float32, so the number may differ by one if it is halfway between two integers, or if there are more than
+        2^24 weights.
       axis: The feature axes whose indices select the slices that are pruned as a whole; for example, ``-1`` prunes
         whole outputs of a dense kernel ``(in, out)``. Default: ``"each"``, which prunes single weights.
       ord: The order :math:`k` of the norm that ranks slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest
         magnitude.
       count: The number of weights, or slices, to set to zero in each array, instead of a share.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``sparsity``, ``axis``, ``count`` or ``ord`` has the wrong type.
@@ -376,7 +380,7 @@ class MagnitudePruning(_Prune):
     ord: float = field(_ORDER, default=2.0, kw_only=True)
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
-        """Also raises an error if an equal stage comes next, because both stages would prune the same weights."""
+        """Adds a check: raises an error if an equal stage comes next, because both would prune the same weights."""
         stage = super()._checked_for(method, leaf)
         later = [] if leaf.tree is None else [x for x in leaf.tree.later if x.kind == self.kind]
         # If the array is a raw value of another pruning stage, both stages act on the same weights.
@@ -385,8 +389,8 @@ class MagnitudePruning(_Prune):
             are_shares = all(isinstance(share, float) for share in shares)  # False for traced shares and for counts.
             if are_shares and replace(later[0], sparsity=self.sparsity, where=self.where) == self:
                 raise ValueError(
-                    f"{CallName(self, method, (leaf.path,))} would prune weights that {later[0]!r} prunes too. Write "
-                    f"{replace(self, sparsity=shares)!r}: each share refers to what those before it leave."
+                    f"{CallName(self, method, (leaf.path,))} would prune the same weights as {later[0]!r}. Write "
+                    f"{replace(self, sparsity=shares)!r} instead: each share applies to what earlier shares leave."
                 )
         return stage
 
@@ -398,24 +402,25 @@ class MagnitudePruning(_Prune):
 
 
 class RandomPruning(_Prune):
-    r"""Pruning of random weights: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
+    r"""Prunes random weights: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
-    Raw values: ``w`` (main), the weight :math:`x` itself; ``mask`` (fixed), a real array with a zero or one for each
-    weight, or for each slice. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise
-    ``init`` chooses the pruned weights at random, while ``project`` gives the nearest array of that sparsity. Masked
-    entries get no gradient.
+    The raw tree stores ``w`` (main), the weight :math:`x` itself, and ``mask`` (fixed), a real array with a zero or one
+    for each weight, or for each slice. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse.
+    Otherwise ``init`` chooses the pruned weights at random, while ``project`` gives the nearest array of that sparsity.
+    Masked entries get no gradient.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
         weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
-        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+        to float32, so the number may differ by one if it is halfway between two integers, or if there are more than
+        2^24 weights.
       axis: The feature axes whose indices select the slices that are pruned as a whole. Default: ``"each"``, which
         prunes single weights.
       count: The number of weights, or slices, to set to zero in each array, instead of a share.
-      outside: As for :class:`Constraint`.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
       TypeError: If ``sparsity``, ``axis`` or ``count`` has the wrong type.
@@ -445,7 +450,7 @@ def _random_scores(sizes: Array, key: Array) -> Array:
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
-    """Computes a score for each slice, which increases with the slice's norm. Reduced axes are kept with size 1."""
+    """Computes a score for each slice that increases with the slice's norm. Reduced axes keep size 1."""
     x = jnp.abs(widened(w))
     if axis == EACH:
         return x
@@ -459,7 +464,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 
 
 class _Regrow(_Masked, Constraint):
-    """The base class of sparse training, whose updates drop small weights and regrow as many others from zero."""
+    """The base class of stages for sparse training. An update drops small weights and regrows as many from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
@@ -479,10 +484,7 @@ class _Regrow(_Masked, Constraint):
         return self._keep_largest(w, sizes if key is None else _random_scores(sizes, key))
 
     def _keep_largest(self, w: Array, scores: Array) -> dict[str, Array]:
-        """Returns the raw values of ``w``.
-
-        All weights except those with the largest scores are masked and set to zero.
-        """
+        """Returns the raw values of ``w``: only the weights with the largest scores stay, and all others are zero."""
         mask = mask_largest(scores, count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
@@ -493,7 +495,7 @@ class _Regrow(_Masked, Constraint):
         # NaN must not change the counts: weights that are NaN are kept, and scores that are NaN rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
-        scores = scores + jnp.zeros_like(size, scores.dtype)  # Adding zeros shards the scores like the weights.
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # Add zeros to shard the scores like the weights.
         count = jnp.sum(active)
         share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
@@ -504,30 +506,31 @@ class _Regrow(_Masked, Constraint):
 
 
 class RigL(_Regrow):
-    r"""Sparse training by gradient magnitude, at constant density: :math:`w = m \, x`.
+    r"""Moves sparse weights to where gradients are large, at constant density: :math:`w = m \, x`.
 
-    Raw values: ``w`` (main), the weight :math:`x`; ``mask`` (fixed), a real array of zeros and ones. ``init`` draws the
-    mask and sets masked weights to zero. Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse.
-    ``project`` gives the nearest array of that sparsity.
+    The raw tree stores ``w`` (main), the weight :math:`x`, and ``mask`` (fixed), a real array of zeros and ones.
+    ``init`` draws the mask and sets masked weights to zero. Zeros are pruned first, so ``init`` is exact if ``w`` is
+    already that sparse. ``project`` gives the nearest array of that sparsity.
 
     ``p.update(raw, grads=grads)`` drops a share ``drop_fraction`` of the active weights, namely those of smallest
     magnitude, and regrows as many from zero where the gradient has the largest magnitude. ``grads`` is the dense
-    gradient with respect to the effective tree, so call ``update`` only about once in a hundred steps, and stop after
-    three quarters of the training. Without ``grads``, the mask stays the same. The paper decays the share:
-    ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of
-    regrown weights to zero.
+    gradient with respect to the effective tree. Computing it is expensive, so call ``update`` only about once in a
+    hundred steps, and stop after three quarters of the training. Without ``grads``, the mask stays the same. The paper
+    decays the share: ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set
+    the momentum of regrown weights to zero.
 
-    ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
+    ``update`` writes zeros into raw weights, so no earlier stage may compute these weights: put ``RigL`` before
+    ``WeightNorm``.
 
     Args:
-      sparsity: As for :class:`RandomPruning`.
+      sparsity: The share of weights to set to zero; see :class:`RandomPruning`.
       drop_fraction: The share of the active weights that an update replaces: a number from 0 to 1, or a traced scalar.
         The number of weights is computed in float32 and rounded down.
-      count: As for :class:`RandomPruning`.
-      outside: As for :class:`Constraint`.
+      count: The number of weights to set to zero in each array, instead of a share.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
@@ -555,21 +558,22 @@ class RigL(_Regrow):
 
 
 class SET(_Regrow):
-    r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
+    r"""Moves sparse weights to random positions, at constant density: :math:`w = m \, x`.
 
-    Like :class:`RigL`, with the same raw values, but weights regrow at random positions: ``p.update(raw, key)`` drops
-    a share ``drop_fraction`` of the active weights, the ones of smallest magnitude, and regrows as many from zero at
+    The raw values are those of :class:`RigL`, but weights regrow at random positions. ``p.update(raw, key)`` drops a
+    share ``drop_fraction`` of the active weights, the ones of smallest magnitude, and regrows as many from zero at
     random. Each update needs a new key; without a key, the mask stays the same. Call ``update`` once per epoch, or
     about once in a hundred steps.
 
     Args:
-      sparsity: As for :class:`RandomPruning`.
-      drop_fraction: As for :class:`RigL`; this is :math:`\zeta` in the paper.
-      count: As for :class:`RandomPruning`.
-      outside: As for :class:`Constraint`.
+      sparsity: The share of weights to set to zero; see :class:`RandomPruning`.
+      drop_fraction: The share of the active weights that an update replaces (:math:`\zeta` in the paper); see
+        :class:`RigL`.
+      count: The number of weights to set to zero in each array, instead of a share.
+      outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`.
+      stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:
       TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
@@ -592,16 +596,17 @@ class SET(_Regrow):
 
 
 class GlobalMagnitudePruning(Joint):
-    r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
+    r"""Prunes the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePruning`, but the weights of all arrays are ranked together. Among equal weights, those that
-    come first in the tree stay. Raw values: ``w`` (main) and ``mask`` (fixed) for each array. ``init`` is exact if the
-    arrays together are already that sparse.
+    The stage works like :class:`MagnitudePruning`, but ranks the weights of all arrays together. Among equal weights,
+    those that come first in the tree stay. For each array, the raw tree stores ``w`` (main) and ``mask`` (fixed).
+    ``init`` is exact if the arrays together are already that sparse.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1; or a tuple of shares, each of which applies to the
         weights that the earlier shares left. The number of weights is rounded to an integer. A traced share is rounded
-        to float32, so the number of weights may differ by one for halves, and for more than 2^24 weights.
+        to float32, so the number may differ by one if it is halfway between two integers, or if there are more than
+        2^24 weights.
       count: The number of weights to set to zero in all arrays together, instead of a share.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
