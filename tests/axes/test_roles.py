@@ -667,7 +667,8 @@ def test_parameters_and_data_in_any_order():
         ("MaxNorm(1.0, axis=-1)", "axis", (-2,)),
         ("WeightNorm(axis=-1)", "axis", (-2,)),
     ]
-    with raises(TypeError, "roles(loss) got no arguments of the function. Pass them after it, parameters first."):
+    text = "roles(loss) needs the arguments of the function, but got none. Pass them after the function: "
+    with raises(TypeError, f"{text}`roles(loss, params, batch)`."):
         roles(loss)
     with pytest.raises(TypeError, match=r"^check_axes takes parametrizations first, but got dict"):
         check_axes(params, loss, X)
