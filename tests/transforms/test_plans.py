@@ -1,5 +1,6 @@
 """What a plan decides and tells about weights, and how products use them: costs and values that are written by hand."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from one_array import normal
 from reparax.programs.equations import view_of
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms import _local
-from reparax.transforms._factored import Record, SumPlan, SumRead, weight_use
+from reparax.transforms._factored import Factoring, Record, SumPlan, SumRead, costs_of_lookup, plan_sums, weight_use
 
 # ---- which weights are formed
 
@@ -281,6 +282,47 @@ NEEDING_THE_ARRAY = {
 @pytest.mark.parametrize("name", NEEDING_THE_ARRAY)
 def test_other_equations_need_the_array(name):
     assert use_of(*NEEDING_THE_ARRAY[name]) is None
+
+
+def test_looked_up_matrices_cost_what_the_cheaper_way_costs():
+    """Of four matrices (6, 5), three are looked up; a factor that all share is not."""
+    (of, _), (each, _) = weight("eir,ro->eio"), weight("sir,ro->sio")
+    factors = each.products[0].factors[0], of.products[0].factors[1]
+    rows = Sum((Product(factors, each.products[0].axes),), each.shape, each.dtype, None, None)
+    cost, from_factors, from_array = costs_of_lookup(of, rows)
+    assert cost == 2 * 16 * 36
+    assert from_factors == 16 * 90 + pair(3 * 6 * 2 * 5, 90, 3 * 6 * 2, 2 * 5)
+    assert from_array == 16 * 90 + 16 * 120
+    for cost_of_weight, least in ((50, 2 * from_array + 50), (1e9, 2 * from_factors)):
+        plan = SumPlan()
+        plan.records["w"] = record(cost_of_weight)
+        operation = SimpleNamespace(
+            eqn=None,
+            args=[replace(of, maker="w")],
+            facts=[SimpleNamespace(origins=frozenset([3]))],
+            interpreter=SimpleNamespace(times=2, in_formula=False),
+        )
+        found = Factoring(plan)._record_of_lookup(operation, rows)
+        assert (found.cost_to_form, found.times, found.parents, found.origins) == (least, 2, ["w"], {3})
+        assert found.reads == [read(2, cost, formula=True)]
+        assert found.read_if_formed == read(2, from_factors, from_array)
+
+
+def test_a_plan_records_what_makes_sums_and_what_reads_them():
+    def loss(a, b, x):
+        w = a @ b
+        y = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ (2 * w)), x)
+        return y @ (w + w), jnp.abs(w)
+
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in [(64, 2), (2, 64), (8, 64)]]
+    plan, _ = plan_sums(jax.make_jaxpr(loss)(*args).jaxpr, args, [True, True, False])
+    costs = pair(64 * 64 * 2, 64 * 64, 64 * 2, 64 * 2) + 16 * 64 * 64 * np.array([0, 3 * 2, 3])
+    records = list(plan.records.values())
+    assert [(each.cost_to_form, each.times, len(each.parents), each.origins) for each in records] == [
+        (cost, times, parents, {0, 1}) for cost, times, parents in zip(costs, (1, 3, 1), (0, 1, 1), strict=True)
+    ]
+    reads = [[(read.times, read.in_formula, read.needs_array) for read in each.reads] for each in records]
+    assert reads == [[(1, False, True)], [(3, False, False)], [(1, False, False)]]
 
 
 # ---- noise of products
