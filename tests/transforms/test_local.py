@@ -477,6 +477,14 @@ def test_a_gradient_in_the_loss_sees_the_weights_of_the_value(name):
     assert not any(each.is_transformed for each in report.weights)
 
 
+def test_reads_conflict_where_one_keeps_what_another_sums():
+    first, same, keeps, sums, whole = (
+        _local.NoisyRead(None, None, {"e": (frozenset(summed), frozenset(kept))}, rows)
+        for summed, kept, rows in [((2,), (1,), 5), ((2,), (1,), 7), ((), (2,), 5), ((1,), (), 5), ((1,), (2,), None)]
+    )
+    assert list(_local._conflicting_reads("e", [first, same, keeps, sums, whole])) == [keeps, sums]
+
+
 # ---- contexts
 
 
